@@ -288,24 +288,10 @@ class EngineConfig:
                 f"balance {self.balance} moves ranges of a request's tokens between memory workers, which partition "
                 f"{self.partition} rules out: leave out one of them"
             )
-        if self.tensor_parallel > 1:
-            self._check_tensor_parallel()
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
-
-    def _check_tensor_parallel(self) -> None:
-        """Ranks send their own heads, so requests are placed as with partition head; and pools are fixed."""
-        given = {
-            f"partition {self.partition}": self.partition not in ("auto", "head"),
-            f"balance {self.balance}": self.balance != "off",
-            "kv_overcommit": self.kv_overcommit > 1,
-            "autoscale": self.autoscale is not None,
-            "pipelining rotational": self.pipelining == "rotational",
-        }
-        if name := next((name for name in given if given[name]), None):
-            raise ConfigError(f"{name} does not work with tensor_parallel so far: leave out one of them")
 
 
 def overcommit(config: EngineConfig) -> float:

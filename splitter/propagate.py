@@ -100,8 +100,8 @@ class Cut:
             return cls(source, dim, np.array([index % whole[dim]]), True) if known else None
         if name(node) != "slice":
             return None
-        dim, *bounds = [*arguments[1:], *[0, None, None, 1][len(arguments) - 1 :]]
-        return cls._ranged(source, dim % len(whole), slice(*bounds), whole)
+        dim, start, stop, step = (*arguments[1:], None, None, None, None)[:4]
+        return cls._ranged(source, (dim or 0) % len(whole), slice(start, stop, step), whole)
 
     @classmethod
     def _of_split(cls, split: fx.Node, source: Any, place: int, whole: tuple[Any, ...]) -> "Cut | None":

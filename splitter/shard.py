@@ -158,7 +158,7 @@ class _Plan:
             for node in self.nodes
             if node.target is aten.embedding.default
             and node.args[0] in self.weights
-            and self.captured.ids in ancestors([node.args[1]])  # type: ignore[list-item]
+            and self.captured.ids in ancestors(node.all_input_nodes)
         }
 
     def _visit(self, node: fx.Node) -> None:

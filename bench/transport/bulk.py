@@ -151,7 +151,7 @@ class Prompts:
     def __init__(self, store: Store, puller: Puller) -> None:
         self._puller = puller
         self.gaps: GapWork = NoGapWork()
-        self._step = store.apply(begun(MEMORY, CHUNK))
+        (self._step,) = store.apply(begun(MEMORY, CHUNK))
 
     def go_on(self) -> None:
         """Begin the next chunk if there is none on its way."""

@@ -149,16 +149,26 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
 
 
 def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
-    """One lane for each replica: its ranks, which add up what each has computed, must run slices in the same order."""
-    ranks = config.tensor_parallel
+    """One lane for each replica: its ranks, which add up what each has computed, must run slices in the same order.
+
+    Ranks send their own heads, so requests are placed as with partition head; and pools are fixed.
+    """
+    ranks, replicas = config.tensor_parallel, computes // config.tensor_parallel
     if computes % ranks:
         raise ConfigError(
             f"tensor_parallel {ranks} makes replicas of {ranks} compute workers, which {computes} cannot be divided "
             f"into; give --compute a multiple of {ranks}"
         )
-    replicas = computes // ranks
-    if config.lanes not in (None, replicas):
-        raise ConfigError(f"with tensor_parallel each of the {replicas} replicas runs one lane; leave out lanes")
+    given = {
+        f"partition {config.partition}": config.partition not in ("auto", "head"),
+        f"balance {config.balance}": config.balance != "off",
+        "kv_overcommit": config.kv_overcommit > 1,
+        "autoscale": config.autoscale is not None,
+        "pipelining rotational": config.pipelining == "rotational",
+        f"lanes {config.lanes}": config.lanes not in (None, replicas),
+    }
+    if name := next((name for name in given if given[name]), None):
+        raise ConfigError(f"{name} does not work with tensor_parallel so far: leave out one of them")
     return Pipeline(replicas, replicas, ranks=ranks)
 
 

@@ -130,7 +130,7 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
     return digest.hexdigest()
 
 
-def _split(place: ModelDirectory, dtype: DType | None, target: Target, rank: Rank) -> Prepared:
+def _split(place: ModelDirectory, dtype: DType | None, target: Target, rank: Rank = ONLY) -> Prepared:
     from lamina.lowering import lower
     from lamina.models.config import load_config, resolve_dtype
     from lamina.splitter import split

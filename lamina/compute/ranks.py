@@ -87,7 +87,7 @@ class Ranks:
         if self.rank.number == 0 or len(parts) == 1:  # a sum of two is the same in either order
             total = piece
         else:
-            first, *parts = [*parts[: self.rank.number], piece.clone(), *parts[self.rank.number :]]
-            total = piece.copy_(first)
+            parts.insert(self.rank.number, piece.clone())
+            total = piece.copy_(parts.pop(0))
         for part in parts:
             total += part

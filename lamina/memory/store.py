@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -149,6 +149,22 @@ class KvStore:
         for fork in plan.forks:
             self._fork(fork)
         self.release(plan.released)
+        self._migrate(plan)
+        for admission in plan.admitted:
+            for sequence, segments in by_sequence(admission.segments).items():
+                self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
+        for segment in plan.grown:
+            self._grow(segment)
+        for fetch in plan.fetches:
+            self._begin_fetch(fetch)
+        self.device.forget(self.slab.take_shortened())
+        steps = [self._plan_step(plan, rank) for rank in range(self._ranks)]
+        if self._forgets:
+            self._note_starts([step.rows for step in steps])
+        return steps
+
+    def _migrate(self, plan: StepPlan) -> None:
+        """Take over what has arrived here, forget what has left, and begin what a plan says."""
         for segment in plan.moved:
             if segment.worker == self.worker:
                 self._segments[segment.sequence] = [segment]
@@ -159,15 +175,6 @@ class KvStore:
                 self._make_slots(migration)
             elif migration.source == self.worker:
                 self._hold_source(migration)
-        for admission in plan.admitted:
-            for sequence, segments in by_sequence(admission.segments).items():
-                self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
-        for segment in plan.grown:
-            self._grow(segment)
-        for fetch in plan.fetches:
-            self._begin_fetch(fetch)
-        self.device.forget(self.slab.take_shortened())
-        return [self._plan_step(plan, rank) for rank in range(self._ranks)]
 
     def truncate(self, kept: Mapping[int, int]) -> None:
         """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
@@ -316,8 +323,6 @@ class KvStore:
 
     def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker, self.shards, rank, self._ranks)
-        if self._forgets:
-            self._note_starts(rows)
         kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
         appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
@@ -332,12 +337,11 @@ class KvStore:
         door = plan.lane * self._ranks + rank
         return StepTables(plan, rows, cut, tables, further, newest, inline, self.device.sent(inline), pulled, door)
 
-    def _note_starts(self, rows: MessageRows) -> None:
+    def _note_starts(self, messages: Iterable[MessageRows]) -> None:
         """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
-        for sequence, start in {(one.sequence, one.start) for one in (*rows.attends, *dict(rows.further).values())}:
-            starts = self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT))
-            if not starts or starts[-1] != start:  # else it is of another rank
-                starts.append(start)
+        attends = [one for rows in messages for one in (*rows.attends, *dict(rows.further).values())]
+        for sequence, start in {(one.sequence, one.start) for one in attends}:
+            self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT)).append(start)
 
     def _needed(self, window: int) -> Iterator[npt.NDArray[np.int32]]:
         """See ``Needed``. A sequence that has not run here yet, such as a fork, may go on anywhere."""

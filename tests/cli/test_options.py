@@ -16,6 +16,7 @@ from lamina.types import DType, DTypeName
 GIVEN: dict[str, Any] = {
     "model": "M",
     "compute": "cpu:2",
+    "tensor_parallel": 4,
     "memory": "cpu:3",
     "load_format": "dummy",
     "dtype": "float16",

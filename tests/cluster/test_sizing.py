@@ -101,3 +101,25 @@ def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -
     found = {name: Resources(0, 0, each, 1500 if name != "memory3" else 1000) for name, each in free.items()}
     shares = {name: bringup._share(name, hosts, found) for name in hosts}
     assert shares == {"memory0": (2, 400), "memory1": (2, 400), "memory2": (3, 1500), "memory3": (1, 1000)}
+
+
+@pytest.mark.parametrize(
+    ("computes", "settings", "says"),
+    [
+        (3, {}, "replicas of 2 compute workers, which 3 cannot be divided into; give --compute a multiple of 2"),
+        (4, {"lanes": 4}, "lanes 4 does not work with tensor_parallel"),
+        (4, {"pipelining": "rotational"}, "pipelining rotational"),
+        (4, {"partition": "token"}, "partition token"),
+        (4, {"balance": "ledger"}, "balance ledger"),
+        (4, {"autoscale": "memory=1:4"}, "autoscale"),
+    ],
+)
+def test_what_tensor_parallel_replicas_cannot_do_is_refused(computes: int, settings: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sizing.pipeline(EngineConfig(tensor_parallel=2, **settings), computes, shared=False)
+
+
+def test_four_compute_workers_are_two_replicas_of_two_ranks() -> None:
+    order = sizing.pipeline(EngineConfig(tensor_parallel=2), 4, shared=False)
+    assert (order.replicas, order.lanes, order.rotates) == (2, 2, False)
+    assert [order.workers_of(lane) for lane in range(2)] == [(0, 1), (2, 3)]

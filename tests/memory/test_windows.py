@@ -63,7 +63,7 @@ class Forgetting(Moving):
         shares = []
         for name, (whole, forgets) in self._stores.items():
             if name in self.scheduler.placement.capacities:
-                (tables,) = zip(whole.apply(plan), forgets.apply(plan), strict=True)
+                tables = whole.apply(plan)[0], forgets.apply(plan)[0]
                 if not tables[0].rows.empty:
                     shares.append((LocalShare(whole, tables[0], {}), LocalShare(forgets, tables[1], {})))
         self._shares[plan.step] = shares
@@ -72,7 +72,6 @@ class Forgetting(Moving):
             self._slots[one.number] = [(ends[0][kind].slots_of(one), ends[1][kind].slots_of(one)) for kind in (0, 1)]
 
     def migrate(self) -> None:
-        """One of the migrations is done."""
         if self._migrations:
             self._copy(self._migrations[self.turn % len(self._migrations)])
         super().migrate()
@@ -97,11 +96,11 @@ class Forgetting(Moving):
             if whole is not None and forgets is not None:
                 for expected, found in zip(whole, forgets, strict=True):
                     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-        for _, forgets in self._stores.values():
-            assert isinstance(forgets.device, Cpu)
-            narrow = forgets.device._windows[1]
+        for _, store in self._stores.values():
+            assert isinstance(store.device, Cpu)
+            narrow = store.device._windows[1]
             assert narrow is not None
-            self.forgotten += narrow.used < forgets.slab.used // 2
+            self.forgotten += narrow.used < store.slab.used // 2
         super().complete(lane)
 
     def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
@@ -154,7 +153,10 @@ def test_a_step_that_attends_to_forgotten_tokens_is_an_error() -> None:
     assert known.used == 13
 
     def table(start: int) -> SegmentTable:
-        return SegmentTable(*(np.array(each, np.int32) for each in ([0, 1], [start], [0, start], [0])), one[:start])
+        query_offsets, query_start, kv_offsets, kv_start = (
+            np.array(each, np.int32) for each in ([0, 1], [start], [0, start], [0])
+        )
+        return SegmentTable(query_offsets, query_start, kv_offsets, kv_start, one[:start])
 
     assert known.table(table(10)).kv_start.tolist() == [8]
     with pytest.raises(AssertionError, match="window of 3 have forgotten"):

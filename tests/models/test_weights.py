@@ -10,10 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.errors import ModelError, UnsupportedModelError
-from lamina.models import weights
+from lamina.models import tensors, weights
 from lamina.models.config import load_config, meta_model, resolve_dtype, torch_dtype
 from lamina.models.directory import ModelDirectory, find
-from lamina.types import DType
+from lamina.splitter.split_model import Shard, cut
+from lamina.types import DType, LoadFormat
 from tests.random_models import random_model, with_experts, write_checkpoint
 
 FAMILIES = (
@@ -67,6 +68,33 @@ def test_only_files_of_the_named_tensors_are_opened(tmp_path: Path, family: str)
                 entry.file.unlink()
     assert sum(entry.file.exists() for entry in directory.tensors.values()) < len(directory.tensors)
     assert torch.equal(load(directory, name)[name], model.state_dict()[name])
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_parts_of_tensors(tmp_path: Path, load_format: LoadFormat) -> None:
+    """Rows in two ranges, columns, and a part of converted experts, in memory that has room for them alone."""
+    save(tmp_path, "mixtral")
+    directory = find(tmp_path, tokenizer=False)
+    names = [name for name in load(directory, *weights_of("mixtral")) if ".1." in name or "embed" in name]
+    plan = weights.plan(directory, load_config(directory), DType.FLOAT32)
+    shards: dict[str, Shard] = {
+        "model.layers.1.self_attn.q_proj.weight": {0: ((2, 5), (8, 16))},
+        "model.layers.1.self_attn.o_proj.weight": {1: ((16, 32),)},
+        "model.layers.1.mlp.experts.gate_up_proj": {1: ((0, 24), (48, 72))},
+        "model.embed_tokens.weight": {0: ((32, 64),)},
+    }
+    assert shards.keys() <= set(names)
+    whole = tensors.load(directory, names, plan, load_format)
+    told: list[tuple[int, int]] = []
+    held = tensors.load(directory, names, plan, load_format, on_progress=lambda *at: told.append(at), shards=shards)
+    for name in names:
+        assert torch.equal(held[name], cut(whole[name], shards.get(name, {}))), name
+        assert held[name].is_contiguous() and held[name].untyped_storage().nbytes() == held[name].nbytes
+    assert told[-1] == (sum(tensor.nbytes for tensor in held.values()),) * 2
+
+
+def weights_of(family: str) -> list[str]:
+    return list(random_model(small_config(family)).state_dict())
 
 
 def test_tensors_own_their_memory(tmp_path: Path) -> None:

@@ -1,11 +1,18 @@
 """What travels for a token, counted by hand and against the paper's formula."""
 
+import numpy as np
 import pytest
 
 from lamina.errors import PlacementError
 from lamina.heads import HeadShards
-from lamina.protocol.wire import check_placements, check_segments, nbytes_per_token, paper_nbytes_per_token
-from lamina.steps import Admission, DecodeRows, StepPlan
+from lamina.protocol.wire import (
+    check_placements,
+    check_segments,
+    message_rows,
+    nbytes_per_token,
+    paper_nbytes_per_token,
+)
+from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.types import AttentionSpec, DType, SamplingParams, Segment
 
 
@@ -64,3 +71,28 @@ def test_a_sequence_that_moves_does_so_as_a_whole() -> None:
     moved = [Segment(3, "memory0", ALL, (5, None))]
     with pytest.raises(PlacementError, match="from 0 on"):
         check_placements(StepPlan(0, 0, 0, [], [], [], [], DecodeRows([], [], []), moved=moved), HeadShards(8))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_messages_of_all_ranks_hold_what_that_of_one_would(count: int) -> None:
+    """Ranks number their own shards; sequence 4 has some of its heads elsewhere, and sequence 5 runs a chunk."""
+    shards, ranks = HeadShards(8, count), 2
+    segments = {
+        3: [Segment(3, "memory0", ALL, (0, 7)), Segment(3, "memory0", ALL, (7, None))],
+        4: [Segment(4, "memory0", (0, 4), WHOLE), Segment(4, "memory1", (4, 8), WHOLE)],
+        5: [Segment(5, "memory0", ALL, WHOLE)],
+    }
+    steps = [SequenceStep(5, 6, [1, 2, 3], [])]
+    plan = StepPlan(0, 0, 0, [], [], [], steps, DecodeRows([3, 4], [9, 5], [1, 1]))
+    together = message_rows(plan, segments, "memory0", shards)
+    apart = [message_rows(plan, segments, "memory0", shards, rank, ranks) for rank in range(ranks)]
+    own = count // ranks
+    for field in ("queries", "appends"):
+        moved = [
+            getattr(rows, field) // own * count + getattr(rows, field) % own + rank * own
+            for rank, rows in enumerate(apart)
+        ]
+        assert np.concatenate(moved).tolist() == getattr(together, field).tolist() != []
+    for field in ("attends", "kept", "pulled"):
+        assert sum((getattr(rows, field) for rows in apart), ()) == getattr(together, field) != ()
+    assert sum(len(rows.further) for rows in apart) == len(together.further) > 0

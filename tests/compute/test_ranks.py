@@ -1,0 +1,79 @@
+"""Sums over ranks, through shared memory between threads."""
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from lamina.compute.ranks import Ranks
+from lamina.protocol.channel import Outbox, Slot
+from lamina.protocol.leases import ArenaPlan, Lease, lease_nbytes
+from lamina.splitter.parts import Rank
+from lamina.transport.base import Arena
+from lamina.transport.shm import ShmEndpoint
+from tests.channels import Station, link
+
+SLOT_NBYTES = 4096
+TIMEOUT_S = 60.0
+
+
+@dataclass
+class Ends:
+    """What ranks use of ``Links``."""
+
+    station: Station
+    stations: dict[str, Station]
+
+    @property
+    def name(self) -> str:
+        return self.station.name
+
+    @property
+    def arena(self) -> Arena:
+        return self.station.arena
+
+    def leases(self, name: str) -> tuple[Lease, Lease]:
+        return self.station.leases[name], self.stations[name].leases[self.name]
+
+    def outbox(self, name: str, slot: Slot) -> Outbox:
+        return Outbox(self.station.endpoint, self.station.peers[name], slot)
+
+
+@contextlib.contextmanager
+def connected(count: int) -> Iterator[list[Ranks]]:
+    names = [f"compute{number}" for number in range(count)]
+    plan = ArenaPlan(0, False, 0, count * lease_nbytes(SLOT_NBYTES), count)
+    with contextlib.ExitStack() as resources:
+        stations = {
+            name: Station(name, resources.enter_context(contextlib.closing(ShmEndpoint(name))), plan) for name in names
+        }
+        link(stations.values(), {(a, b): SLOT_NBYTES for a in names for b in names if a != b})
+        ranks = [Ranks(Rank(number, count)) for number in range(count)]
+        for name, one in zip(names, ranks, strict=True):
+            one.connect(Ends(stations[name], stations), stations[name].endpoint.wait, names)  # type: ignore[arg-type]
+        yield ranks
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_all_ranks_get_the_same_bits(count: int) -> None:
+    """Also of tensors that are larger than a slot, and of views."""
+    torch.manual_seed(count)
+    shapes = [(1, 5, 16), (3,), (1, 700, 9), (2, 2, 2)] * 5
+    types = [torch.float32, torch.bfloat16, torch.int64]
+    inputs = [
+        [(torch.randn(shape) * 9).to(types[number % 3]) for number, shape in enumerate(shapes)] for _ in range(count)
+    ]
+    wanted = [torch.stack(each).double().sum(0) for each in zip(*inputs, strict=True)]
+    with connected(count) as ranks, ThreadPoolExecutor(count) as pool:
+        sums = list(
+            pool.map(
+                lambda one, tensors: [one.reduce(x.transpose(0, -1)).transpose(0, -1) for x in tensors], ranks, inputs
+            )
+        )
+    for number, right in enumerate(wanted):
+        each = [tensors[number] for tensors in sums]
+        assert all(torch.equal(each[0], other) for other in each)
+        torch.testing.assert_close(each[0].double(), right, rtol=0.02, atol=0.2)
