@@ -129,10 +129,10 @@ def _batch_options(plan: "Plan") -> str:
 
 def _not_launched(plan: "Plan") -> list[str]:
     """The parts of a plan that `lamina launch` does not support yet."""
-    from lamina.cluster.pool import CPU
+    from lamina.cluster.pool import RUNNABLE
 
     pools = plan.pools
-    missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind != CPU]
+    missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
     return missing + ([f"tensor parallelism {pools.tensor_parallel}"] if pools.tensor_parallel > 1 else [])
 
 

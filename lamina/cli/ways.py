@@ -210,7 +210,8 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     """The `lamina launch` command of a way, or what keeps Lamina from serving it yet."""
-    from lamina.cluster.pool import CPU
+    from lamina.cluster.pool import CPU, RUNNABLE
+    from lamina.plan.hardware import ALIASES
     from lamina.plan.ways import Kind
 
     way = trial.way
@@ -218,20 +219,24 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
         return ["lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."]
     if way.kind is Kind.ONE_POOL:
         return ["lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."]
-    kinds = dict.fromkeys(kind.kind for kind in (way.compute, way.memory) if kind is not None)
-    missing = [f"{kind} workers" for kind in kinds if kind != CPU]
+    typed = {entry: name for name, entry in ALIASES.items()}
+    kinds = [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
+    missing = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
+    if way.kind is Kind.LOCAL and way.compute.kind != CPU:
+        missing += ["local memory of GPUs"]
     if way.tensor_parallel > 1:
+        missing += ["tensor parallelism on GPUs"] if way.compute.kind != CPU else []
         missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
         missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
     missing += ["weights in fp8"] if shape.fp8 else []
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
-    memory = f"{way.memory.kind}:{way.memory_workers}" if way.memory else "local"
+    memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if way.memory else ""
     if way.tensor_parallel > 1:
         order = f" --tensor-parallel {way.tensor_parallel}"
     return [
-        f"lamina launch --model {shlex.quote(model)} --compute {way.compute.kind}:{way.compute_workers} "
+        f"lamina launch --model {shlex.quote(model)} --compute {kinds[0]}:{way.compute_workers} "
         f"--memory {memory}{order} --max-num-batched-tokens {way.chunk}"
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)
