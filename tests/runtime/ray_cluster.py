@@ -2,7 +2,10 @@
 
 from typing import Any
 
-ATTEMPTS = 4
+from tests.runtime.hosts import free_port
+
+PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+ATTEMPTS = 3
 
 
 def started(**head: Any) -> Any:
@@ -11,8 +14,13 @@ def started(**head: Any) -> Any:
 
     for attempt in range(ATTEMPTS):
         try:
-            return Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head})
+            return Cluster(initialize_head=True, head_node_args={"include_dashboard": False, **head, **ports()})
         except Exception as error:  # Ray raises just that
             if "timed out during startup" not in str(error) or attempt == ATTEMPTS - 1:
                 raise
     raise AssertionError
+
+
+def ports() -> dict[str, int]:
+    """Of a node's agents: one that may choose its own has to say which within 15 s, or its node ends."""
+    return {name: free_port() for name in PORTS}

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -128,17 +127,3 @@ def test_an_engine_ends_the_request_of_a_client_that_leaves(served: httpx.Client
         return health.headers[ENGINE] == engine and health.json()["running"] == 0
 
     wait_until(is_idle, "the request goes on")
-
-
-def test_an_engine_that_dies_is_replaced_and_the_other_one_serves(served: httpx.Client) -> None:
-    before = {ask(served, f"{number} {SYSTEM}").headers[ENGINE] for number in range(8)}
-    assert len(before) == 2
-    actors = [one for one in psutil.Process().children(recursive=True) if "ServeReplica:" in command(one)]
-    next(one for one in actors if ":Engine" in command(one)).send_signal(signal.SIGKILL)
-    for number in range(8):
-        ask(served, f"{number} {SYSTEM}")
-
-    def is_replaced() -> bool:
-        return not {ask(served, f"{time.monotonic()}").headers[ENGINE] for _ in range(4)} <= before
-
-    wait_until(is_replaced, "no engine takes the place of the one that died")
