@@ -174,7 +174,8 @@ class EngineConfig:
     prefix_cache: Annotated[
         bool,
         Meaning(
-            "Keep the KV of ended requests in slots that no other needs, for requests that begin with the same tokens."
+            "Keep the KV of ended requests in slots that no other needs, for requests that begin with the same tokens. "
+            "Without it, layers with a window forget what it has left, on CPUs."
         ),
     ] = True
     balance: Annotated[

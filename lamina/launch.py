@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.cluster import pool, sizing
+from lamina.cluster import locality, pool, sizing
 from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress, Workers
@@ -18,7 +18,7 @@ from lamina.cluster.launchers.local import MODULES, LocalWorkers
 from lamina.cluster.launchers.remote import RemoteWorkers
 from lamina.cluster.launchers.several import Local, LocalAndRemote
 from lamina.cluster.launchers.supervised import SupervisedWorkers
-from lamina.cluster.pool import LOCAL, REMOTE, Assigned
+from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned
 from lamina.cluster.takeover import Saved, take_over
 from lamina.config import EngineConfig, check_writable
 from lamina.engine.ending import OnTrace
@@ -312,7 +312,7 @@ def _launcher(config: EngineConfig, pools: Pools, local: Local, where: Where, co
 
 
 def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Local, launcher: Launcher) -> None:
-    """Start all workers: those of this machine on the cores that are configured."""
+    """Start all workers: those of this machine on the cores that are configured, or else near their GPUs."""
     if config.ray is not None:
         for role, each in pools.items():
             for name, one in each.items():
@@ -322,6 +322,16 @@ def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Lo
     here = {role: [name for name, one in each.items() if one.kind != REMOTE] for role, each in pools.items()}
     texts: dict[Role, str | None] = {"compute": config.compute_cores, "memory": config.memory_cores}
     cores = {role: sizing.worker_cores(texts[role], len(names), available) for role, names in here.items() if names}
+    devices = {
+        role: [pools[role][name].device for name in names] for role, names in here.items() if texts[role] is None
+    }
+    if any(device.startswith(CUDA) for each in devices.values() for device in each):
+        machine = locality.here()
+        cores |= {
+            role: [locality.near_cores(machine, device, available) for device in each]
+            for role, each in devices.items()
+            if each
+        }
     used = {role: frozenset.union(*each) for role, each in cores.items()}
     shared = len(used) == 2 and not used["compute"].isdisjoint(used["memory"])
     for role, names in here.items():

@@ -6,6 +6,7 @@ Anonymous files vanish with their last user, so nothing is left behind however p
 import fcntl
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina._native import Arena as NativeArena
@@ -16,22 +17,22 @@ MEMFD_NAME = "lamina-arena"
 
 
 class MappedArena:
-    """An arena of this process. Views stay valid, and keep the memory, after the endpoint has closed."""
+    """An arena of this process. Views stay valid, and keep the memory, after the endpoint has closed.
+
+    Attributes:
+        sequence: what a doorbell was last rung with. The native function itself: it is called for every message.
+    """
 
     def __init__(self, native: NativeArena) -> None:
         self.nbytes = native.nbytes
         self.doorbells = native.doorbells
-        self._native = native
+        self.sequence: Callable[[int], int] = native.sequence
         self._data = memoryview(native)
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
         check_range(offset, nbytes, self.nbytes)
         return self._data[offset : offset + nbytes]
-
-    def sequence(self, doorbell: int) -> int:
-        """What a doorbell was last rung with."""
-        return self._native.sequence(doorbell)
 
 
 @dataclass(frozen=True)

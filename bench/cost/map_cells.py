@@ -8,34 +8,21 @@ Llama-3-70B on up to 8 H100 and 8 H20, at the rents of the second Lamina paper. 
 
 import argparse
 
-import numpy as np
-
 from lamina.plan import hardware, models, prices
 from lamina.plan.cost import CostModel, Fits
-from lamina.plan.map import cells
+from lamina.plan.map import Cell, cells
 from lamina.plan.reuse import Sessions
-from lamina.plan.ways import Capacity, Slo
-from lamina.plan.workload import TracedRequest, Workload, of_lengths
-from lamina.simulate.trial import MOST, Course, Trial
+from lamina.plan.ways import Slo
+from lamina.plan.workload import of_lengths
+from lamina.simulate.cells import simulate
 
 MODEL, COMPUTE, MEMORY, COUNT = "Llama-3-70B", "h100", "h20", 8
 CELLS = ((4096, 128, 0), (16384, 512, 0), (65536, 512, 0), (256, 2048, 0), (4096, 128, 3686))
 
 
-def trace(workload: Workload, shared: int) -> list[TracedRequest]:
-    """Requests of one length, a second apart on average, whose prompts begin alike."""
-    times = np.cumsum(np.random.default_rng(0).exponential(1.0, MOST)).tolist()
-    prompt, output = round(workload.prompt), round(workload.output)
-    if not shared:
-        return []
-    return [
-        TracedRequest(at, prompt, output, ((0, shared), (1 + place, prompt - shared))) for place, at in enumerate(times)
-    ]
-
-
-def best(course: Course, capacity: Capacity | None) -> Trial | None:
-    """One side of a cell, simulated."""
-    return None if capacity is None else course.most(capacity)
+def gain(cell: Cell) -> str:
+    """Of two kinds over one."""
+    return f"{cell.gain:+.0%}" if cell.gain is not None else "not to be compared"
 
 
 def main() -> None:
@@ -49,17 +36,13 @@ def main() -> None:
     for prompt, output, shared in chosen:
         workload = of_lengths(prompt, output, Sessions(shared=shared) if shared else None)
         (cell,) = cells(shape, [workload], pools, costs, market, Slo())
-        course = Course(shape, workload, trace(workload, shared), market, Slo())
-        alone, together = best(course, cell.alone), best(course, cell.together)
-        print(f"{workload.name}: closed form {cell.gain or float('nan'):+.0%}", end="")
-        if alone is None or together is None:
-            print(f", simulated: {'neither' if alone is together else 'one kind' if alone else 'two kinds'} alone")
-        else:
-            print(f", simulated {alone.usd_per_request / together.usd_per_request - 1:+.0%}")
-        for side, trial in ((cell.alone, alone), (cell.together, together)):
-            if side is not None:
-                found = f"{trial.requests_s:.3f}" if trial else "none"
-                print(f"  {side.way.describe()}: closed form {side.requests_s:.3f} requests/s, simulated {found}")
+        measured = simulate(cell, shape, market, Slo())
+        print(f"{workload.name}: closed form {gain(cell)}, simulated {gain(measured)}")
+        for side in ("alone", "offloaded", "apart"):
+            ours, theirs = getattr(cell, side), getattr(measured, side)
+            if ours is not None:
+                found = f"{theirs.requests_s:.3f}" if theirs else "none"
+                print(f"  {ours.way.describe()}: closed form {ours.requests_s:.3f} requests/s, simulated {found}")
         print(flush=True)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from bench.cost.bursts import LOAD_BYTES_S
 from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import Servers
 from bench.cost.page import Section
@@ -15,15 +16,18 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
     """Rows of four papers: published, ours, ratio and a sentence; then what is not modelled yet."""
     section = Section("Mechanisms of four papers", published["paper"])
     a100, h100 = catalogue["a100"], catalogue["h100"]
-    section.compare("What the cost model covers", [*_pooled(published, a100), *_attention(published, a100, h100)])
+    section.compare(
+        "What the cost model covers",
+        [*_pooled(published, a100), *_attention(published, a100, h100), *_migration(published, a100)],
+    )
     section.table(
         "Not modelled yet",
         ("figure", "published", "needs"),
         [(row["figure"], row["published"], row["needs"]) for row in published["missing"]],
     )
     section.text(
-        "Nothing of ours stands beside these: the simulator's workers are a fixed set and hold either weights or KV, "
-        "and it computes a prompt on one replica."
+        "Nothing of ours stands beside these: the simulator's workers are a fixed set, KV lies beside the weights only "
+        "if there is one copy of them, and a prompt is computed on one replica."
     )
     return section
 
@@ -119,6 +123,29 @@ def _attention(published: Mapping[str, Any], a100: hardware.Hardware, h100: hard
                 row["gpus"],
                 8 * need,
                 "Ours counts whole servers of 8, and chunks at the rates of our fits; the paper's is theoretical.",
+            )
+        )
+    return rows
+
+
+def _migration(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
+    """A sequence that outgrows its worker goes on on another one; or all of it goes to a larger instance, which must
+    load the weights and compute the KV again."""
+    setup = published["live_migration"]
+    model, prompt = cost_model(models.find(setup["model"]), a100), setup["prompt"]
+    moving_s = model.shape.weight_bytes / 2 / LOAD_BYTES_S + model.prefill_seconds(prompt, 4096, 2)
+    rows = []
+    for row in setup["rows"]:
+        step_s = model.pass_seconds(1) + model.shape.layers * model.attention_seconds(prompt + row["tokens"] / 2, 1)
+        rows.append(
+            Comparison(
+                f"{row['tokens']} tokens behind {prompt}: migration over growing onto another GPU",
+                "times",
+                setup["source"],
+                row["times"],
+                1 + moving_s / (row["tokens"] * float(step_s)),
+                f"Ours loads weights at an assumed {LOAD_BYTES_S / 1e9:g} GB/s a device and computes the KV again, in "
+                f"{moving_s:.0f} s; the paper downloads the model from S3, at a rate that it does not state.",
             )
         )
     return rows

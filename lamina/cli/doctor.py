@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -20,13 +21,21 @@ THP = Path("/sys/kernel/mm/transparent_hugepage")
 LITTLE_RAM = 2 * 2**30
 
 
-def doctor() -> None:
+def doctor(
+    topology: Annotated[
+        bool,
+        typer.Option("--topology", help="Show which cores, memory, GPUs and network interfaces are close together."),
+    ] = False,
+) -> None:
     """Check this machine. Exit status 1 if a problem must be fixed first."""
     from rich.markup import escape
     from rich.table import Table
 
     from lamina.cli.console import output
 
+    if topology:
+        _show_topology()
+        return
     findings = list(examine())
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
@@ -38,6 +47,20 @@ def doctor() -> None:
         output().print(f"\n[bold red]{problems} problem{'s' * (problems > 1)} to fix first.[/]")
         raise typer.Exit(1)
     output().print('\n[bold green]Lamina runs here.[/] Try: lamina generate --memory cpu:2 "def fibonacci(n):"')
+
+
+def _show_topology() -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from lamina.cli.console import output
+    from lamina.cli.doctor_topology import lines
+    from lamina.cluster.locality import here
+
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    for part, found in lines(here()):
+        table.add_row(part, escape(found))
+    output().print(table)
 
 
 def examine() -> Iterator[Finding]:

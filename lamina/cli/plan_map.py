@@ -42,6 +42,7 @@ def show(
     from lamina.cli.console import print_table, print_text
     from lamina.observe.progress import counting_progress
     from lamina.plan import map as plan_map
+    from lamina.simulate.cells import confirm
 
     check_writable("--map", picture)
     pairs = [(one, other) for one in pools[0] for other in pools[1] if one[0] is not other[0]]
@@ -57,15 +58,19 @@ def show(
                     found.append(cell)
                     on_progress(done := done + 1)
                 drawn.append((f"{shape.name}, {one[0].kind} and {other[0].kind}", grid, found))
+    with counting_progress("Best cells simulated", 2 * len(drawn)) as on_progress:
+        for place, (title, grid, found) in enumerate(drawn):
+            drawn[place] = title, grid, confirm(found, shape, prices, slo)
+            on_progress(2 * place + 2)
     for title, grid, found in drawn:
         print_table(_table(title, grid, found))
         print_text(f"  {plan_map.crossover(found)}\n")
     devices = " and ".join(f"{most} {kind.kind}" for pool in pools for kind, most in pool)
     print_text(
-        f"  Closed form, up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
+        f"  Closed form, * simulated; up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
         f"Prices: {prices.describe(models)}. (..): attention offloaded; before it: that or prefill apart. To simulate "
-        "one cell: lamina plan --prompt N --output N. Where prompts share a prefix, the simulator has contradicted "
-        "gains of offloading (docs/cost-model.md).\n",
+        "one cell: lamina plan --prompt N --output N. In each grid, the cells where two kinds pay most, and where "
+        "offloading does, are simulated, but for idle sessions.\n",
         style="dim",
     )
     picture.write_text(svg(drawn))
@@ -86,9 +91,10 @@ def _table(title: str, grid: "Grid", found: "Sequence[Cell]") -> "Table":
 
 def _text(cell: "Cell") -> str:
     """A gain, or which side serves the cell at all."""
+    mark = "*" if cell.simulated else ""
     if cell.gain is not None:
-        return _percent(cell.gain)
-    return "one only" if cell.alone else "two only" if cell.together else "neither"
+        return _percent(cell.gain) + mark
+    return ("one only" if cell.alone else "two only" if cell.together else "neither") + mark
 
 
 def _percent(gain: float | None) -> str:

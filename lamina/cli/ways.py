@@ -220,12 +220,16 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
         return ["lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."]
     kinds = dict.fromkeys(kind.kind for kind in (way.compute, way.memory) if kind is not None)
     missing = [f"{kind} workers" for kind in kinds if kind != CPU]
-    missing += [f"tensor parallelism {way.tensor_parallel}"] if way.tensor_parallel > 1 else []
+    if way.tensor_parallel > 1:
+        missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
+        missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
     missing += ["weights in fp8"] if shape.fp8 else []
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
     memory = f"{way.memory.kind}:{way.memory_workers}" if way.memory else "local"
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if way.memory else ""
+    if way.tensor_parallel > 1:
+        order = f" --tensor-parallel {way.tensor_parallel}"
     return [
         f"lamina launch --model {shlex.quote(model)} --compute {way.compute.kind}:{way.compute_workers} "
         f"--memory {memory}{order} --max-num-batched-tokens {way.chunk}"

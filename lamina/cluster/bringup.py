@@ -20,6 +20,7 @@ from lamina.cluster.gather import (
 from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup, read_clock
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
+from lamina.cluster.slabs import SlabSize, slab_size
 from lamina.errors import ConfigError
 from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
@@ -54,7 +55,7 @@ class ClusterPlan:
         kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
             ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join. start_s: see ``Fabric``.
+        is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``.
     """
 
     computes: tuple[str, ...]
@@ -75,6 +76,7 @@ class ClusterPlan:
     kv_cache_dtype: KvCacheDType
     kv_overcommit: float = 1.0
     kv_spill_dir: str = ""
+    forgets: bool = False
     start_s: float = START_TIMEOUT_S
 
 
@@ -156,6 +158,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         plan.kv_overcommit,
         plan.kv_spill_dir,
         ranks,
+        plan.forgets,
     )
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
@@ -226,7 +229,7 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Reso
 
     Raises ConfigError for fewer than 2 slots.
     """
-    per_token = _bytes_per_token(plan, loaded)
+    slab = _slab(plan, loaded)
     most = plan.limits.max_sequences * plan.limits.max_model_len
     hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_total}
     capacities = {}
@@ -235,10 +238,10 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Reso
             nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
         else:
             nbytes = plan.kv_bytes(*_share(name, hosts, found))
-        capacities[name] = min(most, nbytes // per_token)
+        capacities[name] = (slab.whole if each.gpu_total else slab).slots(nbytes, most)
         if capacities[name] < 2:
             raise ConfigError(
-                f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {per_token} bytes. "
+                f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "
                 f"Give more with kv_cache_memory_bytes"
             )
     return capacities
@@ -256,9 +259,9 @@ def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) 
     return min(shares, key=lambda share: share[1] / share[0])
 
 
-def _bytes_per_token(plan: ClusterPlan, loaded: ModelLoaded) -> int:
+def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
     element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
-    return sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
+    return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes)
 
 
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
@@ -279,7 +282,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         threads=plan.threads,
         loaded=loaded,
         loaded_on=plan.greetings[plan.computes[0]].machine,
-        bytes_per_token=_bytes_per_token(plan, loaded),
+        slab=_slab(plan, loaded),
         kv_bytes=kv_bytes,
         sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks),
         transports=transports,

@@ -8,6 +8,7 @@ import msgspec
 
 from lamina.cluster.gather import CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S, START_TIMEOUT_S, Ask, Conversation, Launcher
 from lamina.cluster.linking import Pair, link
+from lamina.cluster.slabs import SlabSize
 from lamina.errors import ConfigError
 from lamina.protocol.choice import Choice, Offer, Transport
 from lamina.protocol.clocks import READINGS, Clock, Reading
@@ -44,7 +45,7 @@ class Fabric:
         compute_setup, memory_setup: of every worker; capacities and threads may differ.
         threads: of a worker of a role, given its greeting.
         loaded: what the first compute worker has loaded, on the machine ``loaded_on``.
-        bytes_per_token: of KV in a slab.
+        slab: how many bytes KV takes.
         kv_bytes: of another slab, given what its machine has, the bytes that the largest has, and those
             promised to the others on its machine and not used.
         sizes: of messages.
@@ -62,7 +63,7 @@ class Fabric:
     threads: Callable[[Role, Hello], int]
     loaded: ModelLoaded
     loaded_on: str
-    bytes_per_token: int
+    slab: SlabSize
     kv_bytes: Callable[[Resources, int, int], int]
     sizes: Messages
     transports: tuple[Transport, ...]
@@ -178,11 +179,12 @@ def _make_slab(
     control.send([name], Inspect())
     found: dict[str, Resources] = yield Ask(Resources, [name], START_TIMEOUT_S)
     most = setup.capacity
-    nbytes = fabric.kv_bytes(found[name], most * fabric.bytes_per_token, promised)
-    capacity = min(most, nbytes // fabric.bytes_per_token)
+    slab = fabric.slab.whole if found[name].gpu_total else fabric.slab
+    nbytes = fabric.kv_bytes(found[name], slab.nbytes(most), promised)
+    capacity = slab.slots(nbytes, most)
     if capacity < 2:
         raise ConfigError(
-            f"{nbytes} bytes are free for the KV of {name}, and a token takes {fabric.bytes_per_token}; free memory"
+            f"{nbytes} bytes are free for the KV of {name}, and a token takes {slab.nbytes(1)}; free memory"
         )
     control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)

@@ -262,6 +262,7 @@ def cluster_plan(
         is_open=is_open,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_overcommit=overcommit(config),
+        forgets=not config.prefix_cache,
         kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
         start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
     )

@@ -6,7 +6,7 @@ attended here while memory workers attend to theirs.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -45,17 +45,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Remote:
-    """One memory worker's share of a step.
-
-    Attributes:
-        sizes: bytes of a request and of what it leaves to be fetched, by shape of heads.
-    """
+    """One memory worker's share of a step."""
 
     channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
     source: Source
-    sizes: dict[tuple[int, ...], tuple[int, int]] = field(default_factory=dict)
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -83,6 +78,7 @@ class StepExchange:
     Tensors have ``rows`` rows, at least as many as the plan has tokens; the others are padding and attend to nothing.
 
     Attributes:
+        peers: the memory workers that reply to every attention.
         sends_queries_first: True if ``send_queries`` has anything to send.
     """
 
@@ -122,6 +118,8 @@ class StepExchange:
             for worker, share in shares.items()
             if not share.empty
         ]
+        self.peers = [remote.channel.name for remote in self._remotes]
+        self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
         self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
         here = [] if self._local is None else [self._local.source]
@@ -184,9 +182,10 @@ class StepExchange:
 
         q is [rows, Hq, D]. Raises PeerLostError.
         """
-        for remote, rows in zip(self._remotes, self._transfers.queries(q), strict=True):
+        queries, sizes = self._transfers.queries(q), self._sizes_of(spec)
+        for remote, rows, nbytes in zip(self._remotes, queries, sizes, strict=True):
             if remote.queries_first:
-                message = self._begin(remote, index, spec)
+                message = remote.channel.begin(self._door, self._turn + index, *nbytes)
                 self._begun.append(message)
                 for piece in remote.pieces[:-1]:
                     message.send([rows[piece.start : piece.stop]])
@@ -199,12 +198,12 @@ class StepExchange:
             queries: Sequence[Array] = keys  # not sent
         else:
             queries, keys, values = self._transfers.all(output.q, output.k, output.v)
-        for remote, rows, k, v in zip(self._remotes, queries, keys, values, strict=True):
+        door, turn, sizes = self._door, self._turn + index, self._sizes_of(spec)
+        for remote, nbytes, rows, k, v in zip(self._remotes, sizes, queries, keys, values, strict=True):
             if remote.is_whole:
-                nbytes, _ = self._sizes(remote, spec)
-                remote.channel.send(self._door, self._turn + index, nbytes, (k, v, rows))
+                remote.channel.send(door, turn, nbytes[0], (k, v, rows))
                 continue
-            message = next(begun) if remote.queries_first else self._begin(remote, index, spec)
+            message = next(begun) if remote.queries_first else remote.channel.begin(door, turn, *nbytes)
             if remote.rows.pulled:
                 self._lay_out(remote, message, spec, output)
             if remote.queries_first:
@@ -213,17 +212,17 @@ class StepExchange:
             for piece in remote.pieces:
                 message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
-    def _begin(self, remote: Remote, index: int, spec: AttentionSpec) -> Message:
-        return remote.channel.begin(self._door, self._turn + index, *self._sizes(remote, spec))
-
-    def _sizes(self, remote: Remote, spec: AttentionSpec) -> tuple[int, int]:
-        """Bytes of a request, and of what it leaves to be fetched."""
-        shape = (spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim)
-        sizes = remote.sizes.get(shape)
+    def _sizes_of(self, spec: AttentionSpec) -> list[tuple[int, int]]:
+        """By memory worker, bytes of a request and of what it leaves to be fetched."""
+        shape = spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim
+        sizes = self._sizes.get(shape)
         if sizes is None:
-            spec = self._of_shard(spec)
-            bulk = sum(rows.rows for rows in remote.rows.pulled) * spec.kv_bytes_per_token(self._dtype)
-            sizes = remote.sizes[shape] = body_nbytes(spec, self._dtype, remote.rows), bulk
+            shard, dtype = self._of_shard(spec), self._dtype
+            token = shard.kv_bytes_per_token(dtype)
+            sizes = self._sizes[shape] = [
+                (body_nbytes(shard, dtype, remote.rows), token * sum(rows.rows for rows in remote.rows.pulled))
+                for remote in self._remotes
+            ]
         return sizes
 
     def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, output: SliceOutput) -> None:
@@ -255,11 +254,6 @@ class StepExchange:
         found = self._share.attend(index, q[:total], k[:total], v[:total])
         self._partial_here = None if found is None else (torch.from_numpy(found[0]), torch.from_numpy(found[1]))
         return True
-
-    @property
-    def peers(self) -> list[str]:
-        """The memory workers that reply to every attention."""
-        return [remote.channel.name for remote in self._remotes]
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
         """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must have arrived.

@@ -99,6 +99,8 @@ class Mail:
         PeerLostError.
         """
         peers = list(peers)
+        if lanes := self._take_in(peers):
+            return lanes
         targets: list[Target] = []
         for peer in peers:
             targets += self.channels[peer].awaited.values()
@@ -119,12 +121,13 @@ class Mail:
         return []
 
     def _take_in(self, peers: Collection[str]) -> list[int]:
-        """Every message of these that has arrived: one call of ``wait`` takes as long as looking at several bells."""
+        """Every message of these that has arrived: looking at a bell takes a small part of a call of ``wait``."""
         lanes: list[int] = []
+        sequence = self._hub.sequence
         for peer in peers:
             channel = self.channels[peer]
-            for slot, target in list(channel.awaited.items()):
-                if self._hub.has_rung(target):
+            for slot, (doorbell, number) in list(channel.awaited.items()):
+                if sequence(doorbell) >= number:
                     lanes += self._receive(channel, slot)
         return lanes
 

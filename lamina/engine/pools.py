@@ -76,7 +76,7 @@ class Pools:
         self._workers = workers
         self._control, self._fabric, self._turn, self._adopt = control, fabric, turn, adopt
         self._pipeline = topology.pipeline
-        self._joins = Joins(control, workers, fabric, topology, lambda host: unused(host) * fabric.bytes_per_token)
+        self._joins = Joins(control, workers, fabric, topology, lambda host: unused(host) * fabric.slab.nbytes(1))
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}

@@ -3,6 +3,7 @@
 import contextlib
 import time
 
+from lamina.errors import ConfigError
 from lamina.memory.store import KvStore
 from lamina.memory.tier import Tier, open_tier
 from lamina.protocol.control import ControlClient, expect
@@ -13,18 +14,25 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
     """Make the slab that the engine's next message describes, with its disk if it is to have one, which ``resources``
     closes, and report them. Raises ConfigError, WorkerError."""
     setup = expect(control, MemorySetup)
-    store = KvStore(
-        control.name,
-        setup.attentions,
-        setup.dtype,
-        setup.capacity,
-        setup.threads,
-        setup.overlap,
-        setup.kv_cache_dtype,
-        control.device,
-        setup.head_shards,
-        setup.ranks,
-    )
+    try:
+        store = KvStore(
+            control.name,
+            setup.attentions,
+            setup.dtype,
+            setup.capacity,
+            setup.threads,
+            setup.overlap,
+            setup.kv_cache_dtype,
+            control.device,
+            setup.head_shards,
+            setup.ranks,
+            setup.forgets,
+        )
+    except MemoryError as error:  # CuPy's is one too
+        lower = "kv_cache_memory_bytes" + (" or gpu_memory_utilization" if control.device != "cpu" else "")
+        raise ConfigError(
+            f"{control.device} has too little memory for the KV of {setup.capacity} tokens: {error}. Lower {lower}"
+        ) from error
     tier = open_tier(store, setup.spill_dir, setup.overcommit, lambda *done: control.send(Stored(*done)), resources)
     control.send(SlabReady())
     return store, tier, setup

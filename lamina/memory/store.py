@@ -1,7 +1,8 @@
 """The KV of one memory worker: slab bookkeeping plus the arrays it indexes (the rManager). Runs without torch."""
 
+import collections
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from lamina.heads import HeadShards
 from lamina.kernels.merge import merge
 from lamina.memory.device.base import Array, Floats, Pairs, Table
 from lamina.memory.device.select import make
+from lamina.memory.device.windows import STEPS_KEPT
 from lamina.memory.slab import Slab
 from lamina.protocol.wire import (
     MessageRows,
@@ -97,12 +99,14 @@ class KvStore:
         device: str = "cpu",
         head_shards: int = 1,
         ranks: int = 1,
+        forgets: bool = False,
     ) -> None:
         """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
-        have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. Raises ConfigError if
-        the device cannot be used.
+        have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
+        with a window keep no tokens that no step will attend to: no other sequence may begin with tokens of one that
+        has run. Raises ConfigError if the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
@@ -117,7 +121,10 @@ class KvStore:
         alike = 1 if not self._by_shard else head_shards
         self._specs = [[self.shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
-        self.device = make(device, self.attentions, self.element, self.slab.capacity, threads)
+        self._starts: dict[int, collections.deque[int]] = {}  # of the latest steps, by sequence
+        self._forgets = forgets
+        needed = self._needed if forgets else None
+        self.device = make(device, self.attentions, self.element, self.slab.capacity, threads, needed)
 
     @property
     def sequences(self) -> int:
@@ -142,6 +149,22 @@ class KvStore:
         for fork in plan.forks:
             self._fork(fork)
         self.release(plan.released)
+        self._migrate(plan)
+        for admission in plan.admitted:
+            for sequence, segments in by_sequence(admission.segments).items():
+                self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
+        for segment in plan.grown:
+            self._grow(segment)
+        for fetch in plan.fetches:
+            self._begin_fetch(fetch)
+        self.device.forget(self.slab.take_shortened())
+        steps = [self._plan_step(plan, rank) for rank in range(self._ranks)]
+        if self._forgets:
+            self._note_starts([step.rows for step in steps])
+        return steps
+
+    def _migrate(self, plan: StepPlan) -> None:
+        """Take over what has arrived here, forget what has left, and begin what a plan says."""
         for segment in plan.moved:
             if segment.worker == self.worker:
                 self._segments[segment.sequence] = [segment]
@@ -152,21 +175,13 @@ class KvStore:
                 self._make_slots(migration)
             elif migration.source == self.worker:
                 self._hold_source(migration)
-        for admission in plan.admitted:
-            for sequence, segments in by_sequence(admission.segments).items():
-                self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
-        for segment in plan.grown:
-            self._grow(segment)
-        for fetch in plan.fetches:
-            self._begin_fetch(fetch)
-        self.device.forget(self.slab.take_shortened())
-        return [self._plan_step(plan, rank) for rank in range(self._ranks)]
 
     def truncate(self, kept: Mapping[int, int]) -> None:
         """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
 
         Sequences that have no segment here are ignored.
         """
+        self._starts.clear()  # what is left of sequences stays until they run again
         for sequence in {sequence for sequence, *_ in self.slab.segments}:
             if sequence not in kept or sequence not in self._segments:
                 self._forget(sequence)
@@ -228,6 +243,7 @@ class KvStore:
 
     def _forget(self, sequence: int) -> None:
         """Free the slots of a sequence, if it has any here or is moving here."""
+        self._starts.pop(sequence, None)
         segments = self._segments.pop(sequence, ()) or [Segment(sequence, self.worker, self.shards.whole, (0, None))]
         for key in itertools.chain.from_iterable(map(self._keys, segments)):
             if key in self.slab:
@@ -320,6 +336,19 @@ class KvStore:
         inline, pulled = np.split(appended, [len(rows.appends)])
         door = plan.lane * self._ranks + rank
         return StepTables(plan, rows, cut, tables, further, newest, inline, self.device.sent(inline), pulled, door)
+
+    def _note_starts(self, messages: Iterable[MessageRows]) -> None:
+        """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
+        attends = [one for rows in messages for one in (*rows.attends, *dict(rows.further).values())]
+        for sequence, start in {(one.sequence, one.start) for one in attends}:
+            self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT)).append(start)
+
+    def _needed(self, window: int) -> Iterator[npt.NDArray[np.int32]]:
+        """See ``Needed``. A sequence that has not run here yet, such as a fork, may go on anywhere."""
+        for sequence, number in self.slab.segments:
+            starts = self._starts.get(sequence)
+            lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count
+            yield self.slab.slots((sequence, number))[max(lowest, 0) :]
 
     def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
         """What rows attend to of the tokens of their own step, which only the last segment of a sequence has."""

@@ -88,12 +88,13 @@ def grids() -> list[Grid]:
 @dataclass(frozen=True)
 class Cell:
     """The cheapest ways for one workload, on one kind, and on two with attention offloaded or with prefill apart; None
-    where none holds it within the SLOs."""
+    where none holds it within the SLOs. ``simulated``: their rates are the simulator's, not the closed form's."""
 
     workload: Workload
     alone: Capacity | None
     offloaded: Capacity | None
     apart: Capacity | None
+    simulated: bool = False
 
     @property
     def together(self) -> Capacity | None:
@@ -154,7 +155,8 @@ def _best(what: str, found: Sequence[Cell], name: str) -> str:
         return f"{what} cannot be compared in any cell"
     best = max(compared, key=lambda cell: float(getattr(cell, name)))
     gain = getattr(best, name)
-    return f"{what}: cheaper in {_count(compared, name)}; at best {gain:+.0%}, with {best.workload.name}"
+    how = " (simulated)" if best.simulated else ""
+    return f"{what}: cheaper in {_count(compared, name)}; at best {gain:+.0%}{how}, with {best.workload.name}"
 
 
 def _span(values: Sequence[float]) -> str:

@@ -8,11 +8,18 @@ import numpy as np
 
 from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
+from lamina.plan.queueing import sojourn, waits
 from lamina.plan.ways import Kind, Way
 from lamina.plan.workload import Workload
 
 PERCENTILE = 0.99
 """Of the times between tokens, and to a first token, for which the SLOs are."""
+
+FOUND = 9
+"""Sizes of what a cache finds at which prompts are looked at; between them, it is interpolated."""
+
+BUSY = np.array([0.05, *np.linspace(0.2, 0.8, 7), 0.85, 0.9, 0.95, 0.98, 1.0])
+"""Shares of the time for which servers compute prompts at which the queue of a trace is played."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +52,16 @@ class Prompts:
         self._workload = workload
         lengths = [request.prompt for request in workload.sample] or [max(1, round(workload.prompt))]
         self._lengths = np.array(lengths, dtype=np.float64)
-        self._late = float(np.quantile(self._lengths, PERCENTILE))
+        self._grid = np.linspace(0.0, workload.reuse.most, FOUND) if workload.reuse.most else np.zeros(1)
+        computed = [self._computed(found) for found in self._grid]
+        self._arrivals = np.array([request.arrival_s for request in workload.sample]) if workload.replayed else None
+        self._played: dict[int, Floats] = {}
+        self._moments = [(own.mean(), (own**2).mean(), np.quantile(own, PERCENTILE)) for own in computed]
         self._kept: dict[tuple[str, int, int, int, int | None], tuple[Floats, Floats]] = {}
+
+    def _computed(self, found: float) -> Floats:
+        """Tokens of each prompt that are computed if ``found`` are in a cache on average."""
+        return self._lengths - self._workload.reuse.each(found, self._lengths)
 
     # -- attention -----------------------------------------------------------------------------------------------
 
@@ -65,10 +80,9 @@ class Prompts:
             way.segment,
         )
         if key not in self._kept:
-            most = self._workload.reuse.most / self._workload.prompt
             self._kept[key] = (
                 self._by_chunk(compute, memory, way, 0.0),
-                self._by_chunk(compute, memory, way, min(most, 1 - 1e-9)),
+                self._by_chunk(compute, memory, way, self._workload.reuse.most),
             )
         none, all_found = self._kept[key]
         part = found / max(self._workload.reuse.most, 1e-9)
@@ -77,9 +91,9 @@ class Prompts:
         return PromptAttention(**dict(zip(names, between, strict=True)))
 
     def _by_chunk(self, compute: CostModel, memory: CostModel, way: Way, found: float) -> Floats:
-        """The figures of ``PromptAttention``, in their order, if this share of every prompt is found."""
+        """The figures of ``PromptAttention``, in their order, if so many tokens are found on average."""
         layers, offloaded = compute.shape.layers, way.kind is Kind.OFFLOADED
-        hits = np.floor(found * self._lengths)
+        hits = self._lengths - self._computed(found)
         starts = np.concatenate([np.arange(hit, n, way.chunk) for hit, n in zip(hits, self._lengths, strict=True)])
         ends = np.concatenate(
             [np.append(np.arange(hit + way.chunk, n, way.chunk), n) for hit, n in zip(hits, self._lengths, strict=True)]
@@ -117,14 +131,32 @@ class Prompts:
         """The time to a first token at PERCENTILE, by batch.
 
         Prompts, of which ``found`` tokens are cached, arrive at random and wait for chunks of ``chunk`` tokens, of
-        which ``servers`` run at once, each in ``step_s``; ``busy`` is the share of steps that have one. Either the wait
-        is long and the prompt average, or the wait average and the prompt long.
+        which ``servers`` run at once, each in ``step_s``; ``busy`` is the share of the time in which they do. Either
+        the wait is long and the prompt average, or the wait average and the prompt long.
         """
-        part = (1 - found / self._workload.prompt) / chunk  # of a prompt, in chunks; several short ones share a chunk
-        mean = part * self._lengths.mean()
-        waits, late = _waits(mean, part**2 * (self._lengths**2).mean(), busy, servers)
-        last = np.ceil(part * self._late)
-        return np.asarray(np.maximum((late + np.ceil(mean) + 0.5) * step_s, waits * step_s + (last + 0.5) * longest_s))
+        moments = np.array(self._moments).T
+        mean, second, longest = (np.interp(found, self._grid, one) for one in moments)
+        mean, second = mean / chunk, second / chunk**2  # in chunks; several short prompts share one
+        if self._arrivals is not None:
+            return np.asarray(self._replayed(found, busy, servers) * mean * step_s + 0.5 * longest_s)
+        wait, late = waits(mean, second, busy, servers, PERCENTILE)
+        last = np.ceil(longest / chunk)
+        return np.asarray(np.maximum((late + np.ceil(mean) + 0.5) * step_s, wait * step_s + (last + 0.5) * longest_s))
+
+    def _replayed(self, found: Floats, busy: Floats, servers: int) -> Floats:
+        """Wait and service at PERCENTILE in the trace's own order, over the mean service."""
+        assert self._arrivals is not None
+        if servers not in self._played:
+            computed = [self._computed(each) for each in self._grid]
+            self._played[servers] = np.array(
+                [
+                    [sojourn(self._arrivals, own, servers, share, PERCENTILE) / own.mean() for share in BUSY]
+                    for own in computed
+                ]
+            )
+        table = self._played[servers]
+        by_found = np.array([np.interp(found, self._grid, column) for column in table.T])
+        return np.array([np.interp(one, BUSY, own) for one, own in zip(busy, by_found.T, strict=True)])
 
     # -- prefill on workers of its own -----------------------------------------------------------------------------
 
@@ -133,9 +165,8 @@ class Prompts:
     ) -> tuple[float, Callable[[Floats], Floats]]:
         """Prompts per second of ``replicas`` that compute whole prompts, as many in a step as ``budget`` tokens hold;
         and the time to a first token at PERCENTILE, by the share of that rate at which they arrive."""
-        layers, part = model.shape.layers, found / self._workload.prompt
-        prefix = np.floor(part * self._lengths)
-        sizes = self._lengths - prefix
+        layers, sizes = model.shape.layers, self._computed(found)
+        prefix = self._lengths - sizes
         attention = model.chunk_attention_seconds(sizes, prefix, degree)
 
         def dense(rows: Floats) -> Floats:
@@ -149,20 +180,11 @@ class Prompts:
         longest = float(np.quantile(alone, PERCENTILE))
 
         def first_s(loads: Floats) -> Floats:
-            waits, late = _waits(np.full_like(loads, mean), np.full_like(loads, second), loads, replicas)
-            return np.asarray(np.maximum(late + float(alone.mean()), waits + longest))
+            if self._arrivals is not None:
+                packing = mean / float(alone.mean())
+                played = [sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE) for load in BUSY]
+                return np.interp(loads, BUSY, played)
+            wait, late = waits(np.full_like(loads, mean), np.full_like(loads, second), loads, replicas, PERCENTILE)
+            return np.asarray(np.maximum(late + float(alone.mean()), wait + longest))
 
         return replicas / mean, first_s
-
-
-def _waits(mean: Floats, second: Floats, busy: Floats, servers: int) -> tuple[Floats, Floats]:
-    """Mean wait, and that at PERCENTILE, in a queue before ``servers`` that are busy for a share of the time.
-
-    ``mean``, ``second``: moments of the time that a server takes. Arrivals are random; those who wait do so for an
-    exponentially distributed time (Sakasegawa, 1977, for several servers).
-    """
-    busy = np.minimum(busy, 1 - 1e-6)
-    waiting = busy ** (math.sqrt(2 * (servers + 1)) - 1)
-    if_waiting = second / (2 * mean) / (1 - busy) / servers
-    late = if_waiting * np.log(np.maximum(waiting / (1 - PERCENTILE), 1.0))
-    return waiting * if_waiting, late

@@ -7,6 +7,7 @@ which depends on the order of the requests alone, not on their rate (Mattson et 
 """
 
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ class Reuse(Protocol):
 
     def found(self, room: Floats, active: Floats) -> Floats:
         """Tokens of a prompt, on average, found by a cache of ``room`` tokens while ``active`` sequences decode."""
+
+    def each(self, found: float, prompts: Floats) -> Floats:
+        """Tokens of each of these prompts, those of the workload's sample, if ``found`` are found on average."""
 
     @property
     def most(self) -> float:
@@ -61,6 +65,10 @@ class Sessions:
         kept = np.clip((room - self.shared) / np.maximum(waiting, 1e-9), 0.0, 1.0)
         return np.asarray(np.where(room >= 0, self.shared, 0.0) + self.resumed * kept)
 
+    def each(self, found: float, prompts: Floats) -> Floats:
+        """As in Reuse: all prompts have one length, and the same of each is found."""
+        return np.full_like(prompts, math.floor(found))
+
     def describe(self) -> str:
         """In words."""
         parts = [f"{self.shared} shared"] if self.shared else []
@@ -77,22 +85,25 @@ class FromTrace:
 
     Attributes:
         sizes, tokens: of caches, and what each finds of a prompt on average. Between two sizes it is interpolated.
+        sampled: float64 [sizes, requests of the sample], what each finds of these.
     """
 
     sizes: tuple[float, ...] = field(repr=False)
     tokens: tuple[float, ...] = field(repr=False)
+    sampled: Floats = field(repr=False, compare=False)
     shared: float = 0.0
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[Content, int | None, int]]) -> "FromTrace | None":
-        """``requests``: content of the prompt, id of the answer, and its tokens. None if no prompt has ids."""
+    def of(cls, requests: Sequence[tuple[Content, int | None, int]], every: int = 1) -> "FromTrace | None":
+        """``requests``: content of the prompt, id of the answer, and its tokens. None if no prompt has ids. The sample
+        has one in ``every`` requests, from the first one on."""
         if not any(content for content, _, _ in requests):
             return None
         whole = [_keys(content, answer, output) for content, answer, output in requests]
         largest = sum({key: tokens for keys, _ in whole for key, tokens in keys}.values())
         sizes = [0.0, *np.geomspace(largest / 2**10, largest, 11).tolist()]
-        found = [sum(_lru(whole, size)) / len(requests) for size in sizes]
-        return cls(tuple(sizes), tuple(found))
+        found = np.array([list(_lru(whole, size)) for size in sizes], np.float64)
+        return cls(tuple(sizes), tuple(found.mean(axis=1).tolist()), found[:, ::every])
 
     @property
     def most(self) -> float:
@@ -102,6 +113,14 @@ class FromTrace:
     def found(self, room: Floats, active: Floats) -> Floats:
         """As in Reuse."""
         return np.asarray(np.interp(room, self.sizes, self.tokens))
+
+    def each(self, found: float, prompts: Floats) -> Floats:
+        """As in Reuse: long prompts that continue a conversation are found almost whole, first ones not at all."""
+        below = min(int(np.searchsorted(self.tokens, found, side="right")), len(self.tokens) - 1) - 1
+        low, high = self.tokens[below], self.tokens[below + 1]
+        part = (found - low) / max(high - low, 1e-9)
+        between = np.floor(self.sampled[below] * (1 - part) + self.sampled[below + 1] * part)
+        return np.asarray(np.minimum(between, prompts - 1))
 
 
 _Keys = tuple[list[tuple[int, int]], int]

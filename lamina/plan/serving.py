@@ -130,7 +130,8 @@ class Server:
         prompts = share * added / (dense + share * added)
         busy = model.together / model.replicas * (dense + share * added) / average
         memory_busy = lanes * (model.attention_s + share * chunk * attends.prefix_load_s / workers) / average
-        first = self._prompts.first_token_s(chunk, found, share, times.with_chunk, times.longest, lanes)
+        waiting = np.minimum(share * times.with_chunk / average, 1.0)
+        first = self._prompts.first_token_s(chunk, found, waiting, times.with_chunk, times.longest, lanes)
         steps = _Steps(times.plain, times.longest, average, first)
         return self._best(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
 
@@ -155,7 +156,8 @@ class Server:
         late = with_chunk(way.chunk - rows, attends.late_own_s)
         longest = np.where(share < 1 - PERCENTILE, plain, late)
         ones = np.ones_like(rows)
-        first = self._prompts.first_token_s(chunk, found, share, mixed, longest, way.replicas)
+        waiting = np.minimum(share * mixed / average, 1.0)
+        first = self._prompts.first_token_s(chunk, found, waiting, mixed, longest, way.replicas)
         steps = _Steps(plain, longest, average, first)
         return self._best(way, rows * way.replicas, share, steps, found, prompts, ones, ones)
 

@@ -66,6 +66,12 @@ class Workload:
     sample: tuple[TracedRequest, ...] = field(default=(), repr=False)
     reuse: Reuse = NOTHING
 
+    @property
+    def replayed(self) -> bool:
+        """Whether requests are simulated in the trace's order: prompts have something in common. Then ``sample`` has
+        all of them."""
+        return any(request.content for request in self.sample)
+
     def summary(self) -> dict[str, Any]:
         """All figures but the single requests, for JSON; ``reuse`` as the tokens of a prompt found at most."""
         values = {name: value for name, value in vars(self).items() if name not in ("sample", "reuse")}
@@ -89,14 +95,16 @@ def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
     prompts = np.array([request.prompt for request in requests], dtype=np.float64)
     outputs = np.array([request.output for request in requests], dtype=np.float64)
     steps = outputs.sum()
+    replayed = any(request.content for request in requests)
+    every = 1 if replayed else max(1, len(requests) // SAMPLE)
     return Workload(
         name=name,
         prompt=float(prompts.mean()),
         output=float(outputs.mean()),
         live=float((outputs * (prompts + outputs / 2)).sum() / steps),
         longest=int((prompts + outputs).max()),
-        sample=tuple(requests[:: max(1, len(requests) // SAMPLE)]),
-        reuse=FromTrace.of([(one.content, one.answer, one.output) for one in requests]) or NOTHING,
+        sample=tuple(requests[::every]),
+        reuse=FromTrace.of([(one.content, one.answer, one.output) for one in requests], every) or NOTHING,
     )
 
 

@@ -74,12 +74,14 @@ class Hub:
     Attributes:
         channels: all of them. keeping: those with messages that wait for a slot or a region. owing: those whose peer
             may wait for a slot or a region of which it has not been told.
+        sequence: what a doorbell of this worker was last rung with.
     """
 
     def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
         self.channels: list[Channel] = []
         self.keeping: set[Channel] = set()
         self.owing: set[Channel] = set()
+        self.sequence = arena.sequence
         self._arena = arena
         self._space = Space(*pool, ALIGNMENT)
         self.nbytes = pool[1] - pool[0]
@@ -94,10 +96,6 @@ class Hub:
         """What may let a kept message be sent; empty without one."""
         # A region that any peer has fetched makes room for a message to any other.
         return [target for channel in self.channels for target in channel.credits] if self.keeping else []
-
-    def has_rung(self, target: Target) -> bool:
-        """True if a doorbell has reached its number."""
-        return self._arena.sequence(target[0]) >= target[1]
 
     def go_on(self) -> None:
         """Take in credits and send the kept messages that can be sent now. Raises PeerLostError."""
@@ -233,6 +231,7 @@ class Channel:
         self.hub = hub
         hub.channels.append(self)
         self.most_nbytes = theirs.slot_nbytes - HEADER_NBYTES
+        self._there = [theirs.doorbell + ARRIVED + number for number in range(SLOTS)]
         self._endpoint, self._peer, self._arena = endpoint, peer, arena
         self._own, self._theirs = own, theirs
         nbytes = own.slot_nbytes
@@ -285,11 +284,11 @@ class Channel:
         if slot is None:
             self.begin(lane, turn, nbytes).send(parts)
             return
+        number = slot_number(self._used[slot], 0)
         self._used[slot] += 1
         header = self._header(lane, False, turn, nbytes, -1, 0)
-        room, bell = self.most_nbytes + HEADER_NBYTES, self._theirs.doorbell + ARRIVED + slot
-        number = slot_number(self._used[slot] - 1, 0)
-        self._endpoint.post(self._peer, self._places[slot], room, [header, *parts], bell, number)
+        room = self.most_nbytes + HEADER_NBYTES
+        self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
     def _header(self, lane: int, is_fetched: bool, turn: int, nbytes: int, region: int, number: int) -> bytes:
         """The header of a message, which tells the peer what it is owed."""
@@ -311,7 +310,7 @@ class Channel:
             )
             offset, nbytes, parts = offset - HEADER_NBYTES, nbytes + HEADER_NBYTES, [header, *parts]
         number = slot_number(self._used[slot] - 1, message.piece)
-        self._endpoint.post(self._peer, offset, nbytes, parts, self._theirs.doorbell + ARRIVED + slot, number)
+        self._endpoint.post(self._peer, offset, nbytes, parts, self._there[slot], number)
 
     def _admit(self, message: Message) -> bool:
         """Give a message a slot, and a region if it needs one, if they are free."""
@@ -346,10 +345,9 @@ class Channel:
         self._give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
 
     def _give_back(self, uses: Sequence[int]) -> None:
-        if uses == self._given_back:  # mostly
-            return
-        for slot, count in enumerate(uses):
-            self._given_back[slot] = max(self._given_back[slot], count)
+        for slot, known in enumerate(self._given_back):
+            if uses[slot] > known:
+                self._given_back[slot] = uses[slot]
 
     def _release(self, fetched: int) -> None:
         while self._fetched_there < fetched:

@@ -42,8 +42,8 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
     Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
     says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``), which the
-    ``ranks`` of a replica share.
-    ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir`` together.
+    ``ranks`` of a replica share. ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir``
+    together. ``forgets``: layers with a window keep no tokens that it has left.
     """
 
     attentions: list[AttentionSpec]
@@ -57,6 +57,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     overcommit: float = 1.0
     spill_dir: str = ""
     ranks: int = 1
+    forgets: bool = False
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):

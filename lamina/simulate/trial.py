@@ -27,9 +27,9 @@ SUSTAINED = 0.94
 """Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
 a few minutes does not show in its percentiles."""
 
-MOST_REPLAYED = 2000
-"""Requests of a trace whose prompts have something in common that plans are for: as many as a run needs are replayed in
-order, from the first one on."""
+MOST_REPLAYED = 1000
+"""Requests of a trace whose prompts have something in common that plans are for: these are replayed in order. The load
+that holds depends on how many there are: with fewer, queues have no time to grow."""
 
 WORSE = 3.0
 """Ways whose requests cost more than so many times those of the cheapest simulated so far are given up."""
@@ -113,7 +113,8 @@ class Course:
 
     def requests(self, capacity: Capacity) -> int:
         """Of a run."""
-        needed = int(min(MOST, max(FEWEST, TURNOVERS * capacity.batch)))
+        fewest = MOST_REPLAYED if self.replays else FEWEST
+        needed = int(min(MOST, max(fewest, TURNOVERS * capacity.batch)))
         return min(needed, len(self._trace)) if self.replays else needed
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
@@ -162,22 +163,27 @@ class Course:
         )
 
     def most(
-        self, capacity: Capacity, cheapest_usd: float = math.inf, on_run: Callable[[], None] = lambda: None
+        self,
+        capacity: Capacity,
+        cheapest_usd: float = math.inf,
+        on_run: Callable[[], None] = lambda: None,
+        rounds: int = ROUNDS,
+        tolerance: float = TOLERANCE,
     ) -> Trial | None:
-        """The highest rate that holds; None if none does at which a request costs less than WORSE times
-        ``cheapest_usd``."""
+        """The highest rate that holds, to ``tolerance``, found in ``rounds`` runs at most; None if none does at which a
+        request costs less than WORSE times ``cheapest_usd``."""
         requests = self.requests(capacity)
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
         useless = capacity.usd_per_hour / 3600 / (WORSE * cheapest_usd)
         kept: Result | None = None
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             result = self.run(capacity, rate, requests)
             on_run()
             if self.holds(result):
                 low, kept = rate, result
             else:
                 high = rate
-            if (low and high <= low * (1 + TOLERANCE)) or high < useless:
+            if (low and high <= low * (1 + tolerance)) or high < useless:
                 break
             if low:
                 rate = min(math.sqrt(low * high), low * STEP)

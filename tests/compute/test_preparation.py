@@ -26,6 +26,7 @@ from lamina.compute.runner import SliceRunner
 from lamina.lowering import Target
 from lamina.models import directory, tensors
 from lamina.models.directory import BUNDLED, ModelDirectory
+from lamina.splitter.parts import ONLY
 from lamina.types import DType
 from tests.random_models import variant, write_checkpoint
 from tests.sweep import sweep
@@ -56,13 +57,13 @@ def bundled() -> ModelDirectory:
 @pytest.fixture(scope="module")
 def fresh() -> Prepared:
     """The bundled model, split."""
-    return preparation._split(directory.find(None), None, Target.CPU)
+    return preparation._split(directory.find(None), None, Target.CPU, ONLY)
 
 
 @pytest.fixture
 def split_before(fresh: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
     """Splitting, where only its times matter, takes none."""
-    monkeypatch.setattr(preparation, "_split", lambda place, dtype, target: fresh)
+    monkeypatch.setattr(preparation, "_split", lambda *_: fresh)
 
 
 def must_not_split() -> None:

@@ -115,3 +115,25 @@ def test_a_reply_in_the_same_slot_is_read_again(shards: int) -> None:
         merged = transfer.merged(SPEC, [], [(1, body)], None).numpy()
         np.testing.assert_array_equal(merged[:3], out.reshape(3, SPEC.query_heads, SPEC.v_dim))
         assert not merged[3:].any()
+
+
+def test_what_a_step_moves_is_planned_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers leave their results in the same tensors, by which what was planned is found again."""
+    lines, rng = Lines(Emulated(), ROWS[-1]), np.random.default_rng(0)
+    step = GpuTransfers(lines, draw_moves(rng, 5, 8, 1, 2), torch.float32)
+    planned: list[Any] = []
+    plan = step._plan_collecting
+
+    def count(*each: Any) -> Any:
+        planned.append(each)
+        return plan(*each)
+
+    monkeypatch.setattr(step, "_plan_collecting", count)
+    for _ in range(3):
+        shapes = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
+        q, k, v = (lines.at(f"out {place}", 8, shape, torch.float32) for place, shape in enumerate(shapes))
+        q.normal_()
+        queries, *_ = step.all(q, k, v)
+        for shards, rows in zip(step._moves.queries, queries, strict=True):
+            np.testing.assert_array_equal(rows, q.numpy()[shards])
+    assert len(planned) == 1

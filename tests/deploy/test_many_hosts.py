@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cluster.launchers.placement import bundle, own_kinds
 from lamina.cluster.pool import parse
+from lamina.config import EngineConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -51,15 +52,43 @@ def test_kinds_of_the_examples_are_resources_of_their_nodes() -> None:
     assert all(node.get(name, 0) >= amount for name, amount in bundle(memory.kind, own, None).items())
 
 
-def test_kuberay_pods_match_their_schema() -> None:
-    (cluster,) = documents(DEPLOY / "ray" / "kuberay.yaml")
-    groups = [cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]]
-    assert cluster["kind"] == "RayCluster" and len(groups) == 3
+def ray_cluster(file: str) -> Any:
+    """What a file of KubeRay says of its cluster."""
+    (content,) = documents(DEPLOY / "ray" / file)
+    return content["spec"] if content["kind"] == "RayCluster" else content["spec"]["rayClusterConfig"]
+
+
+@pytest.mark.parametrize(("file", "count"), [("kuberay.yaml", 3), ("kuberay-service.yaml", 2)])
+def test_kuberay_pods_match_their_schema(file: str, count: int) -> None:
+    cluster = ray_cluster(file)
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    assert len(groups) == count
     for group in groups:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "checked"}, **group["template"]}
         kubernetes_validate.validate(pod, "1.34", strict=True)
         if "resources" in group["rayStartParams"]:  # a string in a string, as KubeRay passes it to a shell
             assert json.loads(json.loads(group["rayStartParams"]["resources"]))
+
+
+def test_kuberay_s_service_runs_engines_that_fit_its_pods() -> None:
+    (service,) = documents(DEPLOY / "ray" / "kuberay-service.yaml")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert f"def {name}(" in (DEPLOY / "ray" / f"{module}.py").read_text()
+    arguments = dict(application["args"])
+    engines, cpus = arguments.pop("engines"), arguments.pop("cpus")
+    EngineConfig(**arguments)
+    (group,) = ray_cluster("kuberay-service.yaml")["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert cpus <= int(container["resources"]["limits"]["cpu"]) and engines <= group["maxReplicas"]
+    assert arguments["model"].startswith(container["volumeMounts"][0]["mountPath"])
+
+
+@pytest.mark.slow
+def test_ray_serve_accepts_the_application_s_configuration() -> None:
+    schema = pytest.importorskip("ray.serve.schema", reason='Ray Serve is not installed: pip install "ray[serve]"')
+    (service,) = documents(DEPLOY / "ray" / "kuberay-service.yaml")
+    schema.ServeDeploySchema(**yaml.safe_load(service["spec"]["serveConfigV2"]))
 
 
 def test_workers_in_pods_of_their_own_find_the_engine() -> None:

@@ -1,5 +1,6 @@
 """The map of where two kinds pay: its cells against all ways evaluated one by one, its words and its picture."""
 
+import dataclasses
 from pathlib import Path
 from typing import cast
 from xml.etree import ElementTree
@@ -14,8 +15,10 @@ from lamina.plan import hardware, models, prices, workload
 from lamina.plan import map as plan_map
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.map import Cell, Grid, cells, crossover
+from lamina.plan.reuse import Sessions
 from lamina.plan.serving import Server
 from lamina.plan.ways import Capacity, Slo, ways
+from lamina.simulate import cells as simulated
 
 CATALOGUE = hardware.load()
 RENTS = prices.load("paper")
@@ -61,9 +64,26 @@ def test_the_crossover_in_words() -> None:
     assert crossover([cell_of(1, 1, None, 1.0)]) == "No cell can be served both on one kind and on two."
 
 
+def test_no_gain_is_named_as_the_best_that_the_simulator_contradicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cell of the largest gain is simulated, and then the next one, until the largest gain is a simulated one."""
+
+    def halved(cell: Cell, *_: object) -> Cell:
+        assert cell.gain is not None and not cell.simulated
+        return dataclasses.replace(cell_of(1, 1, (cell.gain + 1) / 2, 1.0), workload=cell.workload, simulated=True)
+
+    monkeypatch.setattr(simulated, "simulate", halved)
+    found = [cell_of(1, 1, 1.6, 1.0), cell_of(2, 1, 1.5, 1.0), cell_of(3, 1, 1.2, 1.0), cell_of(4, 1, 0.5, 1.0)]
+    checked = simulated.confirm(found, SMALL, RENTS, Slo())
+    assert [cell.simulated for cell in checked] == [True, True, True, False]
+    assert [cell.gain for cell in checked] == pytest.approx([-0.2, -0.25, -0.4, -0.5])
+    idle = dataclasses.replace(found[0], workload=workload.of_lengths(100, 1, Sessions(resumed=50, idle=0.5)))
+    assert simulated.confirm([idle], SMALL, RENTS, Slo()) == [idle]
+
+
 def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_map, "PROMPTS", (200, 2000))
     monkeypatch.setattr(plan_map, "OUTPUTS", (100,))
+    monkeypatch.setattr(simulated, "simulate", lambda cell, *_: dataclasses.replace(cell, simulated=True))
     picture = tmp_path / "map.svg"
     line = ["plan", "--model", "Llama-2-13B", "--compute", "h100:1", "--memory", "h20:1", "--prices", "paper"]
     output = CliRunner().invoke(app, [*line, "--map", str(picture)], catch_exceptions=False).output
@@ -72,6 +92,7 @@ def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
         and "2000" in output
         and "h100 and h20" in output
         and "Two kinds cost less" in output
+        and "* simulated" in output
     )
     drawn = ElementTree.fromstring(picture.read_text())
     cells = len(plan_map.PROMPTS) * (len(plan_map.OUTPUTS) + len(plan_map.IDLE) + len(plan_map.SHARED))
@@ -82,6 +103,18 @@ def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="--map compares two kinds"):
         same = ["plan", "--model", "Llama-2-13B", "--compute", "h100:1", "--memory", "h100:1", "--prices", "paper"]
         CliRunner().invoke(app, [*same, "--map", str(picture)], catch_exceptions=False)
+
+
+@pytest.mark.slow
+def test_a_cell_is_simulated() -> None:
+    """Both sides have the rates of the simulator, within a fifth of the closed form's."""
+    served = workload.of_lengths(400, 100, Sessions(shared=200))
+    (cell,) = cells(SMALL, [served], POOLS, COSTS, RENTS, Slo())
+    measured = simulated.simulate(cell, SMALL, RENTS, Slo())
+    assert measured.simulated and measured.alone is not None and cell.alone is not None
+    assert measured.alone.requests_s == pytest.approx(cell.alone.requests_s, rel=0.2)
+    assert measured.offloaded is not None and cell.offloaded is not None
+    assert measured.offloaded.requests_s == pytest.approx(cell.offloaded.requests_s, rel=0.2)
 
 
 def test_the_picture_says_which_side_serves_alone() -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bench.cost.map_cells import trace
 from lamina.plan import hardware, models, prices, workload
 from lamina.plan.cost import CostModel, Fits
 from lamina.plan.offloaded import OffloadedSteps
@@ -15,6 +14,7 @@ from lamina.plan.serving import Server
 from lamina.plan.ways import Kind, Slo, Way
 from lamina.plan.workload import TracedRequest
 from lamina.simulate import Deployment, replay, simulate
+from lamina.simulate.cells import trace
 from lamina.simulate.trial import Course
 
 CATALOGUE = hardware.load()
@@ -103,5 +103,5 @@ def test_the_highest_load_by_share_of_the_prompt_that_is_cached(prompt: int, sha
     market = prices.load("paper")
     found = Server(shape, served, costs, market, slo).evaluate(way)
     assert found is not None
-    trial = Course(shape, served, trace(served, shared), market, slo).most(found)
+    trial = Course(shape, served, trace(served), market, slo).most(found)
     assert trial is not None and found.requests_s == pytest.approx(trial.requests_s, rel=0.2)

@@ -40,6 +40,11 @@ def test_the_curve_of_a_trace() -> None:
     assert list(reuse.tokens) == sorted(reuse.tokens) and reuse.tokens[0] == 0
     assert reuse.most > 0.5 * np.mean([one.prompt for one in trace])  # three of four questions are not the first
     assert FromTrace.of([((), None, 5)]) is None
+    lengths = np.array([one.prompt for one in trace], np.float64)
+    for found in (0.0, 0.3 * reuse.most, reuse.most):
+        each = reuse.each(found, lengths)
+        assert each.mean() == pytest.approx(found, abs=1) and (each < lengths).all()
+    assert reuse.each(reuse.most, lengths).min() == 0 < np.median(each)  # first questions find nothing
 
 
 def test_idle_sessions_are_found_as_far_as_there_is_room() -> None:

@@ -54,7 +54,7 @@ def test_a_burst_of_long_contexts_makes_the_memory_pool_grow_and_it_shrinks_afte
     monkeypatch.setattr(scaling, "WINDOWS", {"memory": Windows(0.5, 3.0)})
     workers = Killable()
     assert engine.cluster.fabric is not None
-    per_token = engine.cluster.fabric.bytes_per_token
+    per_token = engine.cluster.fabric.slab.nbytes(1)
     engine = launch(
         config(checkpoint, 1, 1, kv_cache_memory_bytes=250 * per_token, autoscale="memory=1:3"), workers=workers
     )

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +16,12 @@ import psutil
 import pytest
 
 from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, WorkerError
 from lamina.launch import launch
 from lamina.types import CompletionOutput
 from tests.cli.commands import assert_refused, run
+from tests.runtime import ray_cluster
+from tests.runtime.hosts import free_port
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
     Streams,
@@ -36,12 +41,9 @@ KINDS = "near=zone:a,far=zone:b"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """A head with zone a, and two nodes with zone b: one has room for two workers, the other for one."""
-    from ray.cluster_utils import Cluster
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        head = {"num_cpus": 2, "include_dashboard": False, "resources": {"zone:a": 1}}
-        made = Cluster(initialize_head=True, head_node_args=head)
+        made = ray_cluster.started(num_cpus=2, resources={"zone:a": 1})
         for room in (2, 1):
             made.add_node(num_cpus=2, resources={"zone:b": room})
         yield made
@@ -187,3 +189,67 @@ def test_two_engines_share_a_cluster_and_each_ends_its_own_workers(
 def test_without_a_cluster_the_error_says_what_to_start() -> None:
     with pytest.raises(ConfigError, match=r"no Ray cluster can be joined at '127\.0\.0\.1:1'.*ray start --head"):
         launch(EngineConfig(ray="127.0.0.1:1"))
+
+
+@pytest.fixture
+def autoscaled(tmp_path: Path) -> Iterator[str]:
+    """The address of a cluster of one node on this machine, whose autoscaler can start another one with zone b."""
+    from ray.cluster_utils import AutoscalingCluster
+
+    cheap = {"resources": {"CPU": 1, "zone:b": 1}, "node_config": {}, "min_workers": 0, "max_workers": 1}
+    settings = AutoscalingCluster(
+        {"CPU": 2, "zone:a": 1, "zone:c": 1}, {"cheap": cheap}, idle_timeout_minutes=1
+    )._config
+    file, port = tmp_path / "autoscaling.json", free_port()
+    file.write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", "2"]
+    command += ["--port", str(port), "--resources", '{"zone:a": 1, "zone:c": 1}', "--include-dashboard", "false"]
+    environment = os.environ | {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "RAY_FAKE_CLUSTER": "1"}
+    environment |= {"RAY_USAGE_STATS_ENABLED": "0"}
+    head = subprocess.Popen([*command, "--autoscaling-config", str(file)], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: head.poll() is not None or answers(port), "no Ray cluster starts")
+        assert head.poll() is None
+        yield f"127.0.0.1:{port}"
+    finally:
+        nodes = psutil.Process(head.pid).children(recursive=True)
+        head.terminate()
+        head.wait(SCALE_S)
+        for one in psutil.wait_procs(nodes, 10)[1]:
+            one.kill()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_ray_s_autoscaler_starts_a_node_for_a_worker(
+    autoscaled: str,
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    base = dataclasses.replace(config(checkpoint, 1, 1), ray=autoscaled, kind=f"{KINDS},here=zone:c")
+    engine = launch(dataclasses.replace(base, compute="near:1", memory="here:1"))
+    try:
+        streams = Streams(engine, REQUESTS)
+        assert engine.scale(memory="far:+1").result(SCALE_S) == ["memory1"]
+        assert {member.name: member.kind for member in engine.topology.members}["memory1"] == "far"
+        assert len([one for one in ray.nodes() if one["Alive"]]) == 2
+        assert_same(streams.results(), undisturbed)
+        monkeypatch.setattr("lamina.cluster.launchers.ray_workers.WARN_S", 1.0)
+        monkeypatch.setattr("lamina.cluster.launchers.ray_workers.PLACE_S", 8.0)
+        lacking = (
+            "Ray has found no place for it within 8 s: memory2 need GPU 1, rtx3090 1 each: no node of the Ray cluster"
+        )
+        with pytest.raises(WorkerError, match=lacking):
+            engine.scale(memory="rtx3090:+1").result(SCALE_S)
+        assert "memory2 waits for a place on the Ray cluster, for up to 8 s: memory2 need GPU 1" in caplog.text
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+        assert engine.stats().recoveries == 0
+    finally:
+        engine.close()

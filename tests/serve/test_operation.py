@@ -134,6 +134,8 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_preemptions_total",): 5,
         ("lamina_recoveries_total",): 6,
         ("lamina_tokens_recomputed_total",): 7,
+        ("lamina_kv_tokens_spilled_total",): 0,
+        ("lamina_kv_tokens_fetched_total",): 0,
         ("lamina_prefix_cache_queries_total",): 8,
         ("lamina_prefix_cache_hits_total",): 2,
         ("lamina_kv_imbalance",): 1,

@@ -34,6 +34,8 @@ POLL_S = 0.5
 REACH_S = 10.0
 _LOST = (RayError, RuntimeError, ValueError, ConnectionError)  # what calls raise once the cluster is lost
 
+_engines: list[str] = []  # a cluster's address, once per engine of this process, if one of them has joined it
+
 
 def connect(address: str) -> str:
     """Join the Ray cluster at ``address`` ("auto": the one of this machine); returns this machine's address there.
@@ -44,6 +46,12 @@ def connect(address: str) -> str:
         "Start one with `ray start --head` on this machine, or join this machine with `ray start --address HOST:PORT` "
         "and give auto"
     )
+    if ray.is_initialized():  # by another engine of this process, or since it is a part of a Ray program
+        joined = ray.get_runtime_context().gcs_address
+        if address not in ("auto", joined):
+            raise ConfigError(f"this process is part of the Ray cluster at {joined}: give ray auto, not {address}")
+        _engines.extend(_engines[:1])
+        return str(get_node_ip_address())
     host, _, port = address.rpartition(":")
     if address != "auto":
         try:
@@ -60,12 +68,15 @@ def connect(address: str) -> str:
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # Ray sets its own
+    _engines.append(address)
     return str(get_node_ip_address())
 
 
 def leave() -> None:
-    """Leave the Ray cluster."""
-    ray.shutdown()
+    """Leave the Ray cluster, if nothing else in this process needs it."""
+    if len(_engines) == 1:
+        ray.shutdown()
+    del _engines[-1:]
 
 
 def nodes() -> list[Node]:

@@ -51,6 +51,7 @@ class Lines:
         self.kit = kit
         self.most = most
         self._fixed: dict[object, Tensor] = {}
+        self._views: dict[object, Tensor] = {}
         self._recorded: dict[object, Replay] = {}
         self._held: dict[object, object] = {}
         self._addresses = set[int]()
@@ -60,8 +61,12 @@ class Lines:
         return tensor.data_ptr() in self._addresses
 
     def at(self, what: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Fixed memory for ``count`` rows of this shape: the first of as many as are ever recorded."""
-        return self.fixed((what, shape, dtype), (self.most, *shape), dtype)[:count]
+        """Fixed memory for ``count`` rows of this shape, the first of as many as are ever recorded: the same tensor
+        every time."""
+        key = what, shape, dtype, count
+        if key not in self._views:
+            self._views[key] = self.fixed((what, shape, dtype), (self.most, *shape), dtype)[:count]
+        return self._views[key]
 
     def fixed(self, what: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Fixed memory on the card, by what it is for; 0 at first."""
@@ -109,8 +114,14 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Collected:
-    """One recording that gathers rows, and where the rows of each message are then, by kind."""
+    """One recording that gathers rows, and where the rows of each message are then, by kind.
 
+    Attributes:
+        sources: what it gathers from. indices: what it reads besides, for ``Lines.hold``.
+    """
+
+    sources: tuple[Tensor, ...]
+    indices: tuple[tuple[object, tuple[Tensor, Tensor]], ...]
     replay: Replay
     messages: tuple[list[Array], ...]
 
@@ -154,21 +165,23 @@ class GpuTransfers:
 
     def _collect(self, *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
         """The rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned memory."""
-        if not (self._recorded and all(self._lines.has(source) for _, source in sources)):
-            found = self._plan_collecting(sources, recorded=False)
-        else:
-            for name in dict.fromkeys(name for name, _ in sources):  # before it is recorded: that reads rows as well
-                fixed = self._fixed_index(name)
-                self._lines.hold(("index", name, len(fixed)), self, (fixed, self._padded[name]))
-            key = tuple((name, source.data_ptr(), source.shape) for name, source in sources)
-            if key not in self._collected:
-                self._collected[key] = self._plan_collecting(sources, recorded=True)
-            found = self._collected[key]
+        key = tuple(id(source) for _, source in sources)  # slices leave their results in the same tensors every time
+        found = self._collected.get(key)
+        if found is None:
+            recorded = self._recorded and all(self._lines.has(source) for _, source in sources)
+            found = self._plan_collecting(sources, recorded)
+            if recorded:
+                self._collected[key] = found
+        for what, pair in found.indices:
+            self._lines.hold(what, self, pair)
         found.replay()
         self._lines.kit.wait()
         return found.messages
 
     def _plan_collecting(self, sources: Sequence[tuple[str, Tensor]], recorded: bool) -> _Collected:
+        indices = tuple(self._fixed(name) for name in dict.fromkeys(name for name, _ in sources)) if recorded else ()
+        for what, pair in indices:  # before it is recorded: that reads rows as well
+            self._lines.hold(what, self, pair)
         ways = [self._way(number, name, source, recorded) for number, (name, source) in enumerate(sources)]
 
         def work() -> None:
@@ -179,7 +192,7 @@ class GpuTransfers:
         key = tuple((rows.data_ptr(), rows.shape, index.data_ptr(), len(index)) for rows, index, _, _ in ways)
         replay = self._lines.recorded(key, work) if recorded else work
         hosts = [self._groups[name].cut(as_numpy(host)) for (name, _), (*_, host) in zip(sources, ways, strict=True)]
-        return _Collected(replay, tuple(hosts))
+        return _Collected(tuple(source for _, source in sources), indices, replay, tuple(hosts))
 
     def _way(self, number: int, name: str, source: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The shards of a tensor; the index of those that travel; memory for them on the card and on the host."""
@@ -189,15 +202,16 @@ class GpuTransfers:
             index = torch.from_numpy(self._groups[name].index).to(self._lines.kit.place)
             host = self._lines.kit.pinned((len(index), *shards.shape[1:]), source.dtype)
             return shards, index, torch.empty_like(host, device=source.device), host
-        index, shape = self._fixed_index(name), tuple(shards.shape[1:])
+        (_, (index, _)), shape = self._fixed(name), tuple(shards.shape[1:])
         what, most = (number, name, shape, source.dtype, len(index)), (len(index), *shape)
         stage = self._lines.fixed(("stage", *what), most, source.dtype)
         return shards, index, stage, self._lines.pinned(("host", *what), most, source.dtype)
 
-    def _fixed_index(self, name: str) -> Tensor:
-        """Fixed memory for the shards of a group, padded to one of few lengths."""
-        count = len(self._padded[name])
-        return self._lines.fixed(("index", name, count), (count,), torch.int64)
+    def _fixed(self, name: str) -> tuple[object, tuple[Tensor, Tensor]]:
+        """Fixed memory for the shards of a group, padded to one of few lengths: its name, and (memory, content)."""
+        padded = self._padded[name]
+        what = "index", name, len(padded)
+        return what, (self._lines.fixed(what, (len(padded),), torch.int64), padded)
 
     def merged(
         self,

@@ -13,12 +13,14 @@ REMEDY = "pip install 'lamina[cuda]'"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU. ``name`` is the driver's; ``capability`` is 90 for compute capability 9.0."""
+    """One NVIDIA GPU. ``name`` is the driver's; ``capability`` is 90 for compute capability 9.0; ``address`` is that on
+    the PCI bus."""
 
     name: str
     capability: int
     memory_bytes: int = 0
     uuid: str = ""
+    address: str = ""
 
     def __str__(self) -> str:
         return f"{self.name} (compute capability {self.capability // 10}.{self.capability % 10})"
@@ -123,7 +125,8 @@ def _gpu(handle: Any) -> Gpu:
     major, minor = pynvml.nvmlDeviceGetCudaComputeCapability(handle)
     memory = pynvml.nvmlDeviceGetMemoryInfo(handle).total
     name, uuid = pynvml.nvmlDeviceGetName(handle), pynvml.nvmlDeviceGetUUID(handle)
-    return Gpu(name, 10 * major + minor, memory, uuid)
+    address = pynvml.nvmlDeviceGetPciInfo(handle).busId
+    return Gpu(name, 10 * major + minor, memory, uuid, address)
 
 
 def visible(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[Gpu, ...]:

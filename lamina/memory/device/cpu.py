@@ -11,6 +11,7 @@ from lamina.kernels.memory import allocate
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS, cuts
 from lamina.memory.device.base import Array, Floats, Pairs, Slots, SlotsOf, parts
+from lamina.memory.device.windows import Needed, Windows
 from lamina.types import AttentionSpec, KvElement
 
 
@@ -45,14 +46,26 @@ class KvArrays:
 class Cpu:
     """A ``Device``. Memory is touched only when tokens arrive."""
 
-    def __init__(self, attentions: Sequence[AttentionSpec], element: KvElement, capacity: int, threads: int) -> None:
+    def __init__(
+        self,
+        attentions: Sequence[AttentionSpec],
+        element: KvElement,
+        capacity: int,
+        threads: int,
+        needed: Needed | None = None,
+    ) -> None:
+        """With ``needed``, layers with a window keep nothing else."""
         self._attentions = attentions
         self._threads = threads
+        sizes = {spec.window for spec in attentions if spec.window and needed is not None}
+        windows = {size: Windows(size, capacity, needed) for size in sizes if needed is not None}
+        self._windows = [windows.get(spec.window) for spec in attentions]
         self._slabs = [KvArrays.allocate(spec, element, capacity) for spec in attentions]
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """See ``Device``."""
-        slab = self._slabs[layer]
+        slab, windows = self._slabs[layer], self._windows[layer]
+        slots = slots if windows is None else windows.place(slots)
         append(slab.k, slab.v, k, v, slots, self._threads, slab.scales)
 
     def sent(self, array: Array) -> Array:
@@ -76,7 +89,8 @@ class Cpu:
         self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
     ) -> Iterator[None]:
         """See ``Table``."""
-        slab, spec = self._slabs[layer], spec or self._attentions[layer]
+        slab, windows, spec = self._slabs[layer], self._windows[layer], spec or self._attentions[layer]
+        table = table if windows is None else windows.table(table)
         for place, cut in enumerate(cuts(table, spec, self._threads, MOST_PRODUCTS)):
             if place:
                 yield
@@ -89,13 +103,17 @@ class Cpu:
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """See ``Device``."""
+        windows = self._windows[layer]
+        rows = slots if windows is None else windows.find(slots)
         for array, view in parts(content, len(slots), self._slabs[layer].arrays):
-            view[:] = array[slots]
+            view[:] = array[rows]
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
         """See ``Device``."""
+        windows = self._windows[layer]
+        rows = slots if windows is None else windows.place(slots)
         for array, view in parts(content, len(slots), self._slabs[layer].arrays):
-            array[slots] = view
+            array[rows] = view
 
 
 @dataclass(frozen=True)

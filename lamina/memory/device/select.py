@@ -4,19 +4,27 @@ from collections.abc import Sequence
 
 from lamina.kernels.gpu.device import memory
 from lamina.memory.device.base import Device
+from lamina.memory.device.windows import Needed
 from lamina.types import AttentionSpec, KvElement
 
 
-def make(name: str, attentions: Sequence[AttentionSpec], element: KvElement, capacity: int, threads: int) -> Device:
+def make(
+    name: str,
+    attentions: Sequence[AttentionSpec],
+    element: KvElement,
+    capacity: int,
+    threads: int,
+    needed: Needed | None = None,
+) -> Device:
     """The device ``name``, with slabs of ``capacity`` token slots: "cpu", "cuda:0", or "emulated", which runs the code
-    for GPUs in Triton's interpreter.
+    for GPUs in Triton's interpreter. With ``needed``, layers with a window keep nothing else on a CPU; GPUs keep all.
 
     Raises ConfigError if the device does not exist or a package is missing.
     """
     if name == "cpu":
         from lamina.memory.device.cpu import Cpu
 
-        return Cpu(attentions, element, capacity, threads)
+        return Cpu(attentions, element, capacity, threads, needed)
     from lamina.memory.device.gpu import Gpu, backend
 
     return Gpu(backend(name), attentions, element, capacity)

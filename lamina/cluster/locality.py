@@ -1,0 +1,202 @@
+"""What of a machine is close to what: cores, memory, GPUs and network interfaces, as sysfs describes them.
+
+A worker's messages and copies take the shortest way if its cores, its GPU and the network interface are on one NUMA
+node; best of all, GPU and interface are behind one PCIe switch, so that one writes to the other without the processor.
+"""
+
+import enum
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lamina.kernels.gpu.device import Gpu
+
+SYS = Path("/sys")
+_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A NUMA node: its cores, and bytes of its memory (0: the kernel does not say)."""
+
+    number: int
+    cores: frozenset[int]
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU or a network interface.
+
+    Attributes:
+        name: "cuda:0", "mlx5_0 (ens1)". about: what it is. address: on the PCI bus, "" if it is elsewhere.
+        path: the PCI root and the bridges in front of it, from the processor on. node: -1: unknown.
+    """
+
+    name: str
+    about: str
+    address: str
+    path: tuple[str, ...]
+    node: int
+
+
+class Way(enum.IntEnum):
+    """What lies between two cards, from near to far."""
+
+    SWITCH = 0
+    HOST_BRIDGE = 1
+    NODE = 2
+    SYSTEM = 3
+    UNKNOWN = 4
+
+    def __str__(self) -> str:
+        return _WORDS[self]
+
+
+_WORDS = {
+    Way.SWITCH: "behind the same PCIe switch",
+    Way.HOST_BRIDGE: "on the same PCIe root",
+    Way.NODE: "on the same NUMA node",
+    Way.SYSTEM: "on another NUMA node",
+    Way.UNKNOWN: "at an unknown distance",
+}
+
+
+@dataclass(frozen=True)
+class Locality:
+    """A machine's parts."""
+
+    nodes: tuple[Node, ...]
+    gpus: tuple[Card, ...] = ()
+    nics: tuple[Card, ...] = field(default=())
+
+    def way(self, one: Card, other: Card) -> Way:
+        """What lies between two cards."""
+        shared = sum(1 for _ in _common(one.path, other.path))
+        if shared >= 2:  # the root, and a bridge behind it
+            return Way.SWITCH
+        if shared == 1:
+            return Way.HOST_BRIDGE
+        nodes = {self.node(one), self.node(other)}
+        if -1 in nodes:
+            return Way.UNKNOWN
+        return Way.NODE if len(nodes) == 1 else Way.SYSTEM
+
+    def node(self, card: Card) -> int:
+        """The NUMA node of a card. Firmware need not report it; where there is one node, it is that. -1: unknown."""
+        return self.nodes[0].number if len(self.nodes) == 1 else card.node
+
+    def cores(self, card: Card) -> frozenset[int]:
+        """The cores of a card's NUMA node; empty if it is unknown."""
+        return next((node.cores for node in self.nodes if node.number == self.node(card)), frozenset())
+
+    def nearest(self, card: Card) -> tuple[Card, Way] | None:
+        """The network interface nearest to a card; None without any."""
+        ways = [(nic, self.way(card, nic)) for nic in self.nics]
+        return min(ways, key=lambda each: each[1], default=None)
+
+
+def find(gpus: Sequence[Gpu], sys: Path = SYS) -> Locality:
+    """Read this machine's parts. ``gpus``: those that this process may use, as the driver tells of them."""
+    nodes = [_node(node) for node in sys.glob("devices/system/node/node[0-9]*")]
+    return Locality(
+        tuple(sorted(nodes, key=lambda node: node.number)),
+        tuple(_gpu(f"cuda:{index}", gpu, sys) for index, gpu in enumerate(gpus)),
+        tuple(sorted(_nics(sys), key=lambda nic: nic.name)),
+    )
+
+
+def core_list(cores: frozenset[int]) -> str:
+    """As ``taskset`` takes it: "0-3,8"."""
+    ranges: list[list[int]] = []
+    for core in sorted(cores):
+        if ranges and core == ranges[-1][-1] + 1:
+            ranges[-1][1:] = [core]
+        else:
+            ranges.append([core])
+    return ",".join("-".join(map(str, each)) for each in ranges)
+
+
+def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
+    length = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return list(one[:length])
+
+
+def _node(folder: Path) -> Node:
+    found = re.search(r"MemTotal:\s*(\d+) kB", _text(folder / "meminfo"))
+    return Node(
+        int(folder.name.removeprefix("node")),
+        _cores(_text(folder / "cpulist")),
+        int(found[1]) * 1024 if found else 0,
+    )
+
+
+def _cores(text: str) -> frozenset[int]:
+    ranges = [part.partition("-") for part in text.split(",") if part]
+    return frozenset(core for first, _, last in ranges for core in range(int(first), int(last or first) + 1))
+
+
+def _gpu(name: str, gpu: Gpu, sys: Path) -> Card:
+    # The driver writes the bus's domain with eight digits, the kernel with four.
+    domain, _, rest = gpu.address.lower().partition(":")
+    address = f"{int(domain, 16):04x}:{rest}" if rest else ""
+    return _card(name, gpu.name, sys / "bus" / "pci" / "devices" / address if address else None)
+
+
+def _nics(sys: Path) -> list[Card]:
+    """Network interfaces with a device behind them; the names of one device together, RDMA first."""
+    names: dict[Path, list[str]] = {}
+    speeds: dict[Path, int] = {}
+    for kind in ("infiniband", "net"):
+        for folder in sorted((sys / "class" / kind).glob("*")):
+            if (folder / "device").exists():
+                place = (folder / "device").resolve()
+                names.setdefault(place, []).append(folder.name)
+                speed = _text(folder / "speed")
+                speeds[place] = max(speeds.get(place, 0), int(speed) if speed.isdecimal() else 0)
+    return [
+        _card(f"{first} ({', '.join(others)})" if others else first, _speed(speeds[place]), place)
+        for place, (first, *others) in names.items()
+    ]
+
+
+def _speed(megabits_per_s: int) -> str:
+    return f"{megabits_per_s / 1000:g} Gbit/s" if megabits_per_s else ""
+
+
+def _card(name: str, about: str, place: Path | None) -> Card:
+    """``place``: its folder among devices, if it has one."""
+    if place is None or not place.exists():
+        return Card(name, about, "", (), -1)
+    parts = place.resolve().parts
+    buses = [part for part in parts if part.startswith("pci") or _ADDRESS.fullmatch(part)]
+    addresses = [part for part in buses if _ADDRESS.fullmatch(part)]
+    if not addresses:
+        return Card(name, about, "", (), -1)
+    device = Path(*parts[: parts.index(addresses[-1]) + 1])
+    number = _text(device / "numa_node")
+    return Card(name, about, addresses[-1], tuple(buses[:-1]), int(number) if number else -1)
+
+
+def _text(file: Path) -> str:
+    """The file's text; empty if it does not exist or cannot be read (the kernel reports some entries as EINVAL)."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def near_cores(locality: Locality, device: str, available: frozenset[int]) -> frozenset[int]:
+    """The cores that a worker on ``device`` runs on: of those available, the ones of its GPU's NUMA node; all if there
+    are none, or it has no GPU."""
+    gpu = next((gpu for gpu in locality.gpus if gpu.name == device), None)
+    return (locality.cores(gpu) & available if gpu is not None else frozenset()) or available
+
+
+def here() -> Locality:
+    """Of this machine, with the GPUs that this process may use."""
+    from lamina.kernels.gpu.device import find_gpus
+
+    return find(find_gpus() or (), SYS if os.path.isdir(SYS) else Path("/nonexistent"))

@@ -1,0 +1,110 @@
+"""Where layers with a window keep tokens: a row of their arrays for those that a step may still attend to, no other.
+
+The slots of a slab are the same for all layers. Layers with a window need few of them, those near the ends of
+sequences: their arrays are indexed by rows of their own, given to slots when their K and V arrive. Nothing is taken
+back when a token leaves the window. Instead, whenever many rows are in use, those of slots that nobody needs any more
+are found by looking at the end of every segment, as a garbage collector does: so forks, moves and released sequences
+need no books here.
+
+Memory is touched from the first row on, so what is resident are the rows that were in use at once.
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.kernels.segments import SegmentTable
+
+Rows = npt.NDArray[np.int32]
+Needed = Callable[[int], Iterator[Rows]]
+"""The slots whose tokens layers with this window may still attend to."""
+
+STEPS_KEPT = 4
+"""Steps of a sequence that may be in flight, and more: if the epoch ends, it goes on from the first of them."""
+
+FEWEST = 1024  # rows in use before forgotten ones are looked for
+SPARE = 8  # they are looked for again once an eighth more are in use
+TABLES = 64  # of the latest steps
+
+
+def most_rows(window: int, sequences: int, tokens: int) -> int:
+    """The rows in use with so many sequences at once, of which steps run so many ``tokens`` at most, in all lanes."""
+    needed = sequences * (window + STEPS_KEPT) + STEPS_KEPT * tokens
+    return FEWEST + needed * (SPARE + 1) // SPARE
+
+
+class Windows:
+    """The rows of the layers with one window. One thread owns it."""
+
+    def __init__(self, window: int, capacity: int, needed: Needed) -> None:
+        """``capacity``: slots of the slab, of which ``needed`` tells those that must stay."""
+        self.window = window
+        self._needed = needed
+        self._rows = np.full(capacity, -1, np.int32)  # by slot
+        self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the top is at the end
+        self._free_count = capacity
+        self._most = FEWEST
+        self._tables: collections.OrderedDict[int, tuple[SegmentTable, SegmentTable]] = collections.OrderedDict()
+
+    @property
+    def used(self) -> int:
+        """Rows that slots have."""
+        return len(self._free) - self._free_count
+
+    def place(self, slots: Rows) -> Rows:
+        """The rows of these slots, whose K and V arrive; those that have none get one."""
+        rows = self._rows[slots]
+        new = slots[rows < 0]
+        if not len(new):
+            return rows
+        if self.used + len(new) > self._most:
+            self._collect(slots)
+            self._most = max(FEWEST, (self.used + len(new)) * (SPARE + 1) // SPARE)
+        self._free_count -= len(new)
+        self._rows[new] = self._free[self._free_count : self._free_count + len(new)][::-1]
+        return self._rows[slots]
+
+    def find(self, slots: Rows) -> Rows:
+        """The rows of these slots; any row for one that has been forgotten."""
+        return np.maximum(self._rows[slots], 0)
+
+    def _collect(self, arriving: Rows) -> None:
+        """Take back the rows of slots that are not needed. Those ``arriving`` may have left the window already: later
+        steps of their sequence have been planned."""
+        stays = np.zeros(len(self._rows), bool)
+        stays[arriving] = True
+        for slots in self._needed(self.window):
+            stays[slots] = True
+        forgotten = np.flatnonzero((self._rows >= 0) & ~stays)
+        rows = np.sort(self._rows[forgotten])[::-1]  # the first rows are used again first
+        self._free[self._free_count : self._free_count + len(rows)] = rows
+        self._free_count += len(rows)
+        self._rows[forgotten] = -1
+
+    def table(self, table: SegmentTable) -> SegmentTable:
+        """What is left of a table for these layers, by row. Made once per step: the rows of what it may attend to stay
+        as they are."""
+        known = self._tables.get(id(table))
+        if known is None or known[0] is not table:
+            known = self._tables[id(table)] = table, self._cut(table)
+            if len(self._tables) > TABLES:
+                self._tables.popitem(last=False)
+        return known[1]
+
+    def _cut(self, table: SegmentTable) -> SegmentTable:
+        held = np.diff(table.kv_offsets)
+        left = np.maximum(table.query_start.astype(np.int64) - self.window + 1 - table.kv_start, 0)
+        seen = left < held
+        first = np.minimum(left, np.maximum(held - 1, 0))  # a pair that sees nothing keeps a token, which is masked
+        counts = held - first
+        offsets = np.concatenate(([0], np.cumsum(counts)))
+        indices = np.arange(offsets[-1]) + np.repeat(table.kv_offsets[:-1] + first - offsets[:-1], counts)
+        rows = self._rows[table.slots[indices]]
+        if (rows[np.repeat(seen, counts)] < 0).any():
+            raise AssertionError(f"a step attends to tokens that layers with a window of {self.window} have forgotten")
+        kv_start = table.kv_start + first.astype(np.int32)
+        return SegmentTable(
+            table.query_offsets, table.query_start, offsets.astype(np.int64), kv_start, np.maximum(rows, 0)
+        )

@@ -1,0 +1,32 @@
+"""How many token slots some bytes have room for."""
+
+from typing import Any
+
+import pytest
+
+from lamina.cluster.slabs import SlabSize, slab_size
+from lamina.memory.device.windows import most_rows
+from lamina.schedule.limits import Limits
+from lamina.types import AttentionSpec, KvElement
+
+LIMITS = Limits(max_sequences=8, max_num_batched_tokens=64, max_model_len=4096)
+
+
+@pytest.mark.parametrize("size", [SlabSize(7), SlabSize(0, ((5, 100),)), SlabSize(3, ((5, 100), (2, 1000)))])
+@pytest.mark.parametrize("nbytes", [0, 6, 7, 499, 500, 501, 12_345])
+def test_the_slots_are_the_most_that_fit(size: SlabSize, nbytes: int) -> None:
+    slots = size.slots(nbytes, 3000)
+    assert size.nbytes(slots) <= nbytes and (slots == 3000 or size.nbytes(slots + 1) > nbytes)
+
+
+def test_only_layers_with_a_window_have_fewer_rows_than_slots_and_only_if_they_forget() -> None:
+    windows = (0, 512, 0, 128)
+    sizes: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "scale": 1.0}
+    specs = [AttentionSpec(layer=layer, window=window, **sizes) for layer, window in enumerate(windows)]
+    each = specs[0].slab_bytes_per_token(KvElement.BFLOAT16)
+    size = slab_size(specs, KvElement.BFLOAT16, True, LIMITS, lanes=2)
+    rows = [most_rows(window, 8, 128) for window in (512, 128)]
+    assert size == SlabSize(2 * each, ((each, rows[0]), (each, rows[1])))
+    assert rows[0] == 1024 + (8 * 516 + 4 * 128) * 9 // 8
+    assert slab_size(specs, KvElement.BFLOAT16, False, LIMITS, lanes=2) == SlabSize(4 * each) == size.whole
+    assert size.slots(10**7, 10**9) > 1.8 * size.whole.slots(10**7, 10**9)

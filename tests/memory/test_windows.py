@@ -1,0 +1,163 @@
+"""Layers with a window forget what it has left: schedules at random, beside a store that forgets nothing."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lamina.compute.local import LocalShare
+from lamina.kernels.segments import SegmentTable
+from lamina.memory.device import windows
+from lamina.memory.device.cpu import Cpu
+from lamina.memory.device.windows import Windows
+from lamina.memory.store import KvStore
+from lamina.schedule import turn
+from lamina.schedule.suspects import Hold
+from lamina.steps import Migration, StepPlan
+from lamina.types import AttentionSpec, DType, KvElement, Overlap
+from tests.schedule.test_epochs import NOBODY
+from tests.schedule.test_moves import Moving, course_of, events, requests, run
+
+SIZES: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "scale": 0.3}
+SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in enumerate((0, 3, 7, 3))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def eager() -> Iterator[None]:
+    """Forgotten tokens are looked for with almost every step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windows, "FEWEST", 4)
+        patch.setattr(windows, "SPARE", 64)
+        yield
+
+
+class Forgetting(Moving):
+    """Every memory worker has two stores, of which one forgets. Steps run when they complete, and migrations copy when
+    they are done.
+
+    Attributes:
+        most: rows that the stores that forget have used at once for the smallest window, over the slots in use then.
+    """
+
+    prefix_cache = False
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        self._stores = {memory.name: self._pair(memory.name, memory.slab.capacity) for memory in self.memories}
+        self._shares: dict[int, list[tuple[LocalShare, LocalShare]]] = {}
+        self._slots: dict[int, list[tuple[Any, Any]]] = {}  # by migration: of source and target, in each kind of store
+        self._draw = np.random.default_rng(1)
+        self.forgotten = 0
+
+    def _pair(self, name: str, capacity: int) -> tuple[KvStore, KvStore]:
+        made = [
+            KvStore(name, SPECS, DType.FLOAT32, capacity, 1, Overlap(), forgets=forgets) for forgets in (False, True)
+        ]
+        return made[0], made[1]
+
+    def _check(self, plan: StepPlan) -> None:
+        super()._check(plan)
+        shares = []
+        for name, (whole, forgets) in self._stores.items():
+            if name in self.scheduler.placement.capacities:
+                tables = whole.apply(plan)[0], forgets.apply(plan)[0]
+                if not tables[0].rows.empty:
+                    shares.append((LocalShare(whole, tables[0], {}), LocalShare(forgets, tables[1], {})))
+        self._shares[plan.step] = shares
+        for one in plan.migrations:
+            ends = self._stores[one.source], self._stores[one.target]
+            self._slots[one.number] = [(ends[0][kind].slots_of(one), ends[1][kind].slots_of(one)) for kind in (0, 1)]
+
+    def migrate(self) -> None:
+        if self._migrations:
+            self._copy(self._migrations[self.turn % len(self._migrations)])
+        super().migrate()
+
+    def _copy(self, one: Migration) -> None:
+        for kind, (there, here) in enumerate(self._slots.pop(one.number)):
+            source, target = self._stores[one.source][kind], self._stores[one.target][kind]
+            if (one.sequence, 0) not in target.slab or (one.sequence, 0) not in source.slab:
+                continue  # it has ended
+            for layer, spec in enumerate(SPECS):
+                content = memoryview(bytearray(len(there) * spec.slab_bytes_per_token(KvElement.FLOAT32)))
+                source.device.read(layer, there, content)
+                target.device.restore(layer, here, content)
+
+    def complete(self, lane: int) -> None:
+        """The oldest step of a lane ends: both stores have attended alike."""
+        plan = self._in_flight[lane][0]
+        rows = sum(len(step.tokens) for step in plan.sequences)
+        for layer, shares in itertools.product(range(len(SPECS)), self._shares.pop(plan.step)):
+            q, k, v = (self._draw.standard_normal((rows, heads, 8), np.float32) for heads in (4, 2, 2))
+            whole, forgets = [share.attend(layer, q, k, v) for share in shares]
+            if whole is not None and forgets is not None:
+                for expected, found in zip(whole, forgets, strict=True):
+                    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        for _, store in self._stores.values():
+            assert isinstance(store.device, Cpu)
+            narrow = store.device._windows[1]
+            assert narrow is not None
+            self.forgotten += narrow.used < store.slab.used // 2
+        super().complete(lane)
+
+    def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
+        applied = self.scheduler.apply
+        remains = []
+        self.scheduler.apply = lambda topology: remains.append(applied(topology)) or remains[0]  # type: ignore
+        super().end_epoch(number, hold)
+        self.scheduler.apply = applied  # type: ignore[method-assign]
+        self._slots.clear()
+        self._migrations.clear()
+        for name, pair in self._stores.items():
+            for one in pair:
+                one.truncate(remains[0].kept.get(name, {}))
+
+
+def forget_at_random(seeds: range) -> int:
+    """Returns how often a worker had forgotten more than half of what its sequences have."""
+    forgotten = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        prompts, others = requests(draw)
+        course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw))
+        cluster = Forgetting(others, prompts, *course.sizes)
+        cluster.scheduler.moves._tokens_per_step = 1000
+        run(cluster, course)
+        forgotten += cluster.forgotten
+    return forgotten
+
+
+def test_layers_with_a_window_attend_as_if_nothing_had_been_forgotten() -> None:
+    """Whatever is forked, grows, moves, is dropped, aborted or lost."""
+    assert forget_at_random(range(10)) > 20
+
+
+@pytest.mark.slow
+def test_many_schedules() -> None:
+    assert forget_at_random(range(1000, 2000)) > 2000
+
+
+def test_more_steps_are_kept_than_may_be_in_flight() -> None:
+    assert windows.STEPS_KEPT >= turn.DEPTH
+
+
+def test_a_step_that_attends_to_forgotten_tokens_is_an_error() -> None:
+    """It would be wrong in silence."""
+    one = np.arange(10, dtype=np.int32)
+    known = Windows(3, 100, lambda window: iter([one[-3:]]))
+    known.place(one)
+    known.place(one + 10)
+    assert known.used == 13
+
+    def table(start: int) -> SegmentTable:
+        query_offsets, query_start, kv_offsets, kv_start = (
+            np.array(each, np.int32) for each in ([0, 1], [start], [0, start], [0])
+        )
+        return SegmentTable(query_offsets, query_start, kv_offsets, kv_start, one[:start])
+
+    assert known.table(table(10)).kv_start.tolist() == [8]
+    with pytest.raises(AssertionError, match="window of 3 have forgotten"):
+        known.table(table(8))
