@@ -191,8 +191,6 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     least, _ = pool.parse_bounds(config.autoscale).get("memory", (0, 0)) if config.autoscale is not None else (0, 0)
     apart = any(given.values()) or config.partition == "head" or least > 0
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
-    if LOCAL in (entry.kind for entry in memory) and config.tensor_parallel > 1:
-        raise ConfigError("memory local is not available with tensor_parallel; give memory workers, such as cpu:1")
     name = next((name for name in given if given[name]), None)
     if name is not None and [entry.kind for entry in memory] == [LOCAL]:
         raise ConfigError(f"{name} is for memory workers, and memory local starts none; leave one of them out")

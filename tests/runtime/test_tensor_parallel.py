@@ -89,13 +89,14 @@ def test_the_loss_of_a_worker_ends_the_engine_and_all_requests(victim: str, tmp_
     for number in range(20):
         engine.submit(str(number), [5, 6, 7], params, whole(engine.tokenizer, on_output))
     assert started.wait(120)
-    os.kill(workers.processes[victim].pid, signal.SIGKILL)
+    processes = dict(workers.processes)
+    os.kill(processes[victim].pid, signal.SIGKILL)
     assert ended.wait(60), f"{len(outputs)} of 20 requests ended"
     failed = [output for output in outputs if output.error]
     why = f"worker {victim} is gone.*With tensor_parallel the loss of a worker ends the engine"
     assert failed and all(re.search(why, str(output.error), re.DOTALL) for output in failed)
     engine.close()
-    assert all(process.poll() is not None for process in workers.processes.values())
+    assert all(process.poll() is not None for process in processes.values())
 
 
 @pytest.mark.parametrize("family", NAMES)
