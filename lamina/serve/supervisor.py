@@ -77,8 +77,8 @@ class Supervisor:
         self._secret: Secret = configured(config.secret_file) or new()
         self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
         # Workers of other machines end with the engine that they have joined.
-        elsewhere = config.listen is not None or config.ray is not None
-        self._restarts = Restarts(0 if elsewhere else config.max_restarts)
+        self._elsewhere = config.listen is not None or config.ray is not None
+        self._restarts = Restarts(0 if self._elsewhere else config.max_restarts)
         self._workers = LocalWorkers()
         self._told: set[str] = set()  # exits that the engine knows of
         self._saved: bytes | None = None
@@ -144,6 +144,7 @@ class Supervisor:
 
     def _run_engine(self) -> int:
         """Run an engine until its process has ended. Returns its exit status."""
+        before = self.serving
         ours, theirs = multiprocessing.Pipe()
         with theirs:
             engine = subprocess.Popen(
@@ -170,6 +171,8 @@ class Supervisor:
                 if self._closing.is_set() and told_to_close is None:
                     told_to_close = time.monotonic()
                     self._tell(Close())
+                    if self.serving is before and not self._elsewhere:
+                        engine.kill()  # it still loads, and its workers belong to this process
                 elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
                     engine.kill()
             while ours.poll() and (message := self._read(ours)) is not None:
