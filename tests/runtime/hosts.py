@@ -6,6 +6,7 @@ Namespaces need root; where they cannot be made, tests that need them are skippe
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 HERE, NEAR, FAR = "10.79.0.1", "10.79.0.2", "10.79.0.3"
 END_S = 90.0
+NAMESPACES = "/run/netns"  # where `ip netns` has them
 
 
 def run(*words: str) -> None:
@@ -91,6 +93,7 @@ def opened() -> Iterator[Hosts]:
     made: list[str] = []
     try:
         try:
+            _remove_leftovers()
             for name in names.values():
                 run("ip", "netns", "add", name)
                 made.append(name)
@@ -104,6 +107,13 @@ def opened() -> Iterator[Hosts]:
     finally:
         for name in made:
             run("ip", "netns", "delete", name)  # and with it its cables
+
+
+def _remove_leftovers() -> None:
+    """Namespaces of tests that were killed: they have the same addresses."""
+    for name in os.listdir(NAMESPACES) if os.path.isdir(NAMESPACES) else ():
+        if (known := re.fullmatch(r"lamina(\d+)[nf]", name)) and not psutil.pid_exists(int(known[1])):
+            run("ip", "netns", "delete", name)
 
 
 def _join(link: str, near: str, near_address: str, far: str, far_address: str) -> None:
