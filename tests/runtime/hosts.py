@@ -91,6 +91,7 @@ def opened() -> Iterator[Hosts]:
     """Two machines at NEAR and FAR, joined with each other and with this one, which is at HERE."""
     names = {NEAR: f"lamina{os.getpid()}n", FAR: f"lamina{os.getpid()}f"}
     made: list[str] = []
+    cables: list[str] = []
     try:
         try:
             _remove_leftovers()
@@ -100,13 +101,17 @@ def opened() -> Iterator[Hosts]:
                 run("ip", "netns", "exec", name, "ip", "link", "set", "lo", "up")
             for number, (one, other) in enumerate(((HERE, NEAR), (HERE, FAR), (NEAR, FAR))):
                 _join(f"lh{os.getpid()}{number}", names.get(one, ""), one, names[other], other)
+                if one == HERE:
+                    cables.append(f"lh{os.getpid()}{number}a")
             run("unshare", "--pid", "--mount", "--fork", "--mount-proc", "true")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"no network and process namespaces can be made here: {getattr(error, 'stderr', '') or error}")
         yield Hosts(names)
     finally:
+        for cable in cables:  # deleted with their namespaces too, but some time later
+            run("ip", "link", "delete", cable)
         for name in made:
-            run("ip", "netns", "delete", name)  # and with it its cables
+            run("ip", "netns", "delete", name)
 
 
 def _remove_leftovers() -> None:
