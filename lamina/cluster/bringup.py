@@ -20,7 +20,7 @@ from lamina.cluster.gather import (
 from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup, read_clock
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
-from lamina.cluster.slabs import SlabSize, slab_size
+from lamina.cluster.slabs import LEAST_GAIN, SlabSize, slab_size
 from lamina.errors import ConfigError
 from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
@@ -55,7 +55,8 @@ class ClusterPlan:
         kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
             ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``.
+        is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``; those on
+            GPUs keep everything. prefix_cache: as in ``EngineConfig``.
     """
 
     computes: tuple[str, ...]
@@ -77,6 +78,7 @@ class ClusterPlan:
     kv_overcommit: float = 1.0
     kv_spill_dir: str = ""
     forgets: bool = False
+    prefix_cache: bool = False
     start_s: float = START_TIMEOUT_S
 
 
@@ -98,6 +100,7 @@ class Cluster:
     fabric: Fabric | None = None  # without it, no worker can join
     wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
     head_shards: int = 1
+    window: int = 0  # the largest of layers that forget; 0 if none do
 
     @property
     def shards(self) -> HeadShards:
@@ -144,7 +147,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     local = plan.computes if plan.compute_setup.local else ()
     holders = (*local, *plan.memories)
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
-    capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
+    found = gather.all(Resources, holders, CONNECT_TIMEOUT_S)
+    capacities, keeping = _capacities(plan, loaded, found), dataclasses.replace(plan, forgets=False)
+    whole = _capacities(keeping, loaded, found)
+    if plan.prefix_cache and sum(capacities.values()) < LEAST_GAIN * sum(whole.values()):
+        plan, capacities = keeping, whole
     asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
     setup = MemorySetup(
         loaded.attentions,
@@ -184,7 +191,13 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         plan.kinds,
         fabric if ranks == 1 else None,  # so far, replicas of several ranks neither grow nor shrink
         head_shards=shards.count,
+        window=forgotten_window(setup),
     )
+
+
+def forgotten_window(setup: MemorySetup) -> int:
+    """The largest window of layers that forget what it has left; 0 if none do."""
+    return max(spec.window for spec in setup.attentions) if setup.forgets else 0
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
@@ -238,7 +251,7 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Reso
             nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
         else:
             nbytes = plan.kv_bytes(*_share(name, hosts, found))
-        capacities[name] = (slab.whole if each.gpu_total else slab).slots(nbytes, most)
+        capacities[name] = (slab if each.forgets else slab.whole).slots(nbytes, most)
         if capacities[name] < 2:
             raise ConfigError(
                 f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "
@@ -261,7 +274,7 @@ def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) 
 
 def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
     element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
-    return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes)
+    return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes, plan.prefix_cache)
 
 
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
