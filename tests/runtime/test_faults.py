@@ -169,8 +169,8 @@ import sys, threading
 from lamina.launch import launch
 from lamina.models import directory
 from lamina.config import EngineConfig
-from lamina.types import SamplingParams
-engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2"))
+from lamina.types import DType, SamplingParams
+engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2", dtype=DType.FLOAT32))
 print("ready", flush=True)
 for index in range(50):
     engine.submit(str(index), [5, 6, 7], SamplingParams(max_tokens=110, ignore_eos=True), lambda output: None)
