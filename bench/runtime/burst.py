@@ -2,8 +2,8 @@
 
     python -m bench.runtime.burst [--model 60m] [--rounds 3] [--json FILE] [--picture FILE.svg]
 
-One compute and two memory workers decode a few short requests when an agent's burst arrives: long contexts with short
-answers, more than their KV slots hold. Three systems serve the same requests:
+One compute and two memory workers decode two short requests when a burst arrives: long contexts, several times what
+their KV slots hold. Three systems serve the same requests:
 
   fixed     stays as it is: contexts wait for slots.
   memory    scales its memory pool by load (`--autoscale memory=2:6`).
@@ -45,9 +45,9 @@ from lamina.schedule.autoscale import WINDOWS
 from lamina.types import SamplingParams
 
 MEMORIES, MOST_MEMORIES = 2, 6
-SHORT, SHORT_PROMPT, SHORT_ANSWER = 4, 64, 400
-CONTEXTS, CONTEXT, ANSWER = 10, 1024, 48
-SLOTS = 2560  # of a memory worker
+SHORT, SHORT_PROMPT, SHORT_ANSWER = 2, 64, 400
+CONTEXTS, CONTEXT, ANSWER = 16, 512, 192
+SLOTS = 1280  # of a memory worker
 BURST_AT_S = 3.0
 WAITED_S = WINDOWS["memory"].grow_s
 SAMPLE_S = 0.02
@@ -187,7 +187,7 @@ def settings(model: Path, slots: int = SLOTS) -> EngineConfig:
         compute="cpu:1",
         memory=f"cpu:{MEMORIES}",
         kv_cache_memory_bytes=slots * per_token,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=128,
         prefix_cache=False,
     )
 
@@ -268,7 +268,8 @@ def join(config: EngineConfig) -> tuple[float, list[float]]:
             states = engine.stats().workers
             now, done = time.monotonic(), joined.done()
             states = {name: state for name, state in states.items() if name not in before}
-            prepared = prepared or (now if done or {"preparing"} != set(states.values()) else 0.0)
+            starts = not states or "preparing" in states.values()
+            prepared = prepared or (now if done or not starts else 0.0)
             entered = now if done else 0.0
             time.sleep(POLL_S)
         (name,) = joined.result()
