@@ -95,6 +95,9 @@ class Engine:
             balance=config.balance,
         )
         self._scheduler = self._turn.scheduler
+        if cluster.missing:  # lost with the last engine, to be started again
+            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology.local)
+            self._scheduler.placement.promised = whole.total
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
@@ -421,15 +424,17 @@ class Engine:
 
     def _check_workers(self) -> None:
         """Look for lost workers and for lack of progress. Raises LaminaError if the engine cannot go on."""
-        members = self._members
+        members, placement = self._members, self._scheduler.placement
         if members.watch.ended:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
         if lost := members.lost():
+            placement.promised = placement.possible  # requests wait for the successors of those that are lost
             if (poison := members.lose(lost)) is not None:
                 self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
-            if not members.memory_grows:
-                self._end_stranded()
+        if placement.promised and not members.memory_grows:  # these have joined, or never will
+            placement.promised = 0
+            self._end_stranded()
         members.watch.check()
 
     def _end_stranded(self) -> None:
