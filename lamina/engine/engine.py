@@ -106,6 +106,7 @@ class Engine:
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
         self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
+        self._lacks_memory = bool(cluster.missing)
         self._steps = 0
         self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -429,11 +430,14 @@ class Engine:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
         if lost := members.lost():
+            self._lacks_memory = True
             placement.promised = placement.possible  # requests wait for the successors of those that are lost
             if (poison := members.lose(lost)) is not None:
                 self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
-        if placement.promised and not members.memory_grows:  # these have joined, or never will
+        if placement.promised and not members.memory_starts:  # these have joined, or it may take long
             placement.promised = 0
+        if self._lacks_memory and not members.memory_grows:  # they have, or never will
+            self._lacks_memory = False
             self._end_stranded()
         members.watch.check()
 
