@@ -158,10 +158,12 @@ class Engine:
         client: Client,
         seed: int,
         drawn: Drawn | None = None,
+        again: bool = False,
     ) -> None:
         """As ``submit``, for a caller who makes text of the tokens and looks for stop strings: ``finish`` ends a
-        completion at one. ``seed``: of the draws, if the parameters have none. ``drawn``: go on from there."""
-        self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn)
+        completion at one. ``seed``: of the draws, if the parameters have none. ``drawn``: go on from there. ``again``:
+        an earlier engine had accepted it, and the queue is not too full for it."""
+        self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn, again)
 
     def new_seed(self) -> int:
         """For the draws of a request, or of several, without a seed."""
@@ -175,14 +177,14 @@ class Engine:
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
-    def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None) -> None:
+    def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None, again: bool = False) -> None:
         tracked = TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn)
         request_id = request.request_id
         with self._lock:
             self._require_alive()
             if request_id in self._tracked:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            self._places.take(request_id, request.client)
+            self._places.take(request_id, request.client, again)
             self._tracked[request_id] = tracked
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()

@@ -103,6 +103,14 @@ class Placement:
         """All places that share a memory worker with one of these, themselves included."""
         return set(places)
 
+    def places_on(self, worker: str) -> Collection[str]:
+        """The places that have part of a memory worker."""
+        return {worker}
+
+    def idle_on(self, worker: str) -> int:
+        """Slots of a memory worker that only hold what is cached."""
+        return self.idle.get(worker, 0)
+
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
         """Segments on memory workers, for those on places."""
         return list(segments)
