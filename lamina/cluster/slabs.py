@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lamina.kernels.gpu.tables import MOST_BYTES
 from lamina.memory.device.windows import most_rows
 from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, KvElement
@@ -29,10 +30,9 @@ class SlabSize:
         """The slots for which so many bytes suffice, ``most`` of them at most."""
         return bisect.bisect_right(range(most + 1), nbytes, key=self.nbytes) - 1
 
-    @property
-    def whole(self) -> "SlabSize":
-        """The same if all layers keep every token."""
-        return SlabSize(self.nbytes(1))
+    def on_gpu(self, shards: int) -> "SlabSize":
+        """The same on a GPU, where all layers keep every token and each of so many shards has page tables."""
+        return SlabSize(self.nbytes(1) + MOST_BYTES * shards)
 
 
 def slab_size(

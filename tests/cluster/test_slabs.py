@@ -28,5 +28,5 @@ def test_only_layers_with_a_window_have_fewer_rows_than_slots_and_only_if_they_f
     rows = [most_rows(window, 8, 128) for window in (512, 128)]
     assert size == SlabSize(2 * each, ((each, rows[0]), (each, rows[1])))
     assert rows[0] == 1024 + (8 * 516 + 4 * 128) * 9 // 8
-    assert slab_size(specs, KvElement.BFLOAT16, False, LIMITS, lanes=2) == SlabSize(4 * each) == size.whole
-    assert size.slots(10**7, 10**9) > 1.8 * size.whole.slots(10**7, 10**9)
+    assert slab_size(specs, KvElement.BFLOAT16, False, LIMITS, lanes=2) == SlabSize(4 * each) == size.on_gpu(0)
+    assert size.slots(10**7, 10**9) > 1.8 * size.on_gpu(0).slots(10**7, 10**9)

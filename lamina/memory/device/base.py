@@ -46,6 +46,22 @@ class Pairs:
         )
 
 
+@dataclass(frozen=True)
+class Largest:
+    """The largest steps, as a memory worker sees them.
+
+    Attributes:
+        pairs, rows: of a request; query rows count once for each shard of heads.
+        tables: of all steps that are planned at once.
+        buffers: bytes of the arrays on the GPU that serving one request takes at once.
+    """
+
+    pairs: int
+    rows: int
+    tables: int
+    buffers: Sequence[int] = ()
+
+
 class Table(Protocol):
     """What query rows attend to, wherever the device reads it. Made once per step, used for every layer.
 
