@@ -250,7 +250,7 @@ def _capacities(
             nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
         else:
             nbytes = plan.kv_bytes(*_share(name, hosts, found))
-        capacities[name] = (slab.on_gpu(shards) if each.gpu_total else slab).slots(nbytes, most)
+        capacities[name] = (slab.whole.with_pages(shards) if each.gpu_total else slab).slots(nbytes, most)
         if capacities[name] < 2:
             raise ConfigError(
                 f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "

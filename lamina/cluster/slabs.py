@@ -30,9 +30,14 @@ class SlabSize:
         """The slots for which so many bytes suffice, ``most`` of them at most."""
         return bisect.bisect_right(range(most + 1), nbytes, key=self.nbytes) - 1
 
-    def on_gpu(self, shards: int) -> "SlabSize":
-        """The same on a GPU, where all layers keep every token and each of so many shards has page tables."""
-        return SlabSize(self.nbytes(1) + MOST_BYTES * shards)
+    @property
+    def whole(self) -> "SlabSize":
+        """The same if all layers keep every token."""
+        return SlabSize(self.nbytes(1))
+
+    def with_pages(self, shards: int) -> "SlabSize":
+        """The same on a GPU, which holds page tables: so many slots for each token."""
+        return SlabSize(self.slot + MOST_BYTES * shards, self.rows)
 
 
 def slab_size(

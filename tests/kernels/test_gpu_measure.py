@@ -37,7 +37,7 @@ class Clock(Interpreter):
             self.last = self.takes(program, grid[1])
 
     def fits(self, program: Program) -> bool:
-        return dict(program.constants)["block_n"] < 128
+        return int(dict(program.constants)["block_n"]) < 128
 
     def seconds(self, call: Callable[[], object]) -> float:
         self.timings += 1

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from lamina.heads import HeadShards
 from lamina.memory.setup import largest
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
 from lamina.protocol.messages import MemorySetup, Reserve
 from lamina.protocol.wire import body_nbytes
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
@@ -72,16 +73,31 @@ def plan(number: int, at: dict[int, int], decoding: list[int], chunk: tuple[int,
     return StepPlan(number, 0, number, [], [], [], chunks, rows)
 
 
-def serve(store: KvStore, step: StepTables) -> None:
+def serve(store: KvStore, step: StepTables, rng: np.random.Generator) -> list[np.ndarray]:
+    """What a store answers, layer by layer, to random requests in float32."""
+    answers = []
     for layer, spec in enumerate(store.attentions):
-        body = memoryview(bytearray(body_nbytes(spec, store.dtype, step.rows)))
+        nbytes = body_nbytes(spec, store.dtype, step.rows)
+        body = rng.standard_normal(nbytes // 4).astype(np.float32)
+        content = rng.standard_normal(len(step.pulled_slots) * spec.kv_bytes_per_token(store.dtype) // 4)
         out, lse = store.device.results(len(step.rows.queries), spec)
         for number in range(len(step.pieces)):
-            for _ in store.serve(layer, step, number, body, out, lse):
+            for _ in store.serve(layer, step, number, memoryview(body.tobytes()), out, lse):
                 pass
-        content = bytearray(len(step.pulled_slots) * spec.kv_bytes_per_token(store.dtype))
-        if content:
-            store.keep(layer, step.pulled_slots, memoryview(content))
+        if len(content):
+            store.keep(layer, step.pulled_slots, memoryview(content.astype(np.float32).tobytes()))
+        answers += [out, lse]
+    return answers
+
+
+def opened(device: str, specs: list[AttentionSpec], overlap: Overlap, kv: Any, shards: int) -> KvStore:
+    """A store with empty sequences."""
+    store = KvStore("memory0", specs, DType.FLOAT32, CAPACITY, 1, overlap, kv, device, shards)
+    heads = 0, specs[0].kv_heads
+    segments = [Segment(each, "memory0", heads, (0, None)) for each in range(SEQUENCES)]
+    admitted = [Admission(each, 1, 1, [segments[each]], SamplingParams(), 0) for each in range(SEQUENCES)]
+    store.apply(StepPlan(0, 0, 0, [], [], admitted, [], DecodeRows([], [], [])))
+    return store
 
 
 @settings(max_examples=40, deadline=None)
@@ -107,19 +123,16 @@ def test_steps_use_no_more_than_was_reserved(
     workspaces.reserve(attentions, element, np.dtype(np.float32), largest(Reserve(setup, ROWS, SEQUENCES, 4), False))
     assert card.used < card.peak
     reserved, card.peak = card.peak, 0
-    store = KvStore("memory0", SPECS, DType.FLOAT32, CAPACITY, 1, overlap, kv, "cpu", shards)
+    store, rng = opened("cpu", SPECS, overlap, kv, shards), np.random.default_rng(0)
     store.device = gpu.Gpu(card, attentions, element, shards * CAPACITY, workspaces)
     kept = card.used
-    whole = [Segment(each, "memory0", (0, 2), (0, None)) for each in range(SEQUENCES)]
-    admitted = [Admission(each, 1, 1, [whole[each]], SamplingParams(), 0) for each in range(SEQUENCES)]
     at, waiting = dict.fromkeys(range(SEQUENCES), 0), list[StepTables]()
-    store.apply(StepPlan(0, 0, 0, [], [], admitted, [], DecodeRows([], [], [])))
     for number, (decoding, chunk, serves) in enumerate(steps):
         rows = (0, chunk) if chunk else None
         waiting += store.apply(plan(number, at, sorted(decoding), rows))
         while waiting and (serves or len(waiting) == 4):
-            serve(store, waiting.pop(0))
+            serve(store, waiting.pop(0), rng)
     while waiting:
-        serve(store, waiting.pop(0))
+        serve(store, waiting.pop(0), rng)
     assert card.late == set()
     assert card.peak - kept <= reserved

@@ -291,7 +291,9 @@ class Attention:
             programs.add(combine_program(spec, pairs.block_m))
             for step_class in itertools.product(Context, (False, True)):
                 plan, capability = self._cut(pairs, step_class), self._backend.capability
-                programs.add(attend_program(spec, element, plan.tiling, pairs.block_m, query, capability))
+                for new in (None, query) if pairs.rows[0] == 1 else (None,):
+                    program = attend_program(spec, element, plan.tiling, pairs.block_m, query, capability, new)
+                    programs.add(program)
                 rows = max(rows, plan.part_rows(pairs))
         self._scratch.take(rows * (spec.v_dim + 1))
         return programs

@@ -91,7 +91,7 @@ class Cuda:
             for _ in range(TIMED_CALLS):
                 call()
             graph = stream.end_capture()
-            times = []
+            times: list[float] = []
             for _ in range(TIMED_ROUNDS):
                 start, stop = cupy.cuda.Event(), cupy.cuda.Event()
                 start.record(stream)

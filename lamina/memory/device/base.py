@@ -34,6 +34,8 @@ class Pairs:
     keys: Sequence[Hashable]
     first: Sequence[int]
     stop: Sequence[int]
+    new: Sequence[int] = ()
+    """Which row of ``New`` is each pair's last token; -1: none. Empty: no attention is given any."""
 
     def table(self, slots: Slots) -> SegmentTable:
         """As kernels take it; ``slots``: of all pairs' tokens, one pair after another."""
@@ -44,6 +46,15 @@ class Pairs:
             kv_start=np.array(self.kv_start, np.int32),
             slots=slots,
         )
+
+
+@dataclass(frozen=True)
+class New:
+    """Tokens to store: k [T, Hkv, D] and v [T, Hkv, Dv], and their slots [T]. All have been ``sent``."""
+
+    k: Array
+    v: Array
+    slots: Slots
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,16 @@ class Table(Protocol):
     """
 
     def attend(
-        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+        self,
+        layer: int,
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        spec: AttentionSpec | None = None,
+        new: New | None = None,
     ) -> Iterator[None]:
-        """Partial attention of q [R, Hq, D], which has been ``sent``; ``spec``: instead of the layer's own.
+        """Partial attention of q [R, Hq, D], which has been ``sent``; ``spec``: instead of the layer's own. ``new``:
+        tokens to keep that the rows see already, as ``Pairs.new`` says.
 
         Writes out [R, Hq, Dv] and lse [R, Hq], in host memory, complete at the end. Yields every few milliseconds,
         where the work may pause; q must not change before the end.

@@ -18,7 +18,7 @@ from lamina.kernels.gpu.attention import Attention, KvSlab, append, pair_table, 
 from lamina.kernels.gpu.program import Backend
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.kernels.gpu.tables import PageTables
-from lamina.memory.device.base import Array, Floats, Largest, Pairs, Slots, SlotsOf, parts
+from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
 from lamina.memory.device.workspaces import Workspaces
 from lamina.types import AttentionSpec, KvElement
 
@@ -122,7 +122,8 @@ class Gpu:
     def table(self, pairs: Pairs, slots: SlotsOf) -> "GpuTable":
         """See ``Device``."""
         pages, starts = self._send_pages(pairs, slots)
-        words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first))
+        new = np.array(pairs.new, np.int32) if pairs.new else None
+        words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
         attention = self._workspaces.take(len(words), sum(pairs.rows))
         attention.begin(words)
         table, reader = GpuTable(self, pages, attention), pages.tables.begin()
@@ -141,12 +142,20 @@ class Gpu:
             self._pages.tables.free(segment)
 
     def attend(
-        self, layer: int, table: "GpuTable", q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+        self,
+        layer: int,
+        table: "GpuTable",
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        spec: AttentionSpec | None = None,
+        new: New | None = None,
     ) -> Iterator[None]:
         """See ``Table``."""
         out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
         slab, spec, q = self._slabs[layer], spec or self._specs[layer], self._backend.aligned(q)
-        table.attention.partial(q, slab, table.pages.words, spec, out_there, lse_there)
+        added = None if new is None else (self._backend.aligned(new.k), self._backend.aligned(new.v))
+        table.attention.partial(q, slab, table.pages.words, spec, out_there, lse_there, added)
         self._backend.download((out_there, out), (lse_there, lse))
         yield from ()
 
@@ -206,7 +215,13 @@ class GpuTable:
     attention: Attention
 
     def attend(
-        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+        self,
+        layer: int,
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        spec: AttentionSpec | None = None,
+        new: New | None = None,
     ) -> Iterator[None]:
         """See ``Table``."""
-        return self.device.attend(layer, self, q, out, lse, spec)
+        return self.device.attend(layer, self, q, out, lse, spec, new)

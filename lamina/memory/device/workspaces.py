@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from lamina.kernels.gpu.attention import Attention, Scratch, StepCapacity
+from lamina.kernels.gpu.attention import MOST_CHANGES, Attention, Scratch, StepCapacity
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.measure import measure
 from lamina.kernels.gpu.program import Backend
@@ -74,5 +74,5 @@ class Workspaces:
             programs |= attention.reserve(spec, element, query)
         for program in sorted(programs, key=str):
             self._backend.prepare(program)
-        held = [self._backend.empty((nbytes,), np.uint8) for nbytes in largest.buffers]
+        held = [self._backend.empty((nbytes,), np.uint8) for nbytes in (*largest.buffers, 8 * MOST_CHANGES)]
         del held
