@@ -17,7 +17,15 @@ from lamina.cluster.gather import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup, read_clock
+from lamina.cluster.joining import (
+    Fabric,
+    boot,
+    check_same_model,
+    check_version,
+    local_setup,
+    read_clock,
+    reservation,
+)
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.cluster.slabs import SlabSize, slab_size
@@ -155,13 +163,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     shards = _shards(plan, loaded)
     local = plan.computes if plan.compute_setup.local else ()
     holders = (*local, *plan.memories)
-    control.send(holders, Inspect())  # not before: weights may be loaded where they are
-    capacities = _capacities(plan, loaded, gather.all(Resources, holders, CONNECT_TIMEOUT_S))
-    asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
+    asked, kv_dtype = plan.compute_setup, plan.kv_cache_dtype
     setup = MemorySetup(
         loaded.attentions,
         loaded.dtype,
-        most,
+        plan.limits.max_sequences * plan.limits.max_model_len,
         1,
         asked.overlap,
         asked.trace,
@@ -172,6 +178,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         ranks,
         plan.forgets,
     )
+    control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes))
+    control.send(holders, Inspect())  # not before: weights may be loaded where they are
+    found = gather.all(Resources, holders, LOAD_TIMEOUT_S)
+    capacities = _capacities(plan, loaded, shards.count, setup.capacity, found)
+    setup = msgspec.structs.replace(setup, capacity=max(capacities.values()))
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
@@ -236,13 +247,14 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     return dataclasses.replace(plan, pipeline=plan.pipeline.without_rotation())
 
 
-def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Resources]) -> dict[str, int]:
-    """Token slots of each memory worker, from what is free on its GPU or its machine.
+def _capacities(
+    plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
+) -> dict[str, int]:
+    """Token slots of each memory worker, ``most`` at most, from what is free on its GPU or its machine.
 
     Raises ConfigError for fewer than 2 slots.
     """
     slab = _slab(plan, loaded)
-    most = plan.limits.max_sequences * plan.limits.max_model_len
     hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_total}
     capacities = {}
     for name, each in found.items():
@@ -250,7 +262,7 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Reso
             nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
         else:
             nbytes = plan.kv_bytes(*_share(name, hosts, found))
-        capacities[name] = (slab.whole if each.gpu_total else slab).slots(nbytes, most)
+        capacities[name] = (slab.whole.with_pages(shards) if each.gpu_total else slab).slots(nbytes, most)
         if capacities[name] < 2:
             raise ConfigError(
                 f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "
@@ -292,6 +304,8 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         compute_setup=plan.compute_setup,
         memory_setup=setup,
         threads=plan.threads,
+        limits=plan.limits,
+        lanes=plan.pipeline.lanes,
         loaded=loaded,
         loaded_on=plan.greetings[plan.computes[0]].machine,
         slab=_slab(plan, loaded),

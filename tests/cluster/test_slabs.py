@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lamina.cluster.slabs import SlabSize, slab_size
+from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
 from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, KvElement
@@ -30,3 +31,9 @@ def test_only_layers_with_a_window_have_fewer_rows_than_slots_and_only_if_they_f
     assert rows[0] == 1024 + (8 * 516 + 4 * 128) * 9 // 8
     assert slab_size(specs, KvElement.BFLOAT16, False, LIMITS, lanes=2) == SlabSize(4 * each) == size.whole
     assert size.slots(10**7, 10**9) > 1.8 * size.whole.slots(10**7, 10**9)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 1000, 1024, 1025])
+def test_a_gpu_holds_page_tables_as_well(capacity: int) -> None:
+    words = power_of_two(2 * (2 * capacity))  # as ``lamina.memory.device.gpu`` makes them
+    assert SlabSize(7).with_pages(2).nbytes(capacity) >= 7 * capacity + 4 * words
