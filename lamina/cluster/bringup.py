@@ -17,7 +17,15 @@ from lamina.cluster.gather import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, boot, check_same_model, check_version, local_setup, read_clock
+from lamina.cluster.joining import (
+    Fabric,
+    boot,
+    check_same_model,
+    check_version,
+    local_setup,
+    read_clock,
+    reservation,
+)
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
 from lamina.cluster.slabs import LEAST_GAIN, SlabSize, slab_size
@@ -103,6 +111,18 @@ class Cluster:
     window: int = 0  # the largest of layers that forget; 0 if none do
 
     @property
+    def missing(self) -> int:
+        """Memory workers that were lost with the last engine and are to be started again."""
+        there = sum(name not in self.computes for name in self.capacities)
+        return 0 if self.wanted is None else max(0, self.wanted["memory"] - there)
+
+    @property
+    def whole(self) -> Mapping[str, int]:
+        """Token slots by worker once those that are missing have been started again."""
+        most = max(self.capacities.values())
+        return {**self.capacities, **{f"missing{number}": most for number in range(self.missing)}}
+
+    @property
     def shards(self) -> HeadShards:
         """How the heads of the model are cut."""
         return HeadShards(max(spec.kv_heads for spec in self.attentions), self.head_shards)
@@ -146,17 +166,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     shards = _shards(plan, loaded)
     local = plan.computes if plan.compute_setup.local else ()
     holders = (*local, *plan.memories)
-    control.send(holders, Inspect())  # not before: weights may be loaded where they are
-    found = gather.all(Resources, holders, CONNECT_TIMEOUT_S)
-    capacities, keeping = _capacities(plan, loaded, found), dataclasses.replace(plan, forgets=False)
-    whole = _capacities(keeping, loaded, found)
-    if plan.prefix_cache and sum(capacities.values()) < LEAST_GAIN * sum(whole.values()):
-        plan, capacities = keeping, whole
-    asked, kv_dtype, most = plan.compute_setup, plan.kv_cache_dtype, max(capacities.values())
+    asked, kv_dtype = plan.compute_setup, plan.kv_cache_dtype
     setup = MemorySetup(
         loaded.attentions,
         loaded.dtype,
-        most,
+        plan.limits.max_sequences * plan.limits.max_model_len,
         1,
         asked.overlap,
         asked.trace,
@@ -167,6 +181,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         ranks,
         plan.forgets,
     )
+    control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes))
+    control.send(holders, Inspect())  # not before: weights may be loaded where they are
+    found = gather.all(Resources, holders, LOAD_TIMEOUT_S)
+    plan, capacities = _forgetting(plan, loaded, shards.count, setup.capacity, found)
+    setup = msgspec.structs.replace(setup, capacity=max(capacities.values()), forgets=plan.forgets)
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
@@ -237,13 +256,25 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     return dataclasses.replace(plan, pipeline=plan.pipeline.without_rotation())
 
 
-def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Resources]) -> dict[str, int]:
-    """Token slots of each memory worker, from what is free on its GPU or its machine.
+def _forgetting(
+    plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
+) -> tuple[ClusterPlan, dict[str, int]]:
+    """Whether layers with a window forget, and the token slots of each memory worker. Arguments as ``_capacities``."""
+    keeps = dataclasses.replace(plan, forgets=False)
+    capacities, whole = (_capacities(each, loaded, shards, most, found) for each in (plan, keeps))
+    if plan.prefix_cache and sum(capacities.values()) < LEAST_GAIN * sum(whole.values()):
+        return keeps, whole
+    return plan, capacities
+
+
+def _capacities(
+    plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
+) -> dict[str, int]:
+    """Token slots of each memory worker, ``most`` at most, from what is free on its GPU or its machine.
 
     Raises ConfigError for fewer than 2 slots.
     """
     slab = _slab(plan, loaded)
-    most = plan.limits.max_sequences * plan.limits.max_model_len
     hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_total}
     capacities = {}
     for name, each in found.items():
@@ -251,7 +282,7 @@ def _capacities(plan: ClusterPlan, loaded: ModelLoaded, found: Mapping[str, Reso
             nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
         else:
             nbytes = plan.kv_bytes(*_share(name, hosts, found))
-        capacities[name] = (slab if each.forgets else slab.whole).slots(nbytes, most)
+        capacities[name] = (slab if each.forgets else slab.whole.with_pages(shards)).slots(nbytes, most)
         if capacities[name] < 2:
             raise ConfigError(
                 f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "
@@ -293,6 +324,8 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         compute_setup=plan.compute_setup,
         memory_setup=setup,
         threads=plan.threads,
+        limits=plan.limits,
+        lanes=plan.pipeline.lanes,
         loaded=loaded,
         loaded_on=plan.greetings[plan.computes[0]].machine,
         slab=_slab(plan, loaded),

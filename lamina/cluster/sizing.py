@@ -243,6 +243,7 @@ def cluster_plan(
         trace,
         head_workers(config.partition, len(kinds["memory"])),
         local,
+        sequences=bounds.max_sequences,
     )
     return ClusterPlan(
         computes=tuple(kinds["compute"]),

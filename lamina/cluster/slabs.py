@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lamina.kernels.gpu.tables import MOST_BYTES
 from lamina.memory.device.windows import most_rows, with_spare
 from lamina.placement import checkpoints
 from lamina.schedule.limits import Limits
@@ -52,6 +53,10 @@ class SlabSize:
     def whole(self) -> "SlabSize":
         """The same if all layers keep every token."""
         return SlabSize(self.nbytes(1))
+
+    def with_pages(self, shards: int) -> "SlabSize":
+        """The same on a GPU, which holds page tables: so many slots for each token."""
+        return SlabSize(self.slot + MOST_BYTES * shards, self.rows)
 
 
 def slab_size(

@@ -3,7 +3,6 @@
 import collections
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +10,12 @@ import numpy.typing as npt
 from lamina.errors import PlacementError
 from lamina.heads import HeadShards
 from lamina.kernels.merge import merge
-from lamina.memory.device.base import Array, Floats, Pairs, Table
+from lamina.memory.appends import appended_rows
+from lamina.memory.device.base import Array, Floats, New, Pairs, Table
 from lamina.memory.device.select import make
 from lamina.memory.device.windows import STEPS_KEPT
 from lamina.memory.slab import Slab
+from lamina.memory.tables import Attended, Further, StepTables
 from lamina.protocol.wire import (
     MessageRows,
     Piece,
@@ -31,53 +32,6 @@ from lamina.segments import by_sequence, forked, grown, moved, overlaps
 from lamina.spills import BLOCK, Fetch
 from lamina.steps import Fork, Migration, StepPlan, Switch
 from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Segment
-
-
-@dataclass(frozen=True)
-class Attended:
-    """What query rows [start, stop) of a piece attend to. Those of shards with slopes of their own are apart."""
-
-    start: int
-    stop: int
-    shard: int
-    table: Table
-
-
-@dataclass(frozen=True)
-class Further:
-    """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
-
-    ``rows`` int64 [R] index the piece's, ``sent`` are the same on the device; ``tables`` cover them in order.
-    """
-
-    rows: npt.NDArray[np.int64]
-    sent: Array
-    tables: tuple[Attended, ...]
-
-
-@dataclass(frozen=True)
-class StepTables:
-    """What one step needs from this worker, planned once and used for every layer.
-
-    Attributes:
-        tables: for every piece of a request, what its query rows attend to when it arrives; empty without query rows.
-        further: and besides. newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive
-            first.
-        slots: for the new tokens that arrive with requests. sent_slots: the same on the device. pulled_slots: for those
-            of ``rows.pulled``.
-        door: lane * ranks + rank, whose messages these are.
-    """
-
-    plan: StepPlan
-    rows: MessageRows
-    pieces: tuple[Piece, ...]
-    tables: tuple[tuple[Attended, ...], ...]
-    further: tuple[tuple[Further, ...], ...]
-    newest: tuple[Attended, ...]
-    slots: npt.NDArray[np.int32]
-    sent_slots: Array
-    pulled_slots: npt.NDArray[np.int32]
-    door: int
 
 
 class KvStore:
@@ -213,6 +167,9 @@ class KvStore:
     def _key(self, sequence: int, first: int, shard: int) -> SegmentKey:
         return sequence, first * self.shards.count + shard
 
+    def _key_of(self, attend: SegmentRows) -> SegmentKey:
+        return self._key(attend.sequence, attend.kv_start, attend.shard)
+
     def _fork(self, fork: Fork) -> None:
         """Let a child share the part of its first tokens that its parent has here. Of tokens that the child has from
         elsewhere, it gets what has been forgotten there."""
@@ -338,14 +295,17 @@ class KvStore:
         cut = pieces(rows, self._overlap)
         late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
         stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
+        new = [] if self._by_shard else appended_rows(rows, cut, self._key_of)
         tables = tuple(
-            self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last]) for piece in cut
+            self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last], new=new)
+            for piece in cut
         )
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
         newest = self._newest(rows) if late else ()
         inline, pulled = np.split(appended, [len(rows.appends)])
         door = plan.lane * self._ranks + rank
-        return StepTables(plan, rows, cut, tables, further, newest, inline, self.device.sent(inline), pulled, door)
+        sent, appends = self.device.sent(inline), len(new) > 0
+        return StepTables(plan, rows, cut, tables, further, newest, inline, sent, pulled, door, appends)
 
     def _note_starts(self, messages: Iterable[MessageRows]) -> None:
         """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
@@ -387,7 +347,11 @@ class KvStore:
         return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs], stops))
 
     def _tables(
-        self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        attends: Sequence[SegmentRows],
+        stops: Sequence[int],
+        starts: Sequence[int] | None = None,
+        new: Sequence[int] = (),
     ) -> tuple[Attended, ...]:
         """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
 
@@ -399,18 +363,22 @@ class KvStore:
         for shard, run in itertools.groupby(shards):
             part = slice(first, first + len(list(run)))
             rows = sum(attend.rows for attend in attends[part])
-            tables.append(Attended(row, row + rows, shard, self._table(attends[part], stops[part], starts[part])))
+            table = self._table(attends[part], stops[part], starts[part], new)
+            tables.append(Attended(row, row + rows, shard, table))
             row, first = row + rows, part.stop
         return tuple(tables)
 
-    def _table(self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int]) -> Table:
+    def _table(
+        self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int], new: Sequence[int]
+    ) -> Table:
         pairs = Pairs(
             rows=[attend.rows for attend in attends],
             query_start=[attend.start for attend in attends],
             kv_start=starts,
-            keys=[self._key(attend.sequence, attend.kv_start, attend.shard) for attend in attends],
+            keys=[self._key_of(attend) for attend in attends],
             first=[start - attend.kv_start for attend, start in zip(attends, starts, strict=True)],
             stop=[stop - attend.kv_start for attend, stop in zip(attends, stops, strict=True)],
+            new=new,
         )
         return self.device.table(pairs, self.slab.slots)
 
@@ -433,36 +401,51 @@ class KvStore:
         content, sent = np.frombuffer(request, np.uint8), self.device.sent
         if len(step.pieces) == 1:
             content, sent = sent(content), _as_it_is  # all at once
+        new = None
         if piece.keeps:
             k, v = read_kept(content, spec, self.dtype, rows, step.pieces)
-            self.device.keep(layer, sent(k), sent(v), step.sent_slots)
+            new = New(sent(k), sent(v), step.sent_slots)
+            if not step.appends:
+                self.device.keep(layer, new.k, new.v, new.slots)
         if step.tables[number]:
             part = slice(piece.start, piece.stop)
             q = read_queries(content, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
-            yield from self.attend(layer, step, number, sent(q), out[part], lse[part])
+            given = new if step.appends else None
+            yield from self.attend(layer, step, number, sent(q), out[part], lse[part], given)
         elif step.newest:
             q = read_queries(content, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
             more, sums = self.device.results(len(q), spec)
             yield from self._attend(layer, step.newest, sent(q), more, sums)
             merge([out, more], [lse, sums], None, out, lse, self.threads)
 
-    def attend(self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+    def attend(
+        self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats, new: New | None = None
+    ) -> Iterator[None]:
         """Attend with q [R, Hq, D], the query rows of piece ``number``, to what is kept of their segments here.
 
-        q has been sent to the device. Writes out float32 [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
+        q has been sent to the device, as has ``new``: k and v of the request, if ``step.appends``. Writes out float32
+        [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
         """
-        yield from self._attend(layer, step.tables[number], q, out, lse)
+        yield from self._attend(layer, step.tables[number], q, out, lse, new)
         for further in step.further[number]:
             yield
             yield from self._attend_further(layer, further, q, out, lse)
 
-    def _attend(self, layer: int, tables: Sequence[Attended], q: Array, out: Floats, lse: Floats) -> Iterator[None]:
-        """Attention of rows that ``tables`` cover in order."""
+    def _attend(
+        self,
+        layer: int,
+        tables: Sequence[Attended],
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        new: New | None = None,
+    ) -> Iterator[None]:
+        """Attention of rows that ``tables`` cover in order; a single one if there are ``new`` tokens."""
         for number, one in enumerate(tables):
             if number:
                 yield
             rows, spec = slice(one.start, one.stop), self._specs[layer][one.shard]
-            yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec)
+            yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec, new)
 
     def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
         """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""

@@ -20,7 +20,8 @@ from lamina.memory.device.select import gpu_memory
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
 from lamina.memory.tier import Tier
 from lamina.protocol.channel import Arrival, Channel, Target
 from lamina.protocol.control import ControlClient
@@ -140,7 +141,7 @@ class MemoryWorker:
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
         others = self._others(connect.memories)
         self._migrations = Migrations(
-            store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated
+            store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated, connect.epoch
         )
         self._newcomers = Newcomers(control, links)
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
@@ -220,7 +221,7 @@ class MemoryWorker:
         for peer in set(self._links.peers) - topology.names:
             self._puller.forget(peer)
         self._puller.drop()
-        self._migrations.drop()
+        self._migrations.drop(topology.epoch)
         if self._tier is not None:
             self._tier.drop()
         self._store.truncate(message.kept)

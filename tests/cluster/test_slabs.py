@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lamina.cluster.slabs import Rows, SlabSize, slab_size
+from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
 from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, KvElement
@@ -43,3 +44,9 @@ def test_only_layers_with_a_window_have_fewer_rows_than_slots_and_only_if_they_f
     assert cached.rows[0].most(15_000) == rows[0] + 8 * 512 * 9 // 8 and cached.rows[0].most(9000) == 9000
     assert 1.3 * size.whole.slots(10**7, 10**9) < cached.slots(10**7, 10**9) < size.slots(10**7, 10**9)
     assert size.slots(10**7, 10**9) > 1.8 * size.whole.slots(10**7, 10**9)
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 1000, 1024, 1025])
+def test_a_gpu_holds_page_tables_as_well(capacity: int) -> None:
+    words = power_of_two(2 * (2 * capacity))  # as ``lamina.memory.device.gpu`` makes them
+    assert SlabSize(7).with_pages(2).nbytes(capacity) >= 7 * capacity + 4 * words
