@@ -160,14 +160,14 @@ def forget_at_random(kind: type[Forgetting], seeds: range) -> tuple[int, int]:
 def test_layers_with_a_window_attend_as_if_nothing_had_been_forgotten(kind: type[Forgetting]) -> None:
     """Whatever is forked, grows, moves, is dropped, aborted or lost."""
     forgotten, hits = forget_at_random(kind, range(10))
-    assert forgotten > 20 and (hits > 20) == kind.prefix_cache
+    assert forgotten > 20 and (hits > 5) == kind.prefix_cache
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Uncached, Checkpointed])
 def test_many_schedules(kind: type[Forgetting]) -> None:
     forgotten, hits = forget_at_random(kind, range(1000, 2000))
-    assert forgotten > 2000 and (hits > 2000) == kind.prefix_cache
+    assert forgotten > 2000 and (hits > 500) == kind.prefix_cache
 
 
 def test_more_steps_are_kept_than_may_be_in_flight() -> None:
