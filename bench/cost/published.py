@@ -52,14 +52,17 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Both the same within ``SAME``, of two bands both ends, or ours inside the published band."""
+        """Both the same within ``SAME``, of two bands both ends, or ours inside the published band; percentages also
+        within a point."""
+        ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
         if isinstance(self.published, tuple):
             if isinstance(self.ours, tuple):
-                pairs = zip(self.ours, self.published, strict=True)
-                return all(abs(ours / published - 1) <= SAME for ours, published in pairs)
+                return all(self._near(ours, published) for ours, published in zip(ends, self.published, strict=True))
             return self.published[0] * (1 - SAME) <= self.ours <= self.published[1] * (1 + SAME)
-        ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
-        return all(abs(end / self.published - 1) <= SAME for end in ends)
+        return self._near(ends[0], self.published) and self._near(ends[1], self.published)
+
+    def _near(self, ours: float, published: float) -> bool:
+        return abs(ours - published) <= max(SAME * abs(published), 1.0 if self.unit == "%" else 0.0)
 
 
 def _single(number: Number) -> float:
