@@ -137,7 +137,13 @@ def launch(
             launcher.kill(f"the cluster does not start: {error}")
         control.close()
         raise
+    if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
+        plan = _limited(plan, min(plan.limits.max_model_len, sum(cluster.capacities.values())))
     return _engine(config, model, tokenizer, plan, control, launcher, cluster, receivers, home)
+
+
+def _limited(plan: ClusterPlan, max_model_len: int) -> ClusterPlan:
+    return dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, max_model_len=max_model_len))
 
 
 def _engine(
@@ -153,12 +159,10 @@ def _engine(
 ) -> Engine:
     """The engine of a running cluster."""
     limits = plan.limits
-    if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
-        limits = dataclasses.replace(limits, max_model_len=min(limits.max_model_len, sum(cluster.capacities.values())))
 
     def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
         if home is not None and cluster.fabric is not None:
-            home.save(msgspec.msgpack.encode(Saved.of(cluster.fabric, topology, wanted)))
+            home.save(msgspec.msgpack.encode(Saved.of(cluster.fabric, topology, wanted, limits.max_model_len)))
 
     return Engine(config, model, tokenizer, limits, control, workers, cluster, on_trace, save)
 
@@ -174,6 +178,8 @@ def _take_over(
         kinds[member.role][member.name] = member.kind
     eos = [*tokenizer.eos_token_ids]
     plan = sizing.cluster_plan(config, model, eos, kinds, saved.greetings, is_open=False, trace=trace)
+    # As at the start, however many workers are left: those that join have to fit them.
+    plan = dataclasses.replace(_limited(plan, saved.max_model_len), compute_setup=saved.compute_setup)
     names = [member.name for member in members]
     control = ControlServer(names, home.supervisor_pid, secret=Secret(home.secret), listener=home.listener)
     try:

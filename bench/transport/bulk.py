@@ -38,6 +38,7 @@ from lamina.protocol.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases,
 from lamina.protocol.secret import Secret, new
 from lamina.protocol.wire import reply_nbytes, request_nbytes
 from lamina.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan
+from lamina.topology import FIRST
 from lamina.transport.base import Arena, Endpoint
 from lamina.transport.listener import LOOPBACK
 from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
@@ -183,13 +184,15 @@ class Moves:
             {OTHER: (BETWEEN, BETWEEN)},
             lambda _, slot: Outbox(endpoint, other, slot),
             self._end,
+            FIRST,
         )
         self.gaps: GapWork = self._migrations
         store = Store(OTHER, MOVED)
         store.apply(begun(OTHER, MOVED))
         puller = Puller(lambda _, fetch: self._other_endpoint.fetch(own, fetch), other_arena, PLAN, store)
         outbox: Open = lambda _, slot: Outbox(self._other_endpoint, own, slot)  # noqa: E731
-        self._other = Migrations(store, puller, other_arena, PLAN, {MEMORY: (BETWEEN, BETWEEN)}, outbox, lambda _: None)
+        leases = {MEMORY: (BETWEEN, BETWEEN)}
+        self._other = Migrations(store, puller, other_arena, PLAN, leases, outbox, lambda _: None, FIRST)
         self._number, self._is_done = 0, True
 
     def go_on(self) -> None:

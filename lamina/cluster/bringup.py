@@ -108,6 +108,18 @@ class Cluster:
     head_shards: int = 1
 
     @property
+    def missing(self) -> int:
+        """Memory workers that were lost with the last engine and are to be started again."""
+        there = sum(name not in self.computes for name in self.capacities)
+        return 0 if self.wanted is None else max(0, self.wanted["memory"] - there)
+
+    @property
+    def whole(self) -> Mapping[str, int]:
+        """Token slots by worker once those that are missing have been started again."""
+        most = max(self.capacities.values())
+        return {**self.capacities, **{f"missing{number}": most for number in range(self.missing)}}
+
+    @property
     def shards(self) -> HeadShards:
         """How the heads of the model are cut."""
         return HeadShards(max(spec.kv_heads for spec in self.attentions), self.head_shards)

@@ -15,7 +15,7 @@ from lamina.cluster.launchers.supervised import SupervisedWorkers
 from lamina.errors import DeadlineError, TransportError, UnreachableError
 from lamina.protocol.choice import Choice, Offer
 from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
+from lamina.protocol.messages import ComputeSetup, EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
 from lamina.topology import Epoch, Role, Topology
 
 REACH_S = 20.0  # for workers to connect to another engine
@@ -28,20 +28,32 @@ class Saved(msgspec.Struct, frozen=True):
 
     topology: Topology
     loaded: ModelLoaded
+    compute_setup: ComputeSetup
     memory_setup: MemorySetup
+    max_model_len: int
     greetings: dict[str, Hello]
     offers: dict[str, Offer]
     links: list[tuple[str, str, Choice]]
     wanted: dict[Role, int]
 
     @classmethod
-    def of(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int]) -> "Saved":
-        """The members of ``topology``, of as many workers as are ``wanted``."""
+    def of(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int) -> "Saved":
+        """The members of ``topology``, of as many workers as are ``wanted``; ``max_model_len``: see ``Limits``."""
         names = topology.names
         links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
         offers = {name: offer for name, offer in fabric.offers.items() if name in names}
         greetings = {name: fabric.greetings[name] for name in names}
-        return cls(topology, fabric.loaded, fabric.memory_setup, greetings, offers, links, dict(wanted))
+        return cls(
+            topology,
+            fabric.loaded,
+            fabric.compute_setup,
+            fabric.memory_setup,
+            max_model_len,
+            greetings,
+            offers,
+            links,
+            dict(wanted),
+        )
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:

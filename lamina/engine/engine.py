@@ -95,6 +95,9 @@ class Engine:
             balance=config.balance,
         )
         self._scheduler = self._turn.scheduler
+        if cluster.missing:  # lost with the last engine, to be started again
+            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology.local)
+            self._scheduler.placement.promised = whole.total
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
@@ -103,6 +106,7 @@ class Engine:
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
         self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
+        self._lacks_memory = bool(cluster.missing)
         self._steps = 0
         self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
@@ -154,10 +158,12 @@ class Engine:
         client: Client,
         seed: int,
         drawn: Drawn | None = None,
+        again: bool = False,
     ) -> None:
         """As ``submit``, for a caller who makes text of the tokens and looks for stop strings: ``finish`` ends a
-        completion at one. ``seed``: of the draws, if the parameters have none. ``drawn``: go on from there."""
-        self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn)
+        completion at one. ``seed``: of the draws, if the parameters have none. ``drawn``: go on from there. ``again``:
+        an earlier engine had accepted it, and the queue is not too full for it."""
+        self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn, again)
 
     def new_seed(self) -> int:
         """For the draws of a request, or of several, without a seed."""
@@ -171,14 +177,14 @@ class Engine:
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
-    def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None) -> None:
+    def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None, again: bool = False) -> None:
         tracked = TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn)
         request_id = request.request_id
         with self._lock:
             self._require_alive()
             if request_id in self._tracked:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            self._places.take(request_id, request.client)
+            self._places.take(request_id, request.client, again)
             self._tracked[request_id] = tracked
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
@@ -421,15 +427,20 @@ class Engine:
 
     def _check_workers(self) -> None:
         """Look for lost workers and for lack of progress. Raises LaminaError if the engine cannot go on."""
-        members = self._members
+        members, placement = self._members, self._scheduler.placement
         if members.watch.ended:
             for sender, message in self._control.receive(POLL_S):  # it may have said why
                 self._take(sender, message)
         if lost := members.lost():
+            self._lacks_memory = True
+            placement.promised = placement.possible  # requests wait for the successors of those that are lost
             if (poison := members.lose(lost)) is not None:
                 self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
-            if not members.memory_grows:
-                self._end_stranded()
+        if placement.promised and not members.memory_starts:  # these have joined, or it may take long
+            placement.promised = 0
+        if self._lacks_memory and not members.memory_grows:  # they have, or never will
+            self._lacks_memory = False
+            self._end_stranded()
         members.watch.check()
 
     def _end_stranded(self) -> None:

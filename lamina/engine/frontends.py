@@ -246,6 +246,7 @@ class Frontends:
                 one.client,
                 one.seed,
                 drawn if begun else None,
+                again=True,
             )
         except LaminaError as error:
             member.running.discard(one.request)

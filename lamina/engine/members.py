@@ -87,6 +87,11 @@ class Members:
         return self.pools is not None and self.pools.grows("memory")
 
     @property
+    def memory_starts(self) -> bool:
+        """Whether more memory workers are on their way from here: they are there in a moment."""
+        return self.pools is not None and self.pools.starts("memory")
+
+    @property
     def is_steady(self) -> bool:
         """Whether no epoch is ending."""
         return self._ending is None

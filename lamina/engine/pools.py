@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
@@ -183,11 +183,17 @@ class Pools:
         return self._restarts[role].most > 0 or self._fabric.is_open
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way; a compute worker may bring memory too."""
-        roles: set[Role] = {role, "compute"} if self._fabric.compute_setup.local else {role}
+        """True if another worker of this role is on its way, or may still come from another machine."""
         now = self._control.liveness.awake_s
-        awaited = any(self._awaited.get(one, 0.0) > now or self._joins.count(one) for one in roles)
-        return awaited or any(one in roles for _, one, _ in self._due)
+        return self.starts(role) or any(self._awaited.get(one, 0.0) > now for one in self._bringing(role))
+
+    def starts(self, role: Role) -> bool:
+        """True if another worker of this role has been started here, or is about to be."""
+        return any(self.coming(one) for one in self._bringing(role))
+
+    def _bringing(self, role: Role) -> Sequence[Role]:
+        """The roles of workers that bring this one; a compute worker may bring memory too."""
+        return (role, "compute") if role == "memory" and self._fabric.compute_setup.local else (role,)
 
     def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if

@@ -282,10 +282,12 @@ class RemoteEngine:
         """Begin with an engine, with all requests that an earlier one had."""
         with self._lock:
             self._incarnation = incarnation
-            found = [asked.resumed(number) for number, asked in self._asked.items()]
+            found = {number: asked.resumed(number) for number, asked in self._asked.items()}
             replies, self._replies = self._replies, {}
             submitted = self._asked.keys() & replies.keys()
-            self._requests.send(self._encoder.encode(Resume(incarnation, [one for one in found if one is not None])))
+            going = [one for one in found.values() if one is not None]
+            self._requests.send(self._encoder.encode(Resume(incarnation, going)))
+        self._forget([number for number, one in found.items() if one is None])  # it ended, and no engine will say so
         for number, reply in replies.items():
             if number in submitted:  # if this engine refuses it, the request ends with the error
                 reply.set_result(Submitted(number))

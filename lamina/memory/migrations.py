@@ -7,11 +7,16 @@ which frees the staging slot. Each does its part in the gaps between messages (`
 A source serves its migrations one after another, in the order of their numbers: they share its staging slots. Different
 sources, and a target that several of them serve, work at the same time.
 
+Doorbells count the pieces of all migrations from one worker to another in an epoch, from ``first_use`` of it on: both
+ends learn of these migrations in the same order. The numbers that the engine gives migrations would not do, since
+another engine, which takes over the workers with their doorbells, starts them at 1 again.
+
 A sequence may end at any time: both ends forget it when they are told to release it. Pieces of it that still arrive are
 discarded, since its slots may have other owners by then. Its staging slots need not be given back: a later migration
 may overwrite them, which can only damage pieces that are discarded.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,11 +26,12 @@ import numpy.typing as npt
 
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.protocol.channel import ARRIVED, FETCHED, Outbox, Slot, Target
+from lamina.protocol.channel import ARRIVED, FETCHED, Outbox, Slot, Target, first_use
 from lamina.protocol.fetching import Piece
 from lamina.protocol.leases import STAGING_SLOTS, ArenaPlan, Lease
-from lamina.protocol.wire import migrated_pieces, migration_number
+from lamina.protocol.wire import migrated_pieces
 from lamina.steps import Migration, StepPlan
+from lamina.topology import Epoch
 from lamina.transport.base import Arena
 
 Open = Callable[[str, Slot], Outbox]
@@ -34,9 +40,11 @@ Open = Callable[[str, Slot], Outbox]
 
 @dataclass(eq=False)
 class _Outgoing:
-    """``next`` is the piece to lay out next; after the last one, the target's word that it has it is awaited."""
+    """``next`` is the piece to lay out next; after the last one, the target's word that it has it is awaited.
+    ``before``: what doorbells reach before its first piece."""
 
     migration: Migration
+    before: int
     slots: npt.NDArray[np.int32]
     pieces: list[tuple[int, int, int]]
     next: int = 0
@@ -44,9 +52,11 @@ class _Outgoing:
 
 @dataclass(eq=False)
 class _Incoming:
-    """``next`` is the piece to fetch next; ``left`` pieces have not arrived. Not ``wanted``: they are discarded."""
+    """``next`` is the piece to fetch next; ``left`` pieces have not arrived. Not ``wanted``: they are discarded.
+    ``before``: what doorbells reach before its first piece."""
 
     migration: Migration
+    before: int
     slots: npt.NDArray[np.int32]
     pieces: list[tuple[int, int, int]]
     left: int
@@ -66,8 +76,9 @@ class Migrations:
         leases: Mapping[str, tuple[Lease, Lease]],
         outbox: Open,
         on_done: Callable[[int], None],
+        epoch: Epoch,
     ) -> None:
-        """``leases``: this worker's to each other memory worker, and theirs to it.
+        """``leases``: this worker's to each other memory worker, and theirs to it, in ``epoch``.
 
         ``on_done`` is called with the number of every migration whose last piece has arrived here.
         """
@@ -81,6 +92,7 @@ class Migrations:
         self._outgoing: list[_Outgoing] = []
         self._incoming: list[_Incoming] = []
         self._moving: set[int] = set()
+        self._reached = _counts(epoch)
 
     def change(self, leases: Mapping[str, tuple[Lease, Lease]]) -> None:
         """The other memory workers from now on, with the leases as at first. None moves from or to one that is left
@@ -121,16 +133,19 @@ class Migrations:
         slots = self._store.slots_of(migration)
         specs = self._store.attentions
         pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
+        pair = migration.source, migration.target
+        before = self._reached[pair]
+        self._reached[pair] += len(pieces)
         if migration.source == self._own:
-            self._outgoing.append(_Outgoing(migration, slots, pieces))
+            self._outgoing.append(_Outgoing(migration, before, slots, pieces))
         else:
-            self._incoming.append(_Incoming(migration, slots, pieces, len(pieces)))
+            self._incoming.append(_Incoming(migration, before, slots, pieces, len(pieces)))
 
     @property
     def awaited(self) -> list[Target]:
         """What allows the next piece: of the first outgoing migration, then of every incoming one."""
         return [self._free_staging(own) for own in self._outgoing[:1]] + [
-            (self._bells[coming.migration.source][0], migration_number(coming.migration.number, coming.next))
+            (self._bells[coming.migration.source][0], coming.before + coming.next + 1)
             for coming in self._incoming
             if coming.next < len(coming.pieces)
         ]
@@ -138,7 +153,7 @@ class Migrations:
     def _free_staging(self, own: _Outgoing) -> Target:
         ended = own.next == len(own.pieces)
         doorbell, before = self._bells[own.migration.target][1], own.next - (1 if ended else STAGING_SLOTS)
-        return doorbell, 0 if before < 0 else migration_number(own.migration.number, before)
+        return doorbell, 0 if before < 0 else own.before + before + 1
 
     def serve(self, index: int) -> None:
         """Lay out or fetch one piece, as number ``index`` of ``awaited`` allows. Raises PeerLostError."""
@@ -155,7 +170,7 @@ class Migrations:
             return
         layer, first, last = own.pieces[own.next]
         self._store.device.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
-        self._staged[own.migration.target].send([], migration_number(own.migration.number, own.next))
+        self._staged[own.migration.target].send([], own.before + own.next + 1)
         own.next += 1
 
     def _fetch(self, coming: _Incoming) -> None:
@@ -170,14 +185,21 @@ class Migrations:
             return
         layer, first, last = coming.pieces[number]
         self._store.device.restore(layer, coming.slots[first:last], content)
-        self._taken[coming.migration.source].send([], migration_number(coming.migration.number, number))
+        self._taken[coming.migration.source].send([], coming.before + number + 1)
         coming.left -= 1
         if coming.left == 0:
             self._incoming.remove(coming)
             self._on_done(coming.migration.number)
 
-    def drop(self) -> None:
-        """Forget all migrations: no sequence moves any more."""
+    def drop(self, epoch: Epoch) -> None:
+        """Forget all migrations, before ``epoch`` begins: no sequence moves any more."""
         self._outgoing.clear()
         self._incoming.clear()
         self._moving.clear()
+        self._reached = _counts(epoch)
+
+
+def _counts(epoch: Epoch) -> collections.defaultdict[tuple[str, str], int]:
+    """What the doorbells between two workers, by (source, target), are to have reached so far."""
+    first = first_use(epoch)
+    return collections.defaultdict(lambda: first)

@@ -141,7 +141,7 @@ class MemoryWorker:
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
         others = self._others(connect.memories)
         self._migrations = Migrations(
-            store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated
+            store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated, connect.epoch
         )
         self._newcomers = Newcomers(control, links)
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
@@ -221,7 +221,7 @@ class MemoryWorker:
         for peer in set(self._links.peers) - topology.names:
             self._puller.forget(peer)
         self._puller.drop()
-        self._migrations.drop()
+        self._migrations.drop(topology.epoch)
         if self._tier is not None:
             self._tier.drop()
         self._store.truncate(message.kept)

@@ -42,6 +42,7 @@ class Placement:
         idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
         local: compute workers' own memory: what is there does not move, and nothing moves there.
         crowded: workers with more slots reserved and idle than they have: what is idle must make way.
+        promised: slots in all before workers were lost whose successors are on their way; else 0.
     """
 
     moves = True
@@ -67,7 +68,7 @@ class Placement:
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
         self.closed = set[str]()
         self._roomiest: dict[frozenset[str], tuple[int, str]] = {}  # by excluded workers, until something changes
-        self.largest = self.total = 0
+        self.largest = self.total = self.promised = 0
         self.left_in_all = sum(capacities.values())
         self._note_open()
 
@@ -102,6 +103,14 @@ class Placement:
         """All places that share a memory worker with one of these, themselves included."""
         return set(places)
 
+    def places_on(self, worker: str) -> Collection[str]:
+        """The places that have part of a memory worker."""
+        return {worker}
+
+    def idle_on(self, worker: str) -> int:
+        """Slots of a memory worker that only hold what is cached."""
+        return self.idle.get(worker, 0)
+
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
         """Segments on memory workers, for those on places."""
         return list(segments)
@@ -132,14 +141,19 @@ class Placement:
             self.total = self.largest if self._partition == "request" else sum(capacities)
         self._roomiest.clear()
 
+    @property
+    def possible(self) -> int:
+        """The tokens that a request may count on: it may have to wait for the successors of lost workers."""
+        return max(self.total, self.promised)
+
     def require_possible(self, tokens: int) -> None:
         """Raises RequestError if all workers together could not hold ``tokens`` even when empty."""
-        if tokens > self.total:
+        if tokens > self.possible:
             workers = f"{self._workers} memory workers hold" if self._workers > 1 else "memory holds"
             if self._partition == "request":
                 workers = "a memory worker, which is to hold all of it, has"
             raise RequestError(
-                f"the request may need {tokens} KV tokens; {workers} {self.total} in all. "
+                f"the request may need {tokens} KV tokens; {workers} {self.possible} in all. "
                 f"Shorten the prompt, lower max_tokens or n, or give memory workers more room"
             )
 

@@ -68,8 +68,8 @@ class PrefixCache:
 
     def idle(self, worker: str) -> tuple[int, int]:
         """Tokens that a worker keeps although no request uses them, and the sequences that hold what it keeps."""
-        tree = self._trees.get(worker)
-        return (0, 0) if tree is None else (self._placement.idle.get(worker, 0), tree.leaf_count)
+        trees = [tree for place in self._placement.places_on(worker) if (tree := self._trees.get(place)) is not None]
+        return self._placement.idle_on(worker), sum(tree.leaf_count for tree in trees)
 
     def sequences(self, worker: str) -> dict[int, int]:
         """What a worker keeps some of: tokens by sequence."""

@@ -109,6 +109,20 @@ class StripedPlacement(Placement):
         """See ``Placement``."""
         return self._touching({worker for place in places for worker, _ in self._parts[place]})
 
+    def places_on(self, worker: str) -> Collection[str]:
+        """See ``Placement``."""
+        return self._touching([worker])
+
+    def idle_on(self, worker: str) -> int:
+        """See ``Placement``: slots for tokens with all heads, rounded up as the memory worker reports those in use."""
+        shards = sum(
+            self.idle.get(place, 0) * len(part)
+            for place, parts in self._parts.items()
+            for name, part in parts
+            if name == worker
+        )
+        return -(-shards // self._shards.count)
+
     def _touching(self, workers: Collection[str]) -> set[str]:
         return {place for place, parts in self._parts.items() if any(worker in workers for worker, _ in parts)}
 

@@ -119,7 +119,7 @@ class Hub:
         self.owing.clear()
         for channel in list(self.channels):
             if channel.name in topology.names:
-                channel.restart(_first_use(topology.epoch))
+                channel.restart(first_use(topology.epoch))
             else:
                 self.forget(channel)
 
@@ -451,7 +451,7 @@ class Channel:
         return len(self.awaited)
 
 
-def _first_use(epoch: Epoch) -> int:
+def first_use(epoch: Epoch) -> int:
     """Above the numbers of all earlier epochs, with room for 2^40 uses of a slot in each. A doorbell has 64 bits, which
     are enough for 500,000 epochs."""
     return epoch.number << 40

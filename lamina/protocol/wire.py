@@ -327,11 +327,6 @@ def migrated_pieces(
     return pieces
 
 
-def migration_number(migration: int, piece: int) -> int:
-    """The doorbells' number for one piece of a migration."""
-    return (migration << 32) + piece + 1
-
-
 def _view(buffer: Array, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
     element = NUMPY_DTYPE[dtype]
     return buffer[offset : offset + math.prod(shape) * element.itemsize].view(element).reshape(shape)

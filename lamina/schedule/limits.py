@@ -42,4 +42,4 @@ class Limits:
         if params.max_tokens is not None:
             return min(params.max_tokens, room)
         # As many as all slabs can hold; the KV of the last token drawn is not kept.
-        return max(1, min(room, (placement.total - prompt_length) // params.n + 1))
+        return max(1, min(room, (placement.possible - prompt_length) // params.n + 1))

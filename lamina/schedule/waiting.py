@@ -134,10 +134,11 @@ class Places:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def take(self, request_id: str, client: Client) -> None:
-        """Raises OverloadedError, with the figures, if this client already holds its share."""
+    def take(self, request_id: str, client: Client, again: bool = False) -> None:
+        """Raises OverloadedError, with the figures, if this client already holds its share, unless the request had a
+        place ``again``: it was within the share at its time, which depends on the order in which clients come."""
         taken = self._taken.get(client, 0)
-        if taken >= self._free:
+        if taken >= self._free and not again:
             raise OverloadedError(
                 f"{len(self)} requests are in the engine, {taken} of them from this client, which may have at most as "
                 f"many as there are free places: {self._free}; try again later"

@@ -17,6 +17,7 @@ from lamina.memory.store import KvStore
 from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
 from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
+from lamina.topology import FIRST, Epoch
 from lamina.transport.base import Endpoint
 from lamina.transport.null import NullEndpoint
 from lamina.types import AttentionSpec, DType, KvCacheDType, Overlap, SamplingParams, Segment
@@ -82,7 +83,7 @@ class Pool:
 
         leases = {peer: (station.leases[peer], stations[peer].leases[station.name]) for peer in station.peers}
         puller = Puller(station.fetch, station.arena, PLAN, store)
-        migrations = Migrations(store, puller, station.arena, PLAN, leases, outbox, done.append)
+        migrations = Migrations(store, puller, station.arena, PLAN, leases, outbox, done.append, FIRST)
         self.workers[station.name] = Worker(store, station.endpoint, puller, migrations, done, [])
 
     def send(self, **deltas: list) -> None:
@@ -237,9 +238,35 @@ def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
         for _ in range(10):
             left.puller.wait(left.endpoint.wait, [], 0.0, left.migrations)
     left.puller.forget("memory0")
-    left.migrations.drop()
+    left.migrations.drop(FIRST.next)
     assert not left.migrations.awaited and not left.puller.awaited and not left.puller.may_ask
     assert dead.store.slab.used == 17
+
+
+@given(gaps=turns)
+def test_another_engine_that_takes_over_numbers_migrations_from_1_again(gaps: list) -> None:
+    """Doorbells have rung for every piece of the last engine's migrations, whose numbers were higher."""
+    pool = Pool()
+    for sequence in (0, 1):
+        pool.begin(sequence, "memory0", 17)
+    pool.send(migrations=[Migration(1, 0, "memory0", "memory1", 0, 17), Migration(2, 1, "memory0", "memory1", 0, 17)])
+    pool.settle()
+    for worker in pool.workers.values():
+        worker.puller.drop()
+        worker.migrations.drop(Epoch(FIRST.incarnation + 1, FIRST.number + 1))
+        worker.store.truncate({})
+        worker.done.clear()
+    pool.begin(5, "memory0", 15)
+    pool.send(migrations=[Migration(1, 5, "memory0", "memory1", 0, 15)])
+    for name, reads in gaps:
+        pool.workers[name].read() if reads else pool.workers[name].gap()
+    pool.settle()
+    pool.send(moved=[Segment(5, "memory1", (0, 2), (0, None))])
+    pool.settle()
+    assert pool.workers["memory1"].done == [1]
+    pool.check(5, "memory1", 15)
+    for worker in pool.workers.values():
+        worker.endpoint.close()
 
 
 @given(gaps=turns)

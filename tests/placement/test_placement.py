@@ -1,11 +1,16 @@
 """The placement against a plain search, and the lanes with fewest sequences against a plain count."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.errors import RequestError
 from lamina.groups import Completion, Group
+from lamina.pipeline import Pipeline
 from lamina.placement.map import AHEAD, WATERMARK, Placement
 from lamina.placement.recovery import POLICIES, victims
+from lamina.schedule.limits import Limits
+from lamina.topology import FIRST, Member, Topology
 from lamina.types import Request, SamplingParams
 
 
@@ -76,3 +81,18 @@ def test_victims_give_what_is_lacking_and_the_earliest_stays(
     assert not chosen or given_back - holders[chosen[-1]] < lacking  # none for nothing
     if policy == "latest":
         assert [one.arrival for one in chosen] == sorted((n for n, _ in arrivals), reverse=True)[: len(chosen)]
+
+
+def test_what_was_promised_before_a_loss_counts_until_the_successor_has_come() -> None:
+    placement = Placement({"memory0": 100, "memory1": 100})
+    limits = Limits(8, 64, 500)
+    free, fixed = SamplingParams(), SamplingParams(max_tokens=31)
+    most = limits.most_tokens(120, free, placement)
+    placement.promised = placement.possible
+    placement.apply(Topology(FIRST, (Member("memory0", "memory", "cpu", "", 100),), Pipeline(1, 1)))
+    assert placement.total == 100
+    limits.check(120, fixed, placement)
+    assert limits.most_tokens(120, free, placement) == most == 81
+    placement.promised = 0
+    with pytest.raises(RequestError, match="may need 150 KV tokens; memory holds 100 in all"):
+        limits.check(120, fixed, placement)

@@ -6,12 +6,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lamina.errors import ConfigError, WorkerError
+from lamina.engine.engine import Engine
+from lamina.errors import ConfigError, RequestError, WorkerError
 from lamina.launch import launch
-from lamina.types import CompletionOutput
+from lamina.types import CompletionOutput, SamplingParams
+from tests.random_models import SERVED_VOCABULARY
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
     Killable,
+    Prompt,
     Streams,
     assert_same,
     checkpoint,
@@ -67,8 +70,13 @@ def test_workers_of_both_kinds_join_and_are_lost_again(
 class Broken(Killable):
     """Workers that are started later exit at once."""
 
+    def __init__(self, *more: str) -> None:
+        """``more``: of those at the start."""
+        super().__init__()
+        self._first = {"memory0", "compute0", *more}
+
     def command(self, name: str, module: str) -> list[str]:
-        return ["/bin/false"] if name not in {"memory0", "compute0"} else super().command(name, module)
+        return super().command(name, module) if name in self._first else ["/bin/false"]
 
 
 def test_a_worker_that_does_not_start_is_reported_and_the_others_go_on(
@@ -140,6 +148,49 @@ def test_the_last_workers_of_both_pools_are_replaced_while_requests_wait(
     finally:
         engine.close()
     assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
+
+
+def longer_than_a_worker(engine: Engine) -> Prompt:
+    """A request for 1.5 times the slots of a memory worker; without ``max_tokens``, it may use all."""
+    capacity = engine.stats().memory["memory0"].capacity
+    prompt = [3 + number % (SERVED_VOCABULARY - 3) for number in range(3 * capacity // 2)]
+    return prompt, SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@pytest.mark.slow
+def test_a_request_that_comes_between_a_loss_and_the_successor_is_served_like_any(
+    checkpoint: Path,  # noqa: F811
+) -> None:
+    workers = Killable()
+    engine = launch(config(checkpoint, 1, 2, kv_cache_memory_bytes=100_000, max_restarts=1), workers=workers)
+    try:
+        request = longer_than_a_worker(engine)
+        expected = Streams(engine, [request]).results()
+        total = sum(memory.capacity for memory in engine.stats().memory.values())
+        assert len(expected[0][0].token_ids) == total - len(request[0]) + 1
+        workers.signal("memory1", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        assert engine.stats().memory.keys() == {"memory0"}
+        assert_same(Streams(engine, [request]).results(), expected)
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_request_that_waits_for_a_successor_ends_once_there_will_be_none(checkpoint: Path) -> None:  # noqa: F811
+    workers = Broken("memory1")
+    engine = launch(config(checkpoint, 1, 2, kv_cache_memory_bytes=100_000, max_restarts=2), workers=workers)
+    try:
+        request = longer_than_a_worker(engine)
+        workers.signal("memory1", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        (output,) = Streams(engine, [request]).wait()
+        assert f"the 1 memory workers that are left hold {len(request[0]) * 2 // 3}" in (output.error or "")
+        assert len(Streams(engine, REQUESTS[:2]).results()) == 2
+        with pytest.raises(RequestError, match="Shorten the prompt"):
+            Streams(engine, [request])
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow

@@ -70,7 +70,8 @@ class Striped(Driver):
         self.check()
 
     def check(self, resting: bool = False) -> None:
-        """Slots that are in use are reserved or idle, and all of them at rest; running sequences are all there."""
+        """Slots that are in use are reserved or idle, and all of them at rest, when only what is idle is left; running
+        sequences are all there."""
         taken = Counter[str]()
         for place in self.placement.capacities:
             tokens = self.placement.reserved[place] + self.placement.idle[place]
@@ -79,6 +80,7 @@ class Striped(Driver):
         for name, store in self.stores.items():
             assert store.slab.used <= taken[name] <= store.slab.capacity
             assert not resting or store.slab.used == taken[name]
+            assert not resting or store.used_tokens == self.turn.scheduler.prefixes.idle(name)[0]
         for plan in self.turn.in_flight.values():
             for step in plan.sequences:
                 held = [one for store in self.stores.values() for one in store._segments.get(step.sequence, [])]

@@ -1,5 +1,6 @@
 """The waiting queue: fair between clients in tokens, in order within one; and the places of an engine."""
 
+import contextlib
 import itertools
 from collections import defaultdict
 
@@ -138,3 +139,21 @@ def test_one_client_gets_half_of_the_places_and_others_still_find_some() -> None
         places.leave(f"flood{number}")
         places.leave(f"flood{number}")  # again: nothing happens
     places.take("more", alone("flood"))
+
+
+@given(st.permutations(range(3)))
+def test_another_engine_takes_all_requests_that_the_last_one_had_in_whatever_order(order: list[int]) -> None:
+    """Greedy clients that came one after another hold less and less; whoever is first now may not shut out others."""
+    first, again, held = Places(64), Places(64), dict[int, list[str]]()
+    for client in range(3):
+        held[client] = []
+        with contextlib.suppress(OverloadedError):
+            for number in range(128):
+                first.take(f"{client}-{number}", alone(str(client)))
+                held[client].append(f"{client}-{number}")
+    for client in order:
+        for request_id in held[client]:
+            again.take(request_id, alone(str(client)), again=True)
+    assert len(again) == len(first)
+    with pytest.raises(OverloadedError):
+        again.take("more", alone("0"))

@@ -217,6 +217,26 @@ def test_clients_notice_an_engine_that_is_killed_as_a_pause(server: Server, also
     wait_until(lambda: idle(server))
 
 
+@pytest.mark.slow
+def test_local_memory_outlives_an_engine_and_then_its_compute_worker() -> None:
+    """What starts the next compute worker is an engine that has taken over: it must know that the worker holds KV."""
+    running = start("--frontends", "1", "--memory", "local", "--dtype", "float32")
+    children = running.workers()
+    try:
+        expected = ask(running, **GREEDY)["choices"]
+        old = engine_of(running)
+        old.kill()
+        assert ask(running, **GREEDY)["choices"] == expected
+        (worker,) = workers_of(running)
+        psutil.Process(worker).kill()
+        assert ask(running, **GREEDY)["choices"] == expected
+        assert engine_of(running).pid != old.pid and workers_of(running).keys() != {worker}
+    finally:
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(END_S) == 0
+    assert psutil.wait_procs(children, END_S)[1] == []
+
+
 @contextmanager
 def _texts(
     client: httpx.Client, server: Server, body: dict[str, Any]
@@ -249,6 +269,7 @@ def test_a_frontend_that_is_stopped_is_replaced(server: Server) -> None:
     wait_until(lambda: len(frontends(server)) == 2)
 
 
+@pytest.mark.slow  # test_launch_ends.py kills a worker
 def test_clients_of_an_engine_that_is_killed_are_told() -> None:
     running = start("--frontends", "1")
     children = running.workers()

@@ -131,6 +131,7 @@ class RemoteWorkers:
         self._wishes: list[Wish] = []
         self._ended: dict[str, str] = {}
         self._finished = set[str]()  # workers that ``end`` was called for
+        self._silent = set[str]()  # hosts of supervisors that did not answer in time: others there are not waited for
         self._outbox = collections.deque[tuple[bytes, ToSupervisor]]()
         self._closing = self._over = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -189,7 +190,7 @@ class RemoteWorkers:
             self._lock.notify_all()
 
     def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
-        """See ``Workers.end``. Waits for the supervisor, for ``STOP_TIMEOUT_S`` at most."""
+        """See ``Workers.end``. Waits for the supervisor, for ``STOP_TIMEOUT_S`` at most, unless its host is silent."""
         with self._lock:
             self._finished.add(name)
             self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.name != name]
@@ -197,9 +198,12 @@ class RemoteWorkers:
             if one is not None:
                 one.parting = True
                 self._tell(one, End(0.0, reason))
-                self._lock.wait_for(lambda: one.exited is not None, STOP_TIMEOUT_S)
-                if one.exited is None and not self._end_here(one):
-                    self._let_go(one, cut)
+                there = one.about.host
+                self._lock.wait_for(lambda: one.exited is not None or there in self._silent, STOP_TIMEOUT_S)
+                if one.exited is None:
+                    self._silent.add(there)
+                    if not self._end_here(one):
+                        self._let_go(one, cut)
                 self._supervisors.pop(one.identity, None)
             self._ended = {worker: how for worker, how in self._ended.items() if worker != name}
 
@@ -337,6 +341,8 @@ class RemoteWorkers:
             with self._lock:
                 for identity, key, message in arrived:
                     liveness.heard(identity.hex())
+                    if (sender := self._supervisors.get(identity)) is not None:
+                        self._silent.discard(sender.about.host)
                     self._take(identity, key, message)
                 if due:
                     self._outbox.extend((identity, Ping()) for identity in self._supervisors)
@@ -359,6 +365,8 @@ class RemoteWorkers:
                 del self._supervisors[one.identity]
                 continue
             lost = [other for other in self._supervisors.values() if other.about.host == one.about.host]
+            self._silent.add(one.about.host)
+            self._lock.notify_all()
             why = f"its supervisor on {one.about.machine} has not answered for {seconds:.0f} s"
             self._ended = {**{each.worker: why for each in lost if each.worker and not each.parting}, **self._ended}
 

@@ -1,0 +1,69 @@
+"""Supervisors of other machines, as the engine sees them."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import zmq
+
+from lamina.cluster.launchers import remote
+from lamina.cluster.launchers.remote import RemoteWorkers
+from lamina.cluster.launchers.supervisor import Keys, keys_of
+from lamina.errors import TransportError
+from lamina.protocol.control import ENGINE, Bootstrap
+from lamina.protocol.recruiting import Apply, Appointed, ToOffice, ToSupervisor
+from lamina.protocol.secret import new
+from lamina.transport.listener import LOOPBACK
+from lamina.version import __version__
+
+NAMES = ["memory0", "memory1", "memory2"]
+FOR_EVER = 1e6
+
+
+@contextmanager
+def supervisor(keys: Keys, port: int, identity: bytes) -> "Iterator[zmq.Socket[bytes]]":
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.identity, dealer.linger = identity, 0
+        dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = keys.engine, keys.public, keys.secret
+        dealer.connect(f"tcp://{LOOPBACK}:{port}")
+        send(dealer, Apply(__version__, "memory", "cpu", "another host", "far"))
+        yield dealer
+
+
+def send(dealer: "zmq.Socket[bytes]", message: ToOffice) -> None:
+    dealer.send(msgspec.msgpack.encode(message))
+
+
+def appointed(dealer: "zmq.Socket[bytes]") -> str:
+    """The worker that it is given."""
+    assert dealer.poll(30_000)
+    message: ToSupervisor = msgspec.msgpack.decode(dealer.recv(), type=ToSupervisor)
+    assert isinstance(message, Appointed)
+    return message.bootstrap.name
+
+
+def test_of_a_silent_machine_s_workers_only_the_first_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps stand still meanwhile. Peers that have not cut a worker off must not be told that it has ended."""
+    secret = new()
+    workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
+    keys = keys_of(secret)
+    for name in NAMES:
+        workers.start(name, "memory", "cpu", Bootstrap(name, "", b"", b"", b"", b"", os.getpid()))
+    with (
+        supervisor(keys, workers.port, b"a") as first,
+        supervisor(keys, workers.port, b"b") as second,
+        supervisor(keys, workers.port, b"c") as third,
+    ):
+        found = [appointed(one) for one in (first, second, third)]
+        assert sorted(found) == NAMES
+        monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.2)
+        workers.end(found[0], cut=True)
+        monkeypatch.setattr(remote, "STOP_TIMEOUT_S", FOR_EVER)
+        workers.end(found[1], cut=True)
+        assert workers.ended().keys() == {found[2]}, "its memory may be mapped by one that nobody can end"
+        with pytest.raises(TransportError, match="on far does not answer, so that the worker cannot be ended"):
+            workers.end(found[2])
+    monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.0)
+    workers.close()
