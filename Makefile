@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 CPP := $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 # Byte code is written when a module is first imported: compiling all of PyTorch takes longer than installing it.
 PIP := $(BIN)/pip install --disable-pip-version-check --no-compile --no-warn-conflicts -c constraints.txt
+# And also where an environment says not to write it: else every process compiles PyTorch again, which takes it 3 s.
+unexport PYTHONDONTWRITEBYTECODE
 # Packages are installed while the native module is built.
 MAKEFLAGS += --jobs=2
 # Where another build of PyTorch is, such as the small one for CPUs alone: make run TORCH_INDEX=ADDRESS. See README.md.

@@ -1,9 +1,7 @@
 """Attention, its tilings and merging on a GPU. Every function returns the rows of one table."""
 
 import os
-from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from itertools import product
 from multiprocessing import get_context
 from typing import Any
@@ -14,60 +12,41 @@ from rich.progress import track
 
 from bench.gpu import peers
 from bench.gpu.step import BATCHES, GROUPS, HEAD_DIM, Gpu, Step
+from lamina.kernels.gpu import measure
 from lamina.kernels.gpu.attention import merge as merge_partials
-from lamina.kernels.gpu.choice import SHARED_BYTES, Choices, Shape, Tiling, classify, default
-from lamina.kernels.gpu.program import Program
+from lamina.kernels.gpu.choice import Choices, default
 from lamina.kernels.gpu.specialize import attend_program, decode_tile
 from lamina.kernels.gpu.triton_compile import compile_program
-from lamina.types import KvElement
+from lamina.types import AttentionSpec, KvElement
 
 MERGED = 8
 NARROW = (KvElement.INT8, KvElement.FP8)
-# Tokens of a turn, warps, stages, programs resident: what tune tries for elements of 16 bits and for narrow ones.
-WIDE = [(64, 4, 3, 4), (64, 4, 3, 3), (64, 4, 5, 3), (64, 8, 3, 3), (32, 4, 3, 5), (32, 4, 5, 4), (128, 8, 3, 2)]
-SCALED = [(64, 8, 3, 2), (64, 4, 3, 2), (64, 4, 3, 3), (128, 8, 3, 2), (32, 4, 3, 4), (32, 4, 5, 3)]
 
 
-def shared_bytes(program: Program, capability: int) -> int:
-    """Compile; what it leaves in Triton's cache other processes take."""
-    return compile_program(program, capability).shared_bytes
-
-
-def compiled_ahead(cases: list[tuple[Any, KvElement, Tiling]], capability: int) -> dict[Program, int]:
-    """Shared memory of the programs of these cases, compiled on all cores."""
-    programs = list({attend_program(spec, element, tiling, decode_tile(spec)[0], np.uint16, capability)
-                     for spec, element, tiling in cases})  # fmt: skip
+def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int) -> None:
+    """Compile what tune tries, on all cores."""
+    programs = {
+        attend_program(spec, element, tiling, decode_tile(spec)[0], np.uint16, capability)
+        for spec, element in cases
+        for tiling in measure.candidates(element)
+    }
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        return dict(zip(programs, pool.map(shared_bytes, programs, [capability] * len(programs)), strict=True))
+        list(pool.map(compile_program, programs, [capability] * len(programs)))
 
 
 def tune(gpu: Gpu) -> list[dict[str, Any]]:
     """Measures tilings for every class of decode step and keeps the fastest for this and later processes."""
-    capability, choices = gpu.backend.capability, Choices.load(gpu.backend.name)
-    room = SHARED_BYTES.get(capability, 64) * 1024
-    times: dict[Shape, dict[Tiling, float]] = defaultdict(lambda: defaultdict(float))
-    steps = [(group, element) for group in GROUPS for element in (KvElement.BFLOAT16, *NARROW)]
-    specs = {group: Step(gpu.backend, [1], group, KvElement.BFLOAT16, False).spec for group in GROUPS}
-    candidates = {element: [Tiling(*tried) for tried in (SCALED if element.scaled else WIDE)] for _, element in steps}
-    cases = [(specs[group], element, tiling) for group, element in steps for tiling in candidates[element]]
-    sizes = compiled_ahead(cases, capability)
-    for (group, element), batch in track(list(product(steps, BATCHES)), "tuning", transient=True):
-        step = Step(gpu.backend, BATCHES[batch], group, element, scattered=True)
-        context = classify(np.array(BATCHES[batch], np.int32))
-        shape, block_m = Shape(*context, False, element, group, HEAD_DIM), decode_tile(step.spec)[0]
-        for tiling in candidates[element]:
-            program = attend_program(step.spec, element, tiling, block_m, np.uint16, capability)
-            for waves in (1, 2) if sizes[program] <= room else ():
-                tried = replace(tiling, waves=waves)
-                step.use(Choices(gpu.backend.name, {str(shape): tried}))
-                times[shape][tried] += gpu.layer_seconds(step, rounds=5) / step.kv_bytes
-    rows = []
-    for shape, measured in times.items():
-        best = min(measured, key=measured.__getitem__)
-        choices.measured[str(shape)] = best
-        usual = measured.get(default(shape, 16, capability), float("nan"))
-        rows.append({"shape": str(shape), "best": str(best), "default over best": usual / measured[best]})
-    choices.save()
+    backend, choices, rows = gpu.backend, Choices.load(gpu.backend.name), []
+    specs = [Step(backend, [1], group, KvElement.BFLOAT16, False).spec for group in GROUPS]
+    cases = list(product(specs, (KvElement.BFLOAT16, *NARROW)))
+    compile_ahead(cases, backend.capability)
+    for spec, element in track(cases, "tuning", transient=True):
+        measured = measure.times(backend, spec, element, np.uint16, measure.shapes_of(spec, element))
+        choices.add({str(shape): measure.fastest(seconds) for shape, seconds in measured.items()})
+        for shape, seconds in measured.items():
+            best, usual = measure.fastest(seconds), default(shape, decode_tile(spec)[0], backend.capability)
+            ratio = seconds.get(usual, float("nan")) / seconds[best]
+            rows.append({"shape": str(shape), "best": str(best), "default over best": ratio})
     return rows
 
 

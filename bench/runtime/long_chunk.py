@@ -33,7 +33,7 @@ from lamina.protocol.choice import Transport
 from lamina.protocol.fetching import Fetcher
 from lamina.protocol.leases import messages
 from lamina.protocol.links import Member, open_links
-from lamina.protocol.messages import Connect, Grant, Link, MemorySetup, Register, Step, Stop, Way
+from lamina.protocol.messages import Connect, Grant, Link, MemorySetup, Register, Reserve, Step, Stop, Way
 from lamina.protocol.secret import new
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.transport.endpoint import SPIN_S
@@ -91,7 +91,9 @@ class Cluster:
         self._process = context.Process(target=serve, args=(theirs, secret, whole), daemon=True)
         self._process.start()
         capacity = prefix + 4 * rows * 64 + DECODING * (CONTEXT + 100_000)
-        self._pipe.send(MemorySetup([SPEC], DTYPE, capacity, threads, Overlap(), trace=False))
+        setup = MemorySetup([SPEC], DTYPE, capacity, threads, Overlap(), trace=False)
+        self._pipe.send(Reserve(setup, rows, DECODING + 1, 4))
+        self._pipe.send(setup)
         self._pipe.recv()
         bulk = max(prefix, rows, DECODING * CONTEXT) * PER_TOKEN
         sizes = messages([SPEC], DTYPE, rows, 0)

@@ -24,9 +24,12 @@ from lamina.protocol.messages import (
     ModelLoaded,
     Register,
     Registered,
+    Reserve,
     Resources,
     SlabReady,
 )
+from lamina.schedule.limits import Limits
+from lamina.schedule.turn import DEPTH
 from lamina.topology import Member, Role, Topology
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.shm import host
@@ -44,6 +47,7 @@ class Fabric:
         launcher: starts workers.
         compute_setup, memory_setup: of every worker; capacities and threads may differ.
         threads: of a worker of a role, given its greeting.
+        limits, lanes: of steps.
         loaded: what the first compute worker has loaded, on the machine ``loaded_on``.
         slab: how many bytes KV takes.
         kv_bytes: of another slab, given what its machine has, the bytes that the largest has, and those
@@ -61,6 +65,8 @@ class Fabric:
     compute_setup: ComputeSetup
     memory_setup: MemorySetup
     threads: Callable[[Role, Hello], int]
+    limits: Limits
+    lanes: int
     loaded: ModelLoaded
     loaded_on: str
     slab: SlabSize
@@ -176,10 +182,11 @@ def _make_slab(
     control: ControlServer, fabric: Fabric, name: str, setup: MemorySetup, promised: int
 ) -> Conversation[int]:
     """Have a worker make its slab; the result is its capacity. Raises ConfigError if there is too little memory."""
+    control.send([name], reservation(setup, fabric.limits, fabric.lanes))
     control.send([name], Inspect())
-    found: dict[str, Resources] = yield Ask(Resources, [name], START_TIMEOUT_S)
+    found: dict[str, Resources] = yield Ask(Resources, [name], LOAD_TIMEOUT_S)
     most = setup.capacity
-    slab = fabric.slab.whole if found[name].gpu_total else fabric.slab
+    slab = fabric.slab if found[name].forgets else fabric.slab.whole.with_pages(setup.head_shards)
     nbytes = fabric.kv_bytes(found[name], slab.nbytes(most), promised)
     capacity = slab.slots(nbytes, most)
     if capacity < 2:
@@ -189,6 +196,11 @@ def _make_slab(
     control.send([name], msgspec.structs.replace(setup, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
     return capacity
+
+
+def reservation(setup: MemorySetup, limits: Limits, lanes: int) -> Reserve:
+    """What a worker with a slab reserves before its capacity is computed."""
+    return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes)
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:

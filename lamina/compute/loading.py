@@ -41,11 +41,12 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Ran
             prepared.lowered.shards,
         )
         runner = device.runner(prepared.lowered, loaded, ranks.reduce if setup.ranks > 1 else None)
-        runner.reserve(setup.rows)
+        runner.reserve(setup.rows, min(setup.rows, setup.sequences), setup.overlap.q_first)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows: {error}. Lower "
-            "max_num_batched_tokens, or use a GPU with more memory"
+            f"{control.device} has too little memory for the weights and a step of {setup.rows} rows, of which "
+            f"{setup.sequences} draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, or use a GPU with "
+            "more memory"
         ) from error
     control.send(
         ModelLoaded(

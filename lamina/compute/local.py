@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from lamina.memory.device.base import Array, Floats
 from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
 from lamina.protocol.control import ControlClient
 from lamina.steps import StepPlan
 

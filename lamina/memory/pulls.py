@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.errors import DeadlineError
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
 from lamina.protocol.channel import Target
 from lamina.protocol.fetching import Fetcher, FetchFrom, Piece
 from lamina.protocol.leases import ArenaPlan

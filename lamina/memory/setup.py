@@ -4,15 +4,22 @@ import contextlib
 import time
 
 from lamina.errors import ConfigError
+from lamina.heads import HeadShards
+from lamina.memory.device.base import Largest
+from lamina.memory.device.select import reserve
 from lamina.memory.store import KvStore
 from lamina.memory.tier import Tier, open_tier
 from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.messages import USAGE_S, MemorySetup, SlabReady, SlabUsage, Stored
+from lamina.protocol.leases import LANDING_NBYTES
+from lamina.protocol.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
+from lamina.protocol.wire import MOST_PIECES, NUMPY_DTYPE, reply_nbytes, request_nbytes
+from lamina.types import KvElement
 
 
 def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:
-    """Make the slab that the engine's next message describes, with its disk if it is to have one, which ``resources``
+    """Make the slab that the engine's next messages describe, with its disk if it is to have one, which ``resources``
     closes, and report them. Raises ConfigError, WorkerError."""
+    _reserve(control, expect(control, Reserve))
     setup = expect(control, MemorySetup)
     try:
         store = KvStore(
@@ -36,6 +43,41 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
     tier = open_tier(store, setup.spill_dir, setup.overcommit, lambda *done: control.send(Stored(*done)), resources)
     control.send(SlabReady())
     return store, tier, setup
+
+
+def _reserve(control: ControlClient, asked: Reserve) -> None:
+    """Take what steps need beside the slab. Raises ConfigError if there is too little memory."""
+    setup = asked.setup
+    shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
+    specs = [shards.spec(spec) for spec in setup.attentions]
+    try:
+        reserve(
+            control.device,
+            specs,
+            KvElement.of(setup.kv_cache_dtype, setup.dtype),
+            NUMPY_DTYPE[setup.dtype],
+            largest(asked, specs[0].alibi_slopes is not None),
+        )
+    except MemoryError as error:
+        raise ConfigError(
+            f"{control.device} has too little memory for steps of {asked.rows} rows beside the KV: {error}. Lower "
+            "max_num_batched_tokens, or free memory there"
+        ) from error
+
+
+def largest(asked: Reserve, by_shard: bool) -> Largest:
+    """The largest steps of a worker. ``by_shard``: rows of each shard of heads have tables of their own."""
+    setup = asked.setup
+    shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
+    own = shards.of_rank(setup.ranks).count
+    rows = asked.rows * own
+    specs = [shards.spec(spec) for spec in setup.attentions]
+    request, reply = request_nbytes(specs, setup.dtype, rows), reply_nbytes(specs, rows)
+    # A request as it came, its parts where they are not aligned, the queries of further segments; two partials;
+    # a piece of a segment that moves, in and out; slots of all steps.
+    buffers = (*[request] * 3, *[reply] * 2, *[LANDING_NBYTES] * 2, 12 * rows * asked.steps)
+    tables = asked.steps * setup.ranks * (MOST_PIECES + 1) * (own if by_shard else 1)
+    return Largest(min(rows, asked.sequences * own), rows, tables, buffers)
 
 
 class UsageReports:

@@ -3,7 +3,6 @@
 import collections
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +10,12 @@ import numpy.typing as npt
 from lamina.errors import PlacementError
 from lamina.heads import HeadShards
 from lamina.kernels.merge import merge
-from lamina.memory.device.base import Array, Floats, Pairs, Table
+from lamina.memory.appends import appended_rows
+from lamina.memory.device.base import Array, Floats, New, Pairs, Table
 from lamina.memory.device.select import make
 from lamina.memory.device.windows import STEPS_KEPT
 from lamina.memory.slab import Slab
+from lamina.memory.tables import Attended, Further, StepTables
 from lamina.protocol.wire import (
     MessageRows,
     Piece,
@@ -31,53 +32,6 @@ from lamina.segments import by_sequence, forked, grown, moved, overlaps
 from lamina.spills import BLOCK, Fetch
 from lamina.steps import Fork, Migration, StepPlan, Switch
 from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Segment
-
-
-@dataclass(frozen=True)
-class Attended:
-    """What query rows [start, stop) of a piece attend to. Those of shards with slopes of their own are apart."""
-
-    start: int
-    stop: int
-    shard: int
-    table: Table
-
-
-@dataclass(frozen=True)
-class Further:
-    """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
-
-    ``rows`` int64 [R] index the piece's, ``sent`` are the same on the device; ``tables`` cover them in order.
-    """
-
-    rows: npt.NDArray[np.int64]
-    sent: Array
-    tables: tuple[Attended, ...]
-
-
-@dataclass(frozen=True)
-class StepTables:
-    """What one step needs from this worker, planned once and used for every layer.
-
-    Attributes:
-        tables: for every piece of a request, what its query rows attend to when it arrives; empty without query rows.
-        further: and besides. newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive
-            first.
-        slots: for the new tokens that arrive with requests. sent_slots: the same on the device. pulled_slots: for those
-            of ``rows.pulled``.
-        door: lane * ranks + rank, whose messages these are.
-    """
-
-    plan: StepPlan
-    rows: MessageRows
-    pieces: tuple[Piece, ...]
-    tables: tuple[tuple[Attended, ...], ...]
-    further: tuple[tuple[Further, ...], ...]
-    newest: tuple[Attended, ...]
-    slots: npt.NDArray[np.int32]
-    sent_slots: Array
-    pulled_slots: npt.NDArray[np.int32]
-    door: int
 
 
 class KvStore:
@@ -105,8 +59,8 @@ class KvStore:
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
         have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
-        with a window keep no tokens that no step will attend to: no other sequence may begin with tokens of one that
-        has run. Raises ConfigError if the device cannot be used.
+        with a window keep no tokens that no step will attend to: a fork of a cached prefix must have all of its tokens.
+        Raises ConfigError if the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
@@ -121,7 +75,8 @@ class KvStore:
         alike = 1 if not self._by_shard else head_shards
         self._specs = [[self.shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
-        self._starts: dict[int, collections.deque[int]] = {}  # of the latest steps, by sequence
+        # Of the latest steps, by sequence; before the first, where that begins.
+        self._starts: dict[int, collections.deque[int]] = {}
         self._forgets = forgets
         needed = self._needed if forgets else None
         self.device = make(device, self.attentions, self.element, self.slab.capacity, threads, needed)
@@ -181,7 +136,8 @@ class KvStore:
 
         Sequences that have no segment here are ignored.
         """
-        self._starts.clear()  # what is left of sequences stays until they run again
+        # Prefixes of sequences whose steps have completed may be cached with the next plan.
+        self._starts = {one: _first(max(0, tokens - STEPS_KEPT)) for one, tokens in kept.items()}
         for sequence in {sequence for sequence, *_ in self.slab.segments}:
             if sequence not in kept or sequence not in self._segments:
                 self._forget(sequence)
@@ -211,16 +167,25 @@ class KvStore:
     def _key(self, sequence: int, first: int, shard: int) -> SegmentKey:
         return sequence, first * self.shards.count + shard
 
+    def _key_of(self, attend: SegmentRows) -> SegmentKey:
+        return self._key(attend.sequence, attend.kv_start, attend.shard)
+
     def _fork(self, fork: Fork) -> None:
-        """Let a child share the part of its first tokens that its parent has here."""
+        """Let a child share the part of its first tokens that its parent has here. Of tokens that the child has from
+        elsewhere, it gets what has been forgotten there."""
         segments = self._segments.get(fork.parent, [])
         if shared := forked(segments, fork.child, fork.tokens):
             self._segments[fork.child] = shared
+            self._starts[fork.child] = _first(fork.tokens)
         for segment in segments[: len(shared)]:
             start, stop = segment.tokens
             last = fork.tokens if stop is None else min(fork.tokens, stop)
             for key in self._keys(segment):
                 child = self._key(fork.child, start, key[1] % self.shards.count)
+                if child in self.slab:
+                    begun, source = self.slab.slots(child), self.slab.slots(key)
+                    both = min(len(begun), last - start)
+                    self.device.renew(begun[:both], source[:both])
                 if child not in self.slab or len(self.slab.slots(child)) < last - start:
                     self.slab.fork(key, child, last - start)
 
@@ -309,7 +274,9 @@ class KvStore:
             held: list[tuple[int, int, SegmentKey, int]] = []
             if new.worker == self.worker:
                 carried = first + len(self.slab.slots((switch.carrier, 0)))
-                held.append((first, carried if last is None else last, (switch.carrier, 0), first))
+                end = carried if last is None else last
+                held.append((first, end, (switch.carrier, 0), first))
+                self._starts.setdefault(sequence, _first(end))
             for segment in before:
                 start = segment.tokens[0]
                 stop = start + len(self.slab.slots((sequence, start)))
@@ -328,23 +295,26 @@ class KvStore:
         cut = pieces(rows, self._overlap)
         late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
         stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
+        new = [] if self._by_shard else appended_rows(rows, cut, self._key_of)
         tables = tuple(
-            self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last]) for piece in cut
+            self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last], new=new)
+            for piece in cut
         )
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
         newest = self._newest(rows) if late else ()
         inline, pulled = np.split(appended, [len(rows.appends)])
         door = plan.lane * self._ranks + rank
-        return StepTables(plan, rows, cut, tables, further, newest, inline, self.device.sent(inline), pulled, door)
+        sent, appends = self.device.sent(inline), len(new) > 0
+        return StepTables(plan, rows, cut, tables, further, newest, inline, sent, pulled, door, appends)
 
     def _note_starts(self, messages: Iterable[MessageRows]) -> None:
         """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
         attends = [one for rows in messages for one in (*rows.attends, *dict(rows.further).values())]
         for sequence, start in {(one.sequence, one.start) for one in attends}:
-            self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT)).append(start)
+            self._starts.setdefault(sequence, _first(start)).append(start)
 
     def _needed(self, window: int) -> Iterator[npt.NDArray[np.int32]]:
-        """See ``Needed``. A sequence that has not run here yet, such as a fork, may go on anywhere."""
+        """See ``Needed``. Of a sequence that has come from elsewhere and not run here, all is needed."""
         for sequence, number in self.slab.segments:
             starts = self._starts.get(sequence)
             lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count
@@ -377,7 +347,11 @@ class KvStore:
         return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs], stops))
 
     def _tables(
-        self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int] | None = None
+        self,
+        attends: Sequence[SegmentRows],
+        stops: Sequence[int],
+        starts: Sequence[int] | None = None,
+        new: Sequence[int] = (),
     ) -> tuple[Attended, ...]:
         """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
 
@@ -389,18 +363,22 @@ class KvStore:
         for shard, run in itertools.groupby(shards):
             part = slice(first, first + len(list(run)))
             rows = sum(attend.rows for attend in attends[part])
-            tables.append(Attended(row, row + rows, shard, self._table(attends[part], stops[part], starts[part])))
+            table = self._table(attends[part], stops[part], starts[part], new)
+            tables.append(Attended(row, row + rows, shard, table))
             row, first = row + rows, part.stop
         return tuple(tables)
 
-    def _table(self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int]) -> Table:
+    def _table(
+        self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int], new: Sequence[int]
+    ) -> Table:
         pairs = Pairs(
             rows=[attend.rows for attend in attends],
             query_start=[attend.start for attend in attends],
             kv_start=starts,
-            keys=[self._key(attend.sequence, attend.kv_start, attend.shard) for attend in attends],
+            keys=[self._key_of(attend) for attend in attends],
             first=[start - attend.kv_start for attend, start in zip(attends, starts, strict=True)],
             stop=[stop - attend.kv_start for attend, stop in zip(attends, stops, strict=True)],
+            new=new,
         )
         return self.device.table(pairs, self.slab.slots)
 
@@ -423,36 +401,51 @@ class KvStore:
         content, sent = np.frombuffer(request, np.uint8), self.device.sent
         if len(step.pieces) == 1:
             content, sent = sent(content), _as_it_is  # all at once
+        new = None
         if piece.keeps:
             k, v = read_kept(content, spec, self.dtype, rows, step.pieces)
-            self.device.keep(layer, sent(k), sent(v), step.sent_slots)
+            new = New(sent(k), sent(v), step.sent_slots)
+            if not step.appends:
+                self.device.keep(layer, new.k, new.v, new.slots)
         if step.tables[number]:
             part = slice(piece.start, piece.stop)
             q = read_queries(content, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
-            yield from self.attend(layer, step, number, sent(q), out[part], lse[part])
+            given = new if step.appends else None
+            yield from self.attend(layer, step, number, sent(q), out[part], lse[part], given)
         elif step.newest:
             q = read_queries(content, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
             more, sums = self.device.results(len(q), spec)
             yield from self._attend(layer, step.newest, sent(q), more, sums)
             merge([out, more], [lse, sums], None, out, lse, self.threads)
 
-    def attend(self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
+    def attend(
+        self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats, new: New | None = None
+    ) -> Iterator[None]:
         """Attend with q [R, Hq, D], the query rows of piece ``number``, to what is kept of their segments here.
 
-        q has been sent to the device. Writes out float32 [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
+        q has been sent to the device, as has ``new``: k and v of the request, if ``step.appends``. Writes out float32
+        [R, Hq, Dv] and lse float32 [R, Hq]. Yields as ``serve`` does.
         """
-        yield from self._attend(layer, step.tables[number], q, out, lse)
+        yield from self._attend(layer, step.tables[number], q, out, lse, new)
         for further in step.further[number]:
             yield
             yield from self._attend_further(layer, further, q, out, lse)
 
-    def _attend(self, layer: int, tables: Sequence[Attended], q: Array, out: Floats, lse: Floats) -> Iterator[None]:
-        """Attention of rows that ``tables`` cover in order."""
+    def _attend(
+        self,
+        layer: int,
+        tables: Sequence[Attended],
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        new: New | None = None,
+    ) -> Iterator[None]:
+        """Attention of rows that ``tables`` cover in order; a single one if there are ``new`` tokens."""
         for number, one in enumerate(tables):
             if number:
                 yield
             rows, spec = slice(one.start, one.stop), self._specs[layer][one.shard]
-            yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec)
+            yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec, new)
 
     def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
         """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""
@@ -473,6 +466,11 @@ def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -
         for (start, _, key, origin), stop in zip(held, ends, strict=True)
         if max(start, low) < stop
     ]
+
+
+def _first(start: int) -> collections.deque[int]:
+    """The starts of a sequence whose next step begins there."""
+    return collections.deque([start], maxlen=STEPS_KEPT)
 
 
 def _as_it_is(array: Array) -> Array:

@@ -20,7 +20,8 @@ from lamina.memory.device.select import gpu_memory
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
 from lamina.memory.tier import Tier
 from lamina.protocol.channel import Arrival, Channel, Target
 from lamina.protocol.control import ControlClient

@@ -29,6 +29,7 @@ from lamina.protocol.messages import (
     Inspect,
     MemorySetup,
     Register,
+    Reserve,
     Resources,
     Step,
     Stop,
@@ -41,7 +42,7 @@ from lamina.topology import Topology
 from lamina.transport.listener import LOOPBACK
 from lamina.transport.refusals import Refusals
 
-MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Register, Connect, Step, Stop)
+MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Reserve, Register, Connect, Step, Stop)
 
 Inspection = Callable[[int, int], Resources]
 """Answers ``Inspect``, given when it was sent and the time here, both in nanoseconds."""

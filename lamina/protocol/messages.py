@@ -18,7 +18,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
     ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
     model's files, for machines that do not have them under this path.
-    ``rank`` of ``ranks``: which part of the model to load.
+    ``rank`` of ``ranks``: which part of the model to load. ``sequences``: the most that draw a token in a step.
     """
 
     model: str
@@ -35,6 +35,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     source: FileSource | None = None
     rank: int = 0
     ranks: int = 1
+    sequences: int = 1
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
@@ -58,6 +59,20 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     spill_dir: str = ""
     ranks: int = 1
     forgets: bool = False
+
+
+class Reserve(msgspec.Struct, tag=True, frozen=True):
+    """Engine to a worker that a MemorySetup follows: take the memory of your device that steps need beside the slab,
+    and compile kernels, before it is asked what is free.
+
+    ``setup``: what follows, with the largest capacity that it may have. A step has at most ``rows`` rows of
+    ``sequences``, and up to ``steps`` are planned at once.
+    """
+
+    setup: MemorySetup
+    rows: int
+    sequences: int
+    steps: int
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
@@ -194,7 +209,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none. forgets: its slab can, see MemorySetup.
     """
 
     sent_ns: int
@@ -203,6 +218,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     machine_bytes: int
     gpu_bytes: int = 0
     gpu_total: int = 0
+    forgets: bool = True
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):
@@ -360,6 +376,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 ToWorker = (
     ComputeSetup
     | MemorySetup
+    | Reserve
     | Inspect
     | Register
     | Grant

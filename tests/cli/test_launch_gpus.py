@@ -1,6 +1,7 @@
 """`lamina launch` on GPUs, which this machine pretends to have."""
 
 import signal
+from pathlib import Path
 
 import httpx
 import psutil
@@ -15,12 +16,21 @@ from lamina.models.tokenizer import Tokenizer
 from lamina.types import DType
 from tests.cli.commands import END_S, RUN_S, assert_refused, run_here, start
 from tests.random_models import greedy
+from tests.runtime.test_parity import check_greedy
 
 PROMPT = "x ="
 TOKENS = 2
 
 
-@pytest.mark.parametrize(("a100s", "rtx3090s"), [(1, 1), pytest.param(2, 6, marks=pytest.mark.slow)])
+def test_a_small_model_on_an_a100_and_an_rtx3090(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine of the launch line below, in this process."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    monkeypatch.setenv("LAMINA_EMULATED_GPUS", "rtx3090:1,a100:1")
+    check_greedy("llama", tmp_path, compute="a100:1", memory="rtx3090:1", lengths=(3, 1), tokens=2, holders={"memory0"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("a100s", "rtx3090s"), [(1, 1), (2, 6)])
 def test_a100s_compute_and_rtx3090s_attend(a100s: int, rtx3090s: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The text is what Hugging Face says. Eight workers take a minute to start on two cores."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")

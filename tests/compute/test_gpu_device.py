@@ -1,6 +1,6 @@
 """The code for GPUs, emulated: families against Hugging Face, recordings, chunks, and what stays on the card."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from lamina.lowering.lowered import PositionTable
 from lamina.lowering.placed import place
 from lamina.splitter import SliceOutput, SplitModel, split
 from lamina.types import AttentionSpec
-from tests.random_models import NAMES, VOCABULARY, variant
+from tests.random_models import NAMES, VOCABULARY, random_model, variant
 from tests.splitter import test_variants
 from tests.splitter.oracle import Runner
 from tests.sweep import sweep
@@ -183,3 +183,31 @@ def test_an_unusable_device_is_one_clear_error() -> None:
         make("cuda:7")
     with pytest.raises(ConfigError, match="unknown device 'tpu'"):
         make("tpu")
+
+
+class Counting(Emulated):
+    """Counts recordings."""
+
+    recorded = 0
+
+    def capture(self, work: Callable[[Callable[[], None]], None]) -> Sequence[Callable[[], None]]:
+        self.recorded += 1
+        return super().capture(work)
+
+
+def test_no_step_records_what_was_reserved() -> None:
+    """Of any number of rows, q first or not, whatever number of them draw a token."""
+    kit, model = Counting(), random_model(variant("llama"))
+    runner = OnGpu(split(variant("llama")), model.state_dict(), kit)._runner
+    runner.reserve(12, draws=5, queries_first=True)
+    reserved = kit.recorded
+    for count in range(1, 13):
+        step, total = list[Tensor](), padded_rows(count)
+        rows = Rows(torch.full((total,), 7), torch.arange(total))
+        attention, context = None, tuple[Tensor, ...]()
+        for index, spec in enumerate(runner.attentions):
+            output = runner.run(index, rows, attention, context, step.append if count % 2 else None)
+            attention, context = torch.ones(total, spec.query_heads, spec.v_dim), output.context
+        assert attention is not None and len(step) == count % 2 * len(runner.attentions)
+        runner.logits(rows, attention, context, torch.arange(min(count, 5)))
+    assert kit.recorded == reserved

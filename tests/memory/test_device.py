@@ -1,5 +1,8 @@
 """Each device keeps, attends and moves KV as the others do: against attention in float64."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,8 @@ from lamina.memory.device.base import Device, Pairs, Table
 from lamina.memory.device.gpu import Gpu
 from lamina.memory.device.select import make
 from lamina.memory.slab import Slab
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
 from lamina.protocol.wire import body_nbytes
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
@@ -20,6 +24,7 @@ from tests.kernels.cases import Pair, decode, make_case
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from lamina.kernels.gpu.interpreter import Interpreter
+from lamina.kernels.gpu.program import Program
 
 DEVICES = ("cpu", "emulated")
 SPECS = [
@@ -162,7 +167,12 @@ class Counting(Interpreter):
 
     def __init__(self) -> None:
         self.uploaded: list[int] = []
+        self.launched: list[str] = []
         self.waits = 0
+
+    def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        self.launched.append(program.kernel)
+        super().launch(program, grid, arguments)
 
     def upload(self, source: np.ndarray, target: np.ndarray) -> None:
         self.uploaded.append(source.nbytes)
@@ -196,12 +206,15 @@ def test_a_layer_costs_one_copy_each_way_and_a_step_what_has_changed() -> None:
     assert sum(backend.uploaded) < 4 * tokens, "a word per sequence, not its table"
     for layer, spec in enumerate(specs):
         backend.uploaded.clear()
+        backend.launched.clear()
         backend.waits = 0
         nbytes = body_nbytes(spec, DType.FLOAT32, step.rows)
         out, lse = store.device.results(sequences, spec)
         for _ in store.serve(layer, step, 0, memoryview(bytearray(nbytes)), out, lse):
             pass
         assert (backend.uploaded, backend.waits) == ([nbytes], 1)
+        planned = ["plan"] if layer == 0 or spec.window else []  # once per step for all attentions of a kind
+        assert backend.launched == [*planned, "attend", "combine"], "which append as well"
 
 
 @pytest.mark.parametrize("source", DEVICES)

@@ -6,11 +6,11 @@ import pytest
 
 from lamina.errors import ConfigError
 from lamina.memory import setup
-from lamina.protocol.messages import MemorySetup
+from lamina.protocol.messages import MemorySetup, Reserve
 from lamina.types import AttentionSpec, DType, Overlap
 from tests.memory.test_worker import Control
 
-SPEC = AttentionSpec(0, 2, 2, 8, 8, 0.5)
+SETUP = MemorySetup([AttentionSpec(0, 2, 2, 8, 8, 0.5)], DType.FLOAT32, 40, 1, Overlap(), False)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,21 @@ def test_a_slab_that_does_not_fit_says_what_to_lower(device: str, remedy: str, m
     monkeypatch.setattr("lamina.memory.store.make", make)
     control = Control()
     monkeypatch.setattr(control, "device", device, raising=False)
-    control.tell(MemorySetup([SPEC], DType.FLOAT32, 40, 1, Overlap(), False))
+    monkeypatch.setattr("lamina.memory.setup.reserve", lambda *_: None)
+    control.tell(Reserve(SETUP, 8, 2, 4))
+    control.tell(SETUP)
     with pytest.raises(ConfigError, match=rf"{device} has too little memory for the KV of 40 tokens: .* {remedy}"):
+        setup.make_store(control, contextlib.ExitStack())  # type: ignore[arg-type]
+
+
+def test_too_little_memory_for_steps_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the engine computes how many tokens fit."""
+
+    def reserve(*_: object) -> None:
+        raise MemoryError("out of memory allocating 9 bytes")
+
+    monkeypatch.setattr("lamina.memory.setup.reserve", reserve)
+    control = Control()
+    control.tell(Reserve(SETUP, 512, 2, 4))
+    with pytest.raises(ConfigError, match=r"steps of 512 rows beside the KV: .* 9 bytes\. Lower max_num_batched_tok"):
         setup.make_store(control, contextlib.ExitStack())  # type: ignore[arg-type]

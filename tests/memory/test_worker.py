@@ -31,6 +31,7 @@ from lamina.protocol.messages import (
     MemorySetup,
     Register,
     Registered,
+    Reserve,
     Step,
     Way,
     Working,
@@ -100,7 +101,9 @@ class Pair:
         self.resources = contextlib.ExitStack()
         pool = self.resources.enter_context(ThreadPoolExecutor(1))
         building = pool.submit(worker.build, self.control, self.resources)  # type: ignore[arg-type]
-        self.control.tell(MemorySetup([SPEC], DType.FLOAT32, 3000, 1, Overlap(), trace=False))
+        setup = MemorySetup([SPEC], DType.FLOAT32, 3000, 1, Overlap(), trace=False)
+        self.control.tell(Reserve(setup, ROWS, 2, 4))
+        self.control.tell(setup)
         self.control.tell(Register(sizes.memory_arena(1, 1), [Transport.SHM], 0.0))
         offer = self.control.hear(Registered).offer
         member = Member("compute0", self.control.data_secret, "127.0.0.1")

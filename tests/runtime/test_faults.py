@@ -63,7 +63,10 @@ def wait_until(condition: object, timeout_s: float, what: str) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("module", "victim"), [("lamina.compute#", "compute0"), ("lamina.memory.worker#", "memory0")])
+@pytest.mark.parametrize(
+    ("module", "victim"),
+    [("lamina.compute#", "compute0"), pytest.param("lamina.memory.worker#", "memory0", marks=pytest.mark.slow)],
+)
 def test_the_last_worker_of_a_pool_killed_ends_every_request_with_an_error(
     checkpoint: Path, tmp_path: Path, module: str, victim: str
 ) -> None:
@@ -169,8 +172,8 @@ import sys, threading
 from lamina.launch import launch
 from lamina.models import directory
 from lamina.config import EngineConfig
-from lamina.types import SamplingParams
-engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2"))
+from lamina.types import DType, SamplingParams
+engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2", dtype=DType.FLOAT32))
 print("ready", flush=True)
 for index in range(50):
     engine.submit(str(index), [5, 6, 7], SamplingParams(max_tokens=110, ignore_eos=True), lambda output: None)
@@ -215,6 +218,7 @@ def test_a_worker_that_cannot_load_says_why_and_nothing_is_left(checkpoint: Path
     assert not worker_processes()
 
 
+@pytest.mark.slow
 def test_more_compute_workers_than_slices_cannot_take_turns(tmp_path: Path) -> None:
     write_prepared(served("llama", layers=1), tmp_path)
     with pytest.raises(ConfigError, match="2 slices, too few for 3 compute workers"):
@@ -255,23 +259,34 @@ def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
     engine.close()
 
 
+def write_smaller(checkpoint: Path, place: Path) -> Path:
+    """The model with rows for 100 tokens; its tokenizer still knows 160."""
+    settings = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 100}
+    smaller = place / "model"
+    smaller.mkdir()
+    for file in checkpoint.iterdir():
+        (smaller / file.name).write_bytes(file.read_bytes())
+    (smaller / "config.json").write_text(json.dumps(settings))
+    prepare(directory.find(str(smaller)), DType.FLOAT32, lambda: None)
+    return smaller
+
+
 def test_tokens_the_model_has_no_row_for_are_refused_and_modules_of_the_users_folder_are_not_run(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "msgspec.py").write_text("raise SystemExit('a stray file was imported')")
     monkeypatch.chdir(tmp_path)
-    settings = json.loads((checkpoint / "config.json").read_text()) | {"vocab_size": 100}
-    smaller = tmp_path / "model"
-    smaller.mkdir()
-    for file in checkpoint.iterdir():
-        (smaller / file.name).write_bytes(file.read_bytes())
-    (smaller / "config.json").write_text(json.dumps(settings))  # the tokenizer still knows 160
-    prepare(directory.find(str(smaller)), DType.FLOAT32, lambda: None)
+    smaller = write_smaller(checkpoint, tmp_path)
     engine = launch(dataclasses.replace(config(smaller), load_format="dummy"))
     with pytest.raises(RequestError, match="token id 100 is outside the vocabulary of 100 tokens"):
         engine.submit("r", [5, 100], LONG, lambda output: None)
     assert engine.stats().dead is None
     engine.close()
+
+
+@pytest.mark.slow
+def test_bench_draws_tokens_that_the_model_has(checkpoint: Path, tmp_path: Path) -> None:
+    smaller = write_smaller(checkpoint, tmp_path)
     bench = ["bench", "--model", str(smaller), "--dtype", "float32", "--load-format", "dummy"]
     bench += ["--batch", "2", "--context", "40", "--tokens", "8"]
     CliRunner().invoke(app, bench, catch_exceptions=False)  # draws its prompts from the 100

@@ -143,6 +143,7 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
     assert len(workers) >= 2 and not [name for name, one in workers.items() if one.is_running()]
 
 
+@pytest.mark.slow  # it starts seven workers
 def test_each_mistake_is_one_clear_error(
     hosts: Hosts,
     key: Path,

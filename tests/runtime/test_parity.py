@@ -95,6 +95,7 @@ def check_greedy(
         assert all(memory.sequences <= 4 for memory in stats.memory.values())
 
 
+@pytest.mark.slow  # test_pools.py has two replicas too
 def test_several_compute_workers_share_slots_without_touching_each_others_tokens(tmp_path: Path) -> None:
     """Requests that end at once give their slots to others while both replicas run; every token must still be right."""
     reference = write_prepared(served("llama"), tmp_path)

@@ -14,8 +14,10 @@ from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
 from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, served, write_checkpoint
+from tests.random_models import SERVED_VOCABULARY, served
+from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until
+from tests.sweep import sweep
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),
@@ -34,7 +36,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("llama")
-    write_checkpoint(served("llama", max_position_embeddings=256), place)
+    write_prepared(served("llama", max_position_embeddings=256), place)
     return place
 
 
@@ -66,7 +68,7 @@ def comparable(output: RequestOutput) -> tuple[object, ...]:
     return output.error, parts
 
 
-@pytest.mark.parametrize("switches", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.parametrize("switches", sweep(SWITCHES, ["lanes that rotate"]))
 def test_what_is_dropped_and_computed_again_gives_the_same_tokens(model: Path, switches: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"memory": "cpu:2", "max_num_seqs": 12, "max_num_batched_tokens": 32} | switches
     engine = launch(EngineConfig(model=str(model), dtype=DType.FLOAT32, kv_cache_memory_bytes=10**6, **settings))

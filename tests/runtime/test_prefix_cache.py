@@ -12,7 +12,8 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, served, write_checkpoint
+from tests.random_models import SERVED_VOCABULARY, served
+from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_survival import Killable, Streams, wait_for_recoveries, wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -27,7 +28,7 @@ KINDS = [
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("llama")
-    write_checkpoint(served("llama", max_position_embeddings=256), place)
+    write_prepared(served("llama", max_position_embeddings=256), place)
     return place
 
 

@@ -29,7 +29,7 @@ def tokens_by_worker(output: RequestOutput, completion: int = 0) -> list[tuple[s
 
 
 # The first has sinks and windows, the second a bias by position.
-@pytest.mark.parametrize("family", sweep(SERVED, ["gpt_oss"]))
+@pytest.mark.parametrize("family", sweep(SERVED, []))
 def test_sequences_in_many_segments_equal_hugging_face(family: str, tmp_path: Path) -> None:
     reference = write_prepared(served(family), tmp_path)
     draw = random.Random(family)

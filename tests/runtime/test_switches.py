@@ -83,6 +83,7 @@ def test_every_optimisation_leaves_the_tokens_alone(switched: Switched, switches
     assert outputs[len(switched.prompts) :] == switched.drawn
 
 
+@pytest.mark.slow  # tests/schedule/ checks what replicas are told
 def test_lanes_that_change_replicas_and_order_leave_the_tokens_alone(
     switched: Switched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

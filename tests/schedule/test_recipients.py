@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from lamina.heads import HeadShards
 from lamina.memory.device.cpu import CpuTable
-from lamina.memory.store import KvStore, StepTables
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
 from lamina.schedule.recipients import RELEASE_S, Recipients

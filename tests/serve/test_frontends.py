@@ -269,6 +269,7 @@ def test_a_frontend_that_is_stopped_is_replaced(server: Server) -> None:
     wait_until(lambda: len(frontends(server)) == 2)
 
 
+@pytest.mark.slow  # test_launch_ends.py kills a worker
 def test_clients_of_an_engine_that_is_killed_are_told() -> None:
     running = start("--frontends", "1")
     children = running.workers()

@@ -131,9 +131,7 @@ class RemoteWorkers:
         self._wishes: list[Wish] = []
         self._ended: dict[str, str] = {}
         self._finished = set[str]()  # workers that ``end`` was called for
-        self._silent = set[
-            str
-        ]()  # hosts of supervisors that have not answered in time: others there are not waited for
+        self._silent = set[str]()  # hosts of supervisors that did not answer in time: others there are not waited for
         self._outbox = collections.deque[tuple[bytes, ToSupervisor]]()
         self._closing = self._over = False
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -77,8 +77,9 @@ class Runner(Carrier, Protocol):
     def sinks(self) -> Sequence[Floats | None]:
         """The sink logits float32 [Hq] of each attention, or None."""
 
-    def reserve(self, rows: int) -> None:
-        """Take the device's memory that steps of up to ``rows`` rows need, and keep it.
+    def reserve(self, rows: int, draws: int, queries_first: bool) -> None:
+        """Prepare for steps of up to ``rows`` rows, of which ``draws`` draw a token: take the device's memory that they
+        need, and keep it; record them. ``queries_first``: ``run`` may be given ``on_query``.
 
         Raises torch.OutOfMemoryError if there is too little.
         """

@@ -15,6 +15,7 @@ from lamina.compute.device.base import Floats, Partial
 from lamina.compute.device.chunks import attend_chunks
 from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
 from lamina.compute.device.moves import Moves
+from lamina.compute.device.rehearsal import rehearse
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.compute.rows import Rows
 from lamina.errors import ConfigError
@@ -90,16 +91,9 @@ class GpuRunner(GpuCarrier):
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
 
-    def reserve(self, rows: int) -> None:
-        """Run a step of ``rows`` rows on zeros: torch keeps what it has once allocated."""
-        count = self.padded(rows)
-        step = Rows(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
-        attention, context = None, tuple[Tensor, ...]()
-        for index, spec in enumerate(self.attentions):
-            output = self.run(index, step, attention, context, None)
-            attention, context = output.q.new_zeros(count, spec.query_heads, spec.v_dim), output.context
-        if attention is not None:
-            self.logits(step, attention, context, torch.arange(min(count, ROWS[-1])))
+    def reserve(self, rows: int, draws: int, queries_first: bool) -> None:
+        """See ``Runner``."""
+        rehearse(self, rows, draws, queries_first)
 
     def padded(self, rows: int) -> int:
         """See ``Runner``."""

@@ -4,6 +4,8 @@ Shapes use R query rows, Hq query heads, Hkv key/value heads, D and Dv head size
 Arrays are the backend's; uint16 means bfloat16 bits.
 """
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +14,7 @@ import numpy.typing as npt
 
 from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
-from lamina.kernels.gpu.program import TRITON_NAMES, Backend
+from lamina.kernels.gpu.program import TRITON_NAMES, Backend, Program
 from lamina.kernels.gpu.specialize import (
     WRITTEN_WORDS,
     append_program,
@@ -29,6 +31,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec, KvElement
 
 PAIR_WORDS, ITEM_WORDS = 8, 16
+MOST_CHANGES = 1 << 16  # of page tables sent at once: 512 KiB
 PairArray = npt.NDArray[np.int32]
 
 
@@ -159,6 +162,14 @@ class _PairClass:
         cut = replace(spec, layer=0, scale=1.0, softcap=0.0, sinks=False, alibi_slopes=None)
         return cls(cut, element, block_m, rows)
 
+    @classmethod
+    def all(cls, spec: AttentionSpec, element: KvElement, most_rows: int) -> "Iterator[_PairClass]":
+        """Those of pairs with few query rows and, if pairs may have ``most_rows`` of them and these are more, many."""
+        block_m, few = decode_tile(spec)
+        yield cls.of(spec, element, block_m, (1, few))
+        if most_rows > few:
+            yield cls.of(spec, element, prompt_tile(element), (few + 1, 2**30))
+
 
 @dataclass(frozen=True)
 class _Plan:
@@ -169,6 +180,10 @@ class _Plan:
     bound: int
     items: Any
     splits: Any
+
+    def part_rows(self, pairs: _PairClass) -> int:
+        """Rows of the partials of split tiles, at most."""
+        return self.bound * pairs.spec.kv_heads * pairs.block_m
 
 
 class Scratch:
@@ -192,6 +207,9 @@ class Attention:
     in stream order. ``partial`` can be captured in a CUDA graph after it has run once, which compiles and allocates.
     Replays use the tables sent last, and are valid for steps of the same ``step_class``, with prompt chunks only if the
     captured step had them.
+
+    Attributes:
+        capacity: as given.
     """
 
     def __init__(
@@ -202,7 +220,7 @@ class Attention:
         scratch: Scratch | None = None,
     ) -> None:
         self._backend = backend
-        self._capacity = capacity
+        self.capacity = capacity
         self._choices = choices or Choices.load(backend.name)
         self._words = backend.empty((capacity.pairs * PAIR_WORDS + capacity.rows,), np.int32)
         self._row_pairs = self._words[capacity.pairs * PAIR_WORDS :]
@@ -217,14 +235,14 @@ class Attention:
     def begin(self, table: PairArray) -> None:
         """Send one step's pairs (``pair_table``) to the device. Raises ValueError if they exceed the capacity."""
         pairs, rows = len(table), int(table[:, 1].sum())
-        if pairs > self._capacity.pairs or rows > self._capacity.rows:
+        if pairs > self.capacity.pairs or rows > self.capacity.rows:
             raise ValueError(
                 f"a step of {pairs} pairs and {rows} query rows is larger than this attention's capacity of "
-                f"{self._capacity.pairs} and {self._capacity.rows}; make one with a larger StepCapacity"
+                f"{self.capacity.pairs} and {self.capacity.rows}; make one with a larger StepCapacity"
             )
         words = np.zeros(self._words.shape, np.int32)
         words[: table.size] = table.ravel()
-        row_pairs = words[self._capacity.pairs * PAIR_WORDS :]
+        row_pairs = words[self.capacity.pairs * PAIR_WORDS :]
         row_pairs[:rows], row_pairs[rows:] = np.repeat(np.arange(pairs), table[:, 1]), -1
         self._backend.upload(words, self._words)
         self.step_class = classify(table[:, 5])
@@ -256,25 +274,36 @@ class Attention:
             ValueError: a shape or an element type is invalid, or ``new`` lacks rows that pairs append.
         """
         given = _Operands(q, slab, tables, spec, out, lse, new)
-        given.check(self._rows, self._capacity.rows)
+        given.check(self._rows, self.capacity.rows)
         if self._new_rows > (0 if new is None else len(new[0])):
             raise ValueError(
                 f"pairs of this step append tokens up to row {self._new_rows - 1} while they attend; give the "
                 "message's k and v, with as many rows, as new"
             )
-        block_m, most_rows = decode_tile(spec)
-        self._run(_PairClass.of(spec, slab.element, block_m, (1, most_rows)), given)
-        if self._most_rows > most_rows:
-            rows = most_rows + 1, self._capacity.rows
-            many = _PairClass.of(spec, slab.element, prompt_tile(slab.element), rows)
-            self._run(many, replace(given, new=None))
+        for pairs in _PairClass.all(spec, slab.element, self._most_rows):
+            self._run(pairs, given if pairs.rows[0] == 1 else replace(given, new=None))
+
+    def reserve(self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike) -> set[Program]:
+        """Take the memory that attentions like this need in steps of any lengths within the capacity, and return the
+        programs that they launch for queries of this type."""
+        programs, rows = {plan_program(self.capacity.pairs)}, 0
+        for pairs in _PairClass.all(spec, element, self.capacity.rows):
+            programs.add(combine_program(spec, pairs.block_m))
+            for step_class in itertools.product(Context, (False, True)):
+                plan, capability = self._cut(pairs, step_class), self._backend.capability
+                for new in (None, query) if pairs.rows[0] == 1 else (None,):
+                    program = attend_program(spec, element, plan.tiling, pairs.block_m, query, capability, new)
+                    programs.add(program)
+                rows = max(rows, plan.part_rows(pairs))
+        self._scratch.take(rows * (spec.v_dim + 1))
+        return programs
 
     def _run(self, pairs: _PairClass, given: _Operands) -> None:
         """Attend for one class of pairs, and merge the parts of split tiles."""
         if pairs not in self._current:
             self._current[pairs] = self._plan(pairs)
         plan, spec, slab, q, out, lse = self._current[pairs], given.spec, given.slab, given.q, given.out, given.lse
-        part_rows = plan.bound * spec.kv_heads * pairs.block_m
+        part_rows = plan.part_rows(pairs)
         parts = self._scratch.take(part_rows * (spec.v_dim + 1))
         part_lse, part_out = parts[:part_rows], parts[part_rows:]
         slopes = lse if spec.alibi_slopes is None else self._alibi(spec.alibi_slopes)
@@ -284,33 +313,36 @@ class Attention:
         )
         shared = [plan.items, plan.splits, out, lse, part_out, part_lse]
         arrays = [q, slab.k, slab.v, *_scales(slab, lse), *(given.new or (q, q)), slopes, given.tables, *shared]
-        numbers = (self._capacity.pairs, spec.scale, spec.softcap)
+        numbers = (self.capacity.pairs, spec.scale, spec.softcap)
         self._backend.launch(program, (spec.kv_heads, plan.bound), [*arrays, *numbers])
         joined = [part_out, part_lse, self._row_pairs, plan.splits, out, lse]
         self._backend.launch(combine_program(spec, pairs.block_m), (len(q), spec.query_heads), joined)
 
     def _plan(self, pairs: _PairClass) -> _Plan:
         """Cut the step's work for these pairs, on the device."""
+        plan, count = self._cut(pairs, self.step_class), self.capacity.pairs
+        self._backend.launch(
+            plan_program(count), (count,), [self._words, plan.items, plan.splits, count, *plan.numbers]
+        )
+        return plan
+
+    def _cut(self, pairs: _PairClass, step_class: tuple[Context, bool]) -> _Plan:
+        """How the work of these pairs is cut in steps of a class, and memory for its items."""
         spec, group = pairs.spec, pairs.spec.query_heads // pairs.spec.kv_heads
-        shape = Shape(*self.step_class, pairs.rows[0] > 1, pairs.element, group, spec.qk_dim)
+        shape = Shape(*step_class, pairs.rows[0] > 1, pairs.element, group, spec.qk_dim)
         tiling = self._choices.tiling(shape, pairs.block_m, self._backend.capability)
         if (pairs, tiling) not in self._plans:
             programs = self._backend.multiprocessors * tiling.resident * tiling.waves
             wanted = max(1, programs // spec.kv_heads)
             numbers = plan_numbers(spec, tiling, pairs.block_m, pairs.rows, wanted)
-            tiles = self._capacity.pairs
+            tiles = self.capacity.pairs
             if pairs.rows[1] * group > pairs.block_m:
-                tiles += self._capacity.rows * group // pairs.block_m
+                tiles += self.capacity.rows * group // pairs.block_m
             bound = max(wanted, tiles + wanted // 2)
             items = self._backend.empty((bound * ITEM_WORDS,), np.int32)
-            splits = self._backend.empty((3 * self._capacity.pairs + 1,), np.int32)
+            splits = self._backend.empty((3 * self.capacity.pairs + 1,), np.int32)
             self._plans[pairs, tiling] = _Plan(numbers, tiling, bound, items, splits)
-        plan = self._plans[pairs, tiling]
-        count = self._capacity.pairs
-        self._backend.launch(
-            plan_program(count), (count,), [self._words, plan.items, plan.splits, count, *plan.numbers]
-        )
-        return plan
+        return self._plans[pairs, tiling]
 
     def _alibi(self, slopes: tuple[float, ...]) -> Any:
         if slopes not in self._slopes:
@@ -354,10 +386,10 @@ def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any
 
 def write_words(backend: Backend, words: Any, changes: npt.NDArray[np.int32]) -> None:
     """Update page tables on the device: words[changes[0]] = changes[1], int32 [2, n]."""
-    count = changes.shape[1]
-    if count:
-        sent = backend.empty(changes.shape, np.int32)
-        backend.upload(changes, sent)
+    for first in range(0, changes.shape[1], MOST_CHANGES):
+        part = np.ascontiguousarray(changes[:, first : first + MOST_CHANGES])
+        sent, count = backend.empty(part.shape, np.int32), part.shape[1]
+        backend.upload(part, sent)
         backend.launch(write_words_program(), (-(-count // WRITTEN_WORDS),), [words, sent, count])
 
 

@@ -112,6 +112,16 @@ class Choices:
         """The measured tiling of ``shape``, or the default."""
         return self.measured.get(str(shape)) or default(shape, block_m, capability)
 
+    @property
+    def kept(self) -> bool:
+        """True if there is a place for what is measured."""
+        return _file(self.device, None) is not None
+
+    def add(self, measured: dict[str, Tiling]) -> None:
+        """Take over what was measured here, and store it with what others have stored meanwhile."""
+        self.measured |= measured
+        Choices(self.device, Choices.load(self.device).measured | measured).save()
+
     @classmethod
     def load(cls, device: str, directory: Path | None = None) -> "Choices":
         """Read what ``save`` wrote for this device. An unreadable file is ignored: it is a cache."""

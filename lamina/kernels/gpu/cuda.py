@@ -1,8 +1,9 @@
 """The CUDA ``Backend``: Triton compiles programs, CuPy allocates memory and launches. Does not need torch."""
 
 import math
+import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,15 @@ from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec, KvElement
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
+SHARED_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
+TIMED_CALLS, TIMED_ROUNDS = 3, 5
 STAGINGS = 4  # uploads in flight before the next one waits
 
 
 class Cuda:
     """GPU ``index`` as a ``Backend``. Work goes to CuPy's current stream of the calling thread."""
+
+    timed = True
 
     def __init__(self, index: int) -> None:
         """Raises ConfigError if the GPU does not exist or a package is missing."""
@@ -36,12 +41,18 @@ class Cuda:
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
         self.capability = int(self.device.compute_capability)
+        self._shared_bytes = int(cupy.cuda.runtime.deviceGetAttribute(SHARED_OPTIN, index))
         self._kernels: dict[Program, tuple[Any, Binary]] = {}
         self._stagings = [_Staging() for _ in range(STAGINGS)]
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""
         return cupy.empty(shape, dtype)
+
+    def trim(self) -> None:
+        """See ``Backend``."""
+        self.device.synchronize()
+        cupy.get_default_memory_pool().free_all_blocks()
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         """Copy through pinned memory; waits only if ``STAGINGS`` earlier uploads are still in flight."""
@@ -65,6 +76,35 @@ class Cuda:
     def aligned(self, array: Any) -> Any:
         """See ``Backend``."""
         return array.copy() if array.data.ptr % ALIGNMENT else array
+
+    def fits(self, program: Program) -> bool:
+        """See ``Backend``."""
+        return compile_program(program, self.capability).shared_bytes <= self._shared_bytes
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """See ``Backend``: the median over rounds of a CUDA graph of several calls."""
+        self.device.synchronize()
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            call()  # compiles and allocates, which cannot be captured
+            stream.synchronize()
+            stream.begin_capture()
+            for _ in range(TIMED_CALLS):
+                call()
+            graph = stream.end_capture()
+            times: list[float] = []
+            for _ in range(TIMED_ROUNDS):
+                start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+                start.record(stream)
+                graph.launch(stream)
+                stop.record(stream)
+                stop.synchronize()
+                times.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3 / TIMED_CALLS)
+        return statistics.median(times)
+
+    def prepare(self, program: Program) -> None:
+        """See ``Backend``. Triton keeps compiled code on disk."""
+        if program not in self._kernels:
+            self._load(program)
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run on the current stream; compiles on first use.

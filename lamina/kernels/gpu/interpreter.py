@@ -20,10 +20,14 @@ class Interpreter:
     capability = 90
     multiprocessors = 2
     name = "interpreter"
+    timed = False
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Memory full of ones: NaN in every floating-point type, -1 in every signed one."""
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
+
+    def trim(self) -> None:
+        """See ``Backend``; nothing is kept."""
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         """See ``Backend``."""
@@ -41,6 +45,17 @@ class Interpreter:
     def aligned(self, array: Any) -> Any:
         """See ``Backend``."""
         return array.copy() if array.ctypes.data % ALIGNMENT else array
+
+    def fits(self, program: Program) -> bool:
+        """See ``Backend``."""
+        return True
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """See ``Backend``; an interpreter's times say nothing about a GPU."""
+        raise NotImplementedError
+
+    def prepare(self, program: Program) -> None:
+        """See ``Backend``; nothing is compiled."""
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run the programs of ``grid`` one after another.

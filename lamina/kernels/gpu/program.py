@@ -1,6 +1,6 @@
 """Descriptions of compiled kernels (``Program``) and the interface of what runs them (``Backend``)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,9 +57,14 @@ class Backend(Protocol):
     multiprocessors: int
     name: str
     """The device's name, under which measured tilings are stored."""
+    timed: bool
+    """Whether times say anything: False where programs are interpreted."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""
+
+    def trim(self) -> None:
+        """Give memory back that ``empty`` has allocated and nobody uses any more: it is kept otherwise."""
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         """Copy to the first ``len(source)`` elements of ``target``, in stream order; source may change afterwards."""
@@ -72,6 +77,15 @@ class Backend(Protocol):
 
     def aligned(self, array: Any) -> Any:
         """The array, or a copy if it does not begin at a multiple of ``ALIGNMENT`` bytes."""
+
+    def fits(self, program: Program) -> bool:
+        """Compile; False if the device has too little shared memory to run it."""
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """How long the programs that ``call`` launches take, without the host. Only if ``timed``."""
+
+    def prepare(self, program: Program) -> None:
+        """Compile and load, so that no later ``launch`` has to."""
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run in stream order without waiting. Arguments are arrays or numbers, one for each of ``program.types``."""

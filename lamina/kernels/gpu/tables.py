@@ -15,6 +15,7 @@ from lamina.errors import CapacityError
 
 Slots = npt.NDArray[np.int32]
 FIRST_REGION = 64  # words
+MOST_BYTES = 16  # for each slot: two words, in an array whose length is a power of two
 
 
 class Regions:

@@ -34,6 +34,8 @@ class Pairs:
     keys: Sequence[Hashable]
     first: Sequence[int]
     stop: Sequence[int]
+    new: Sequence[int] = ()
+    """Which row of ``New`` is each pair's last token; -1: none. Empty: no attention is given any."""
 
     def table(self, slots: Slots) -> SegmentTable:
         """As kernels take it; ``slots``: of all pairs' tokens, one pair after another."""
@@ -46,6 +48,31 @@ class Pairs:
         )
 
 
+@dataclass(frozen=True)
+class New:
+    """Tokens to store: k [T, Hkv, D] and v [T, Hkv, Dv], and their slots [T]. All have been ``sent``."""
+
+    k: Array
+    v: Array
+    slots: Slots
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest steps, as a memory worker sees them.
+
+    Attributes:
+        pairs, rows: of a request; query rows count once for each shard of heads.
+        tables: of all steps that are planned at once.
+        buffers: bytes of the arrays on the GPU that serving one request takes at once.
+    """
+
+    pairs: int
+    rows: int
+    tables: int
+    buffers: Sequence[int] = ()
+
+
 class Table(Protocol):
     """What query rows attend to, wherever the device reads it. Made once per step, used for every layer.
 
@@ -53,9 +80,16 @@ class Table(Protocol):
     """
 
     def attend(
-        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+        self,
+        layer: int,
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        spec: AttentionSpec | None = None,
+        new: New | None = None,
     ) -> Iterator[None]:
-        """Partial attention of q [R, Hq, D], which has been ``sent``; ``spec``: instead of the layer's own.
+        """Partial attention of q [R, Hq, D], which has been ``sent``; ``spec``: instead of the layer's own. ``new``:
+        tokens to keep that the rows see already, as ``Pairs.new`` says.
 
         Writes out [R, Hq, Dv] and lse [R, Hq], in host memory, complete at the end. Yields every few milliseconds,
         where the work may pause; q must not change before the end.
@@ -83,6 +117,9 @@ class Device(Protocol):
 
     def forget(self, segments: Sequence[Hashable]) -> None:
         """These segments have ended or lost tokens. Tables made before stay valid."""
+
+    def renew(self, slots: Slots, others: Slots) -> None:
+        """What ``slots`` [T] have forgotten, they get from ``others`` [T], which hold the same tokens."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """Write what ``slots`` hold into ``content``, as it is stored: scales of k and v if they are codes, k, v."""

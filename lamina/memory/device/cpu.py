@@ -10,7 +10,7 @@ from lamina.kernels.elements import STORAGE
 from lamina.kernels.memory import allocate
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS, cuts
-from lamina.memory.device.base import Array, Floats, Pairs, Slots, SlotsOf, parts
+from lamina.memory.device.base import Array, Floats, New, Pairs, Slots, SlotsOf, parts
 from lamina.memory.device.windows import Needed, Windows
 from lamina.types import AttentionSpec, KvElement
 
@@ -101,6 +101,11 @@ class Cpu:
             else:
                 partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=slab.scales)
 
+    def renew(self, slots: Slots, others: Slots) -> None:
+        """See ``Device``."""
+        for windows in {id(one): one for one in self._windows if one is not None}.values():
+            windows.renew(slots, others)
+
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """See ``Device``."""
         windows = self._windows[layer]
@@ -124,7 +129,15 @@ class CpuTable:
     segments: SegmentTable
 
     def attend(
-        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+        self,
+        layer: int,
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        spec: AttentionSpec | None = None,
+        new: New | None = None,
     ) -> Iterator[None]:
         """See ``Table``."""
+        if new is not None:
+            self.device.keep(layer, new.k, new.v, new.slots)
         return self.device.attend(layer, self.segments, q, out, lse, spec)

@@ -4,7 +4,7 @@ Messages arrive in host memory: a layer costs one copy to the GPU, and one back.
 plan arrives, and of the page tables only the words that have changed since the step before.
 """
 
-import collections
+import functools
 import os
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -14,19 +14,21 @@ from typing import Any
 import numpy as np
 
 from lamina.errors import CapacityError, ConfigError
-from lamina.kernels.gpu.attention import Attention, KvSlab, Scratch, StepCapacity, append, pair_table, write_words
+from lamina.kernels.gpu.attention import Attention, KvSlab, append, pair_table, write_words
 from lamina.kernels.gpu.program import Backend
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.kernels.gpu.tables import PageTables
-from lamina.memory.device.base import Array, Floats, Pairs, Slots, SlotsOf, parts
+from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
+from lamina.memory.device.workspaces import Workspaces
 from lamina.types import AttentionSpec, KvElement
 
 EMULATED = "emulated"
 NO_SLOTS = np.empty(0, np.int32)
 
 
+@functools.cache
 def backend(name: str) -> Backend:
-    """The GPU "cuda:INDEX", or Triton's interpreter for "emulated", with or without an index.
+    """The GPU "cuda:INDEX", or Triton's interpreter for "emulated", with or without an index: the same every time.
 
     Raises ConfigError if it cannot be used.
     """
@@ -46,18 +48,61 @@ def backend(name: str) -> Backend:
     return Cuda(int(index))
 
 
+@functools.cache
+def workspaces(name: str) -> Workspaces:
+    """Those of the GPU ``name``. Raises ConfigError if it cannot be used."""
+    return Workspaces(backend(name))
+
+
+def reserve(
+    name: str, attentions: Sequence[AttentionSpec], element: KvElement, query: np.dtype[Any], largest: Largest
+) -> None:
+    """Compile, and take what steps up to the ``largest`` need beside slabs, see ``Workspaces.reserve``.
+
+    Raises ConfigError if the device cannot be used, and MemoryError if it has too little memory.
+    """
+    workspaces(name).reserve(attentions, element, query, largest)
+    _run_once(Gpu(backend(name), attentions[:1], element, 2, workspaces(name)), attentions[0], element, query)
+
+
+def _run_once(device: "Gpu", spec: AttentionSpec, element: KvElement, query: np.dtype[Any]) -> None:
+    """So that libraries load, and compile the kernels that are their own."""
+    q, k, v = (
+        device.sent(np.zeros((2, heads, size), query))
+        for heads, size in (
+            (spec.query_heads, spec.qk_dim),
+            (spec.kv_heads, spec.qk_dim),
+            (spec.kv_heads, spec.v_dim),
+        )
+    )
+    slots, content = np.arange(2, dtype=np.int32), memoryview(bytearray(2 * spec.slab_bytes_per_token(element)))
+    device.keep(0, k, v, device.sent(slots))
+    device.read(0, slots, content)
+    device.restore(0, slots, content)
+    table = device.table(Pairs([2], [0], [0], [0], [0], [2]), lambda key: slots)
+    out, lse = device.results(2, spec)
+    for _ in table.attend(0, q[device.sent(np.arange(2))], out, lse):
+        pass
+    device.forget([0])
+
+
 class Gpu:
     """A ``Device``. An attention is one launch, which nothing can pause: prompt chunks take milliseconds at most."""
 
     def __init__(
-        self, backend: Backend, attentions: Sequence[AttentionSpec], element: KvElement, capacity: int
+        self,
+        backend: Backend,
+        attentions: Sequence[AttentionSpec],
+        element: KvElement,
+        capacity: int,
+        workspaces: Workspaces | None = None,
     ) -> None:
+        """Slabs of ``capacity`` slots. ``workspaces``: of the backend, that may have been reserved."""
         self._backend = backend
         self._specs = attentions
         self._slabs = [KvSlab.allocate(backend, element, spec, capacity) for spec in attentions]
         self._pages = _Pages(backend, power_of_two(2 * capacity))
-        self._scratch = Scratch(backend)
-        self._unused: dict[StepCapacity, list[Attention]] = collections.defaultdict(list)
+        self._workspaces = workspaces or Workspaces(backend)
 
     def sent(self, array: Array) -> Any:
         """See ``Device``."""
@@ -77,15 +122,16 @@ class Gpu:
     def table(self, pairs: Pairs, slots: SlotsOf) -> "GpuTable":
         """See ``Device``."""
         pages, starts = self._send_pages(pairs, slots)
-        words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first))
-        unused = self._unused[StepCapacity(power_of_two(len(words)), power_of_two(sum(pairs.rows)))]
-        attention = unused.pop() if unused else self._attention(words)
+        new = np.array(pairs.new, np.int32) if pairs.new else None
+        words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
+        attention = self._workspaces.take(len(words), sum(pairs.rows))
         attention.begin(words)
         table, reader = GpuTable(self, pages, attention), pages.tables.begin()
+        given_back = self._workspaces.give
 
         def end() -> None:
             pages.tables.end(reader)
-            unused.append(attention)
+            given_back(attention)
 
         weakref.finalize(table, end).atexit = False
         return table
@@ -96,14 +142,25 @@ class Gpu:
             self._pages.tables.free(segment)
 
     def attend(
-        self, layer: int, table: "GpuTable", q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+        self,
+        layer: int,
+        table: "GpuTable",
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        spec: AttentionSpec | None = None,
+        new: New | None = None,
     ) -> Iterator[None]:
         """See ``Table``."""
         out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
         slab, spec, q = self._slabs[layer], spec or self._specs[layer], self._backend.aligned(q)
-        table.attention.partial(q, slab, table.pages.words, spec, out_there, lse_there)
+        added = None if new is None else (self._backend.aligned(new.k), self._backend.aligned(new.v))
+        table.attention.partial(q, slab, table.pages.words, spec, out_there, lse_there, added)
         self._backend.download((out_there, out), (lse_there, lse))
         yield from ()
+
+    def renew(self, slots: Slots, others: Slots) -> None:
+        """See ``Device``; nothing is forgotten."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """See ``Device``."""
@@ -129,10 +186,6 @@ class Gpu:
             self._pages = _Pages(self._backend, 2 * self._pages.tables.words)
             return self._send_pages(pairs, slots)
         return self._pages, starts
-
-    def _attention(self, words: Array) -> Attention:
-        capacity = StepCapacity(power_of_two(len(words)), power_of_two(int(words[:, 1].sum())))
-        return Attention(self._backend, capacity, scratch=self._scratch)
 
 
 class _Pages:
@@ -165,7 +218,13 @@ class GpuTable:
     attention: Attention
 
     def attend(
-        self, layer: int, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
+        self,
+        layer: int,
+        q: Array,
+        out: Floats,
+        lse: Floats,
+        spec: AttentionSpec | None = None,
+        new: New | None = None,
     ) -> Iterator[None]:
         """See ``Table``."""
-        return self.device.attend(layer, self, q, out, lse, spec)
+        return self.device.attend(layer, self, q, out, lse, spec, new)

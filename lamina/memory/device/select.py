@@ -1,9 +1,12 @@
 """Makes a device by its name."""
 
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from lamina.kernels.gpu.device import memory
-from lamina.memory.device.base import Device
+from lamina.memory.device.base import Device, Largest
 from lamina.memory.device.windows import Needed
 from lamina.types import AttentionSpec, KvElement
 
@@ -25,9 +28,23 @@ def make(
         from lamina.memory.device.cpu import Cpu
 
         return Cpu(attentions, element, capacity, threads, needed)
-    from lamina.memory.device.gpu import Gpu, backend
+    from lamina.memory.device.gpu import Gpu, backend, workspaces
 
-    return Gpu(backend(name), attentions, element, capacity)
+    return Gpu(backend(name), attentions, element, capacity, workspaces(name))
+
+
+def reserve(
+    name: str, attentions: Sequence[AttentionSpec], element: KvElement, query: np.dtype[Any], largest: Largest
+) -> None:
+    """Compile what steps up to the ``largest`` launch on the device ``name``, for messages of type ``query``, and take
+    the memory of a GPU that they need beside slabs: what is free afterwards may be used for slabs.
+
+    Raises ConfigError if the device cannot be used, and MemoryError if it has too little memory.
+    """
+    if name != "cpu":
+        from lamina.memory.device.gpu import reserve
+
+        reserve(name, attentions, element, query, largest)
 
 
 def gpu_memory(name: str) -> tuple[int, int]:

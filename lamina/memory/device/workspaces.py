@@ -1,0 +1,78 @@
+"""What attention on a GPU needs beside slabs: bounded, and taken before the capacity of slabs is computed.
+
+Allocations come from the backend's pool, which keeps what is freed: what was taken once is used again.
+"""
+
+import collections
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.kernels.gpu.attention import MOST_CHANGES, Attention, Scratch, StepCapacity
+from lamina.kernels.gpu.choice import Choices
+from lamina.kernels.gpu.measure import measure
+from lamina.kernels.gpu.program import Backend
+from lamina.kernels.gpu.specialize import append_program, power_of_two, write_words_program
+from lamina.memory.device.base import Largest
+from lamina.types import AttentionSpec, KvElement
+
+MOST_TABLES = 64  # kept for later steps, unless ``reserve`` says how many
+
+
+class Workspaces:
+    """Memory for the tables of steps and for parts of attentions, shared by all steps of a GPU."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._choices = Choices.load(backend.name)
+        self._scratch = Scratch(backend)
+        self._most_tables, self._used = MOST_TABLES, 0
+        self._unused = collections.deque[Attention]()  # those used last come last
+
+    def take(self, pairs: int, rows: int) -> Attention:
+        """For a step of so many pairs and query rows; ``give`` it back."""
+        capacity = StepCapacity(power_of_two(pairs), power_of_two(rows))
+        found = next((each for each in reversed(self._unused) if each.capacity == capacity), None)
+        if found is not None:
+            self._unused.remove(found)
+        self._used += 1
+        self._shrink()
+        return found or Attention(self._backend, capacity, self._choices, self._scratch)
+
+    def give(self, attention: Attention) -> None:
+        """Use this again for later steps. Work that was launched with it may still run: they are of one stream."""
+        self._used -= 1
+        self._unused.append(attention)
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while self._unused and len(self._unused) + self._used > self._most_tables:
+            self._unused.popleft()
+
+    def reserve(
+        self, attentions: Sequence[AttentionSpec], element: KvElement, query: npt.DTypeLike, largest: Largest
+    ) -> None:
+        """Compile what steps up to the ``largest`` launch, for messages of type ``query``, and take their memory.
+
+        Raises MemoryError if the GPU has too little.
+        """
+        self._most_tables = largest.tables
+        measure(self._backend, list(dict.fromkeys(attentions)), element, query, self._choices)
+        pairs, rows = power_of_two(min(largest.pairs, largest.rows)), power_of_two(largest.rows)
+        specs = list(dict.fromkeys(replace(spec, layer=0) for spec in attentions))
+        sizes = [StepCapacity(2**each, max(2**each, rows)) for each in range(pairs.bit_length())]
+        programs = {write_words_program()}
+        for spec in specs:
+            programs.add(append_program(element, query, spec.kv_heads, spec.qk_dim, spec.v_dim))
+        # Tables of smaller steps take no more than those of the largest, in whose memory they are made later.
+        tables = [Attention(self._backend, sizes[-1], self._choices, self._scratch) for _ in range(largest.tables)]
+        few = [Attention(self._backend, size, self._choices, self._scratch) for size in sizes[:-1]]
+        for attention, spec in itertools.product(tables + few, specs):
+            programs |= attention.reserve(spec, element, query)
+        for program in sorted(programs, key=str):
+            self._backend.prepare(program)
+        held = [self._backend.empty((nbytes,), np.uint8) for nbytes in (*largest.buffers, 8 * MOST_CHANGES)]
+        del held

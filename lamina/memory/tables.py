@@ -1,0 +1,58 @@
+"""What the steps of a memory worker attend to, as planned."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.memory.device.base import Array, Table
+from lamina.protocol.wire import MessageRows, Piece
+from lamina.steps import StepPlan
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What query rows [start, stop) of a piece attend to. Those of shards with slopes of their own are apart."""
+
+    start: int
+    stop: int
+    shard: int
+    table: Table
+
+
+@dataclass(frozen=True)
+class Further:
+    """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
+
+    ``rows`` int64 [R] index the piece's, ``sent`` are the same on the device; ``tables`` cover them in order.
+    """
+
+    rows: npt.NDArray[np.int64]
+    sent: Array
+    tables: tuple[Attended, ...]
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """What one step needs from this worker, planned once and used for every layer.
+
+    Attributes:
+        tables: for every piece of a request, what its query rows attend to when it arrives; empty without query rows.
+        further: and besides. newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive
+            first.
+        slots: for the new tokens that arrive with requests. sent_slots: the same on the device. pulled_slots: for those
+            of ``rows.pulled``.
+        door: lane * ranks + rank, whose messages these are. appends: attention keeps the new tokens of requests.
+    """
+
+    plan: StepPlan
+    rows: MessageRows
+    pieces: tuple[Piece, ...]
+    tables: tuple[tuple[Attended, ...], ...]
+    further: tuple[tuple[Further, ...], ...]
+    newest: tuple[Attended, ...]
+    slots: npt.NDArray[np.int32]
+    sent_slots: Array
+    pulled_slots: npt.NDArray[np.int32]
+    door: int
+    appends: bool = False

@@ -1,0 +1,138 @@
+"""What a GPU's memory worker reserves at its start is all that its steps use later: memory, and compiled kernels."""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.heads import HeadShards
+from lamina.memory.setup import largest
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
+from lamina.protocol.messages import MemorySetup, Reserve
+from lamina.protocol.wire import body_nbytes
+from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+from lamina.kernels.gpu.interpreter import Interpreter
+from lamina.kernels.gpu.program import Program
+from lamina.memory.device import gpu
+from lamina.memory.device.workspaces import Workspaces
+
+SPECS = [
+    AttentionSpec(0, 4, 2, 16, 16, 0.25),
+    AttentionSpec(1, 40, 2, 16, 24, 0.25, window=9, softcap=5.0),  # a chunk of 2 rows fills a tile
+    AttentionSpec(2, 4, 2, 16, 16, 0.25),
+]
+ROWS, SEQUENCES, CAPACITY = 12, 4, 400
+
+
+class Watched(Interpreter):
+    """A GPU that counts the bytes in use, and what was not compiled before it was launched. It computes nothing."""
+
+    def __init__(self) -> None:
+        self.prepared, self.late = set[Program](), set[Program]()
+        self.used = self.peak = 0
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        array = super().empty(shape, dtype)
+        self._count(array.nbytes)
+        weakref.finalize(array.base, self._count, -array.nbytes).atexit = False
+        return array
+
+    def aligned(self, array: Any) -> Any:
+        if array.ctypes.data % 16 == 0:
+            return array
+        copy = self.empty(array.shape, array.dtype)
+        copy[...] = array
+        return copy
+
+    def _count(self, nbytes: int) -> None:
+        self.used += nbytes
+        self.peak = max(self.peak, self.used)
+
+    def prepare(self, program: Program) -> None:
+        self.prepared.add(program)
+
+    def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
+        self.late |= {program} - self.prepared
+
+
+def plan(number: int, at: dict[int, int], decoding: list[int], chunk: tuple[int, int] | None) -> StepPlan:
+    """A step that decodes some sequences, and runs (sequence, rows) of a prompt."""
+    rows = DecodeRows(decoding, [at[each] for each in decoding], [])
+    chunks = [] if chunk is None else [SequenceStep(chunk[0], at[chunk[0]], [0] * chunk[1], [])]
+    for sequence, count in [(each, 1) for each in decoding] + ([] if chunk is None else [chunk]):
+        at[sequence] += count
+    return StepPlan(number, 0, number, [], [], [], chunks, rows)
+
+
+def serve(store: KvStore, step: StepTables, rng: np.random.Generator) -> list[np.ndarray]:
+    """What a store answers, layer by layer, to random requests in float32."""
+    answers = []
+    for layer, spec in enumerate(store.attentions):
+        nbytes = body_nbytes(spec, store.dtype, step.rows)
+        body = rng.standard_normal(nbytes // 4).astype(np.float32)
+        content = rng.standard_normal(len(step.pulled_slots) * spec.kv_bytes_per_token(store.dtype) // 4)
+        out, lse = store.device.results(len(step.rows.queries), spec)
+        for number in range(len(step.pieces)):
+            for _ in store.serve(layer, step, number, memoryview(body.tobytes()), out, lse):
+                pass
+        if len(content):
+            store.keep(layer, step.pulled_slots, memoryview(content.astype(np.float32).tobytes()))
+        answers += [out, lse]
+    return answers
+
+
+def opened(device: str, specs: list[AttentionSpec], overlap: Overlap, kv: Any, shards: int) -> KvStore:
+    """A store with empty sequences."""
+    store = KvStore("memory0", specs, DType.FLOAT32, CAPACITY, 1, overlap, kv, device, shards)
+    heads = 0, specs[0].kv_heads
+    segments = [Segment(each, "memory0", heads, (0, None)) for each in range(SEQUENCES)]
+    admitted = [Admission(each, 1, 1, [segments[each]], SamplingParams(), 0) for each in range(SEQUENCES)]
+    store.apply(StepPlan(0, 0, 0, [], [], admitted, [], DecodeRows([], [], [])))
+    return store
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    overlap=st.sampled_from([Overlap(), Overlap(True, 1), Overlap(True, 3)]),
+    shards=st.sampled_from([1, 2]),
+    kv=st.sampled_from(["auto", "int8"]),
+    steps=st.lists(
+        st.tuples(st.sets(st.integers(1, SEQUENCES - 1)), st.integers(0, ROWS - SEQUENCES + 1), st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
+)
+def test_steps_use_no_more_than_was_reserved(
+    overlap: Overlap, shards: int, kv: Any, steps: list[tuple[set[int], int, bool]]
+) -> None:
+    """Up to 4 steps are planned before the first is served."""
+    setup = MemorySetup(SPECS, DType.FLOAT32, CAPACITY, 1, overlap, False, kv, shards)
+    element = KvElement.of(kv, DType.FLOAT32)
+    attentions = [HeadShards(2, shards).spec(spec) for spec in SPECS]
+    card = Watched()
+    workspaces = Workspaces(card)
+    workspaces.reserve(attentions, element, np.dtype(np.float32), largest(Reserve(setup, ROWS, SEQUENCES, 4), False))
+    assert card.used < card.peak
+    reserved, card.peak = card.peak, 0
+    store, rng = opened("cpu", SPECS, overlap, kv, shards), np.random.default_rng(0)
+    store.device = gpu.Gpu(card, attentions, element, shards * CAPACITY, workspaces)
+    kept = card.used
+    at, waiting = dict.fromkeys(range(SEQUENCES), 0), list[StepTables]()
+    for number, (decoding, chunk, serves) in enumerate(steps):
+        rows = (0, chunk) if chunk else None
+        waiting += store.apply(plan(number, at, sorted(decoding), rows))
+        while waiting and (serves or len(waiting) == 4):
+            serve(store, waiting.pop(0), rng)
+    while waiting:
+        serve(store, waiting.pop(0), rng)
+    assert card.late == set()
+    assert card.peak - kept <= reserved
