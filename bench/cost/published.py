@@ -53,19 +53,18 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """The same within ``SAME``, of two bands both ends; or one number of ours inside the published band, widened by
-        ``SAME``."""
+        """The same within ``SAME``, percentages also within a point; of two bands both ends. One number of ours
+        also agrees if it is inside the published band."""
+        ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
         if isinstance(self.published, tuple):
             low, high = self.published
             if isinstance(self.ours, tuple):
-                return _near(self.ours[0], low) and _near(self.ours[1], high)
-            return low <= self.ours <= high or _near(self.ours, low) or _near(self.ours, high)
-        ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
-        return all(_near(end, self.published) for end in ends)
+                return self._near(ends[0], low) and self._near(ends[1], high)
+            return low <= ends[0] <= high or self._near(ends[0], low) or self._near(ends[0], high)
+        return self._near(ends[0], self.published) and self._near(ends[1], self.published)
 
-
-def _near(ours: float, published: float) -> bool:
-    return abs(ours - published) <= SAME * abs(published)
+    def _near(self, ours: float, published: float) -> bool:
+        return abs(ours - published) <= max(SAME * abs(published), 1.0 if self.unit == "%" else 0.0)
 
 
 def _single(number: Number) -> float:

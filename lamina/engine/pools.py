@@ -314,7 +314,7 @@ class Pools:
         return self.topology.left(name, self._pipeline_of(replicas))
 
     def _pipeline_of(self, replicas: int) -> Pipeline:
-        """The pipeline of the start, for so many replicas; lanes do not rotate if there are more replicas than slices."""
+        """The pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
         if replicas == len(self.topology.computes):
             return self.topology.pipeline
         pipeline = self._pipeline.with_replicas(max(1, replicas))

@@ -172,7 +172,7 @@ class Tier:
 def open_tier(
     store: KvStore, folder: str, overcommit: float, on_done: OnDone, resources: contextlib.ExitStack
 ) -> Tier | None:
-    """The disk of a store, with which it holds ``overcommit`` times its slab; None for no disk. ``resources`` closes it.
+    """The disk with which a store holds ``overcommit`` times its slab; None for no disk. ``resources`` closes it.
 
     Raises ConfigError if the folder cannot be used.
     """
