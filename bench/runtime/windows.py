@@ -2,10 +2,10 @@
 
     python -m bench.runtime.windows [--tokens 2048] [--requests 8] [--json FILE]
 
-A small model like Gemma 3 (five of six layers see the last 256 tokens) serves long prompts at once, with the prefix
-cache, for which all layers keep every token, and without. Printed for both: token slots in the same
-``kv_cache_memory_bytes``, and how much the memory worker grew, beside the bytes of all tokens in all layers. Answers
-are compared.
+A small model like Gemma 3 (five of six layers see the last 256 tokens) serves chats of two turns with long prompts, all
+at once, with the prefix cache and without. Printed for both: token slots in the same ``kv_cache_memory_bytes``, and how
+much the memory worker grew in the first turn, beside the same if all layers kept every token; and the share of the
+second turn's prompts that was found in the cache. Answers are compared.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import random
 import tempfile
 import threading
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -21,11 +22,13 @@ from rich.table import Table
 
 from bench.runtime.sessions import resident_nbytes
 from lamina.config import EngineConfig
+from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 from lamina.models import directory
 from lamina.types import DType, SamplingParams
 
+NEXT = 32  # tokens that each user adds
 FULL, SLIDING = "full_attention", "sliding_attention"
 WINDOW, LAYERS, PERIOD, HEADS, SIZE, VOCABULARY = 256, 6, 6, 2, 64, 2048
 TOKEN_NBYTES = LAYERS * 2 * HEADS * SIZE * 4
@@ -48,42 +51,65 @@ SIZES = {
 }
 
 
-def measure(model: Path, tokens: int, requests: int, prefix_cache: bool) -> tuple[dict[str, float], list[list[int]]]:
-    """The figures of one cluster, and what it answered."""
+@dataclass(frozen=True)
+class Figures:
+    """Of a cluster. ``found``: share of the second prompts' tokens. ``answers``: to all first prompts, then others."""
+
+    slots: int
+    grown_nbytes: int
+    found: float
+    answers: list[list[int]]
+
+
+def run(engine: Engine, name: str, prompts: list[list[int]]) -> tuple[list[list[int]], int]:
+    """The answers to prompts that are served together, and how many of their tokens were found in the cache."""
+    greedy = SamplingParams(max_tokens=DRAWN, temperature=0.0, ignore_eos=True)
+    answers, found, ended = [list[int]() for _ in prompts], [0] * len(prompts), threading.Semaphore(0)
+
+    def note(number: int, update: RequestUpdate) -> None:
+        answers[number] += update.completions[0].token_ids
+        found[number] = update.cached_tokens
+        if update.finished:
+            ended.release()
+
+    for number, prompt in enumerate(prompts):
+        engine.submit(f"{name}-{number}", prompt, greedy, functools.partial(note, number))
+    for _ in prompts:
+        if not ended.acquire(timeout=TIMEOUT_S):
+            raise TimeoutError(f"no answer within {TIMEOUT_S} s")
+    return answers, sum(found)
+
+
+def measure(model: Path, tokens: int, requests: int, nbytes: int, prefix_cache: bool) -> Figures:
+    """Serve all chats."""
     config = EngineConfig(
         model=str(model),
         load_format="dummy",
         dtype=DType.FLOAT32,
         memory="cpu:1",
-        kv_cache_memory_bytes=2 * requests * tokens * TOKEN_NBYTES,
+        kv_cache_memory_bytes=nbytes,
         max_num_seqs=requests,
         max_num_batched_tokens=256,
         threads=1,
         prefix_cache=prefix_cache,
     )
     draw = random.Random(0)
-    greedy = SamplingParams(max_tokens=DRAWN, temperature=0.0, ignore_eos=True)
-    prompts = [[draw.randrange(3, VOCABULARY) for _ in range(tokens)] for _ in range(requests)]
+
+    def drawn(count: int) -> list[int]:
+        return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+    prompts = [drawn(tokens) for _ in range(requests)]
     engine = launch(config)
     try:
         before = resident_nbytes(engine)
-        answers, ended = [list[int]() for _ in prompts], threading.Semaphore(0)
-
-        def note(number: int, update: RequestUpdate) -> None:
-            answers[number] += update.completions[0].token_ids
-            if update.finished:
-                ended.release()
-
-        for number, prompt in enumerate(prompts):
-            engine.submit(str(number), prompt, greedy, functools.partial(note, number))
-        for _ in prompts:
-            if not ended.acquire(timeout=TIMEOUT_S):
-                raise TimeoutError(f"no answer within {TIMEOUT_S} s")
+        first, _ = run(engine, "first", prompts)
         grown = resident_nbytes(engine) - before
+        longer = [prompt + answer + drawn(NEXT) for prompt, answer in zip(prompts, first, strict=True)]
+        second, found = run(engine, "second", longer)
         slots = next(iter(engine.cluster.capacities.values()))
     finally:
         engine.close()
-    return {"slots": slots, "grown_nbytes": grown}, answers
+    return Figures(slots, grown, found / sum(map(len, longer)), first + second)
 
 
 def main() -> None:
@@ -99,23 +125,28 @@ def main() -> None:
         bundled = directory.find(None).path
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (model / file).write_bytes((bundled / file).read_bytes())
-        keeps, first = measure(model, given.tokens, given.requests, prefix_cache=True)
-        forgets, second = measure(model, given.tokens, given.requests, prefix_cache=False)
-    every = given.requests * (given.tokens + DRAWN) * TOKEN_NBYTES
+        every = given.requests * (given.tokens + DRAWN) * TOKEN_NBYTES
+        sizes = given.tokens, given.requests, 2 * every
+        cached, alone = (measure(model, *sizes, prefix_cache=kept) for kept in (True, False))
+    slots = 2 * every // TOKEN_NBYTES
     seen = f"{PERIOD - 1} of {PERIOD} layers see {WINDOW}"
-    table = Table(title=f"{given.requests} prompts of {given.tokens} tokens; {seen}")
-    for column in ("", "all is kept", "windows forget", "ratio"):
+    table = Table(title=f"{given.requests} chats, first prompts of {given.tokens} tokens; {seen}")
+    for column in ("", "all kept (computed)", "prefix cache", "no prefix cache"):
         table.add_column(column, justify="left" if not column else "right")
-    slots, grown = (f"{figures['slots']:.0f}" for figures in (keeps, forgets)), keeps["grown_nbytes"]
-    table.add_row("token slots in the same memory", *slots, f"{forgets['slots'] / keeps['slots']:.2f}")
-    sizes = (f"{figures['grown_nbytes'] / 1e6:.0f} MB" for figures in (keeps, forgets))
-    table.add_row("memory in use", *sizes, f"{forgets['grown_nbytes'] / grown:.2f}")
-    shares = (f"{figures['grown_nbytes'] / every:.2f}" for figures in (keeps, forgets))
-    table.add_row("over that of all tokens in all layers", *shares)
-    table.add_row("answers that differ", "", f"{sum(a != b for a, b in zip(first, second, strict=True))}")
+
+    def row(name: str, whole: float, values: tuple[float, float], scale: float, unit: str) -> None:
+        shown = [f"{value / scale:.0f}{unit} ({value / whole:.2f})" for value in values]
+        table.add_row(name, f"{whole / scale:.0f}{unit}", *shown)
+
+    row("token slots in the same memory", slots, (cached.slots, alone.slots), 1, "")
+    row("memory in use after the first turn", every, (cached.grown_nbytes, alone.grown_nbytes), 1e6, " MB")
+    table.add_row("found of the second prompts", "", f"{cached.found:.1%}", f"{alone.found:.1%}")
+    different = sum(one != other for one, other in zip(cached.answers, alone.answers, strict=True))
+    table.add_row("answers that differ", "", f"{different} of {len(alone.answers)}", "")
     Console(width=120).print(table)
     if given.json:
-        given.json.write_text(json.dumps({"keeps": keeps, "forgets": forgets, "every_nbytes": every}, indent=1))
+        figures = {"prefix_cache": asdict(cached), "no_prefix_cache": asdict(alone)}
+        given.json.write_text(json.dumps({"slots": slots, "every_nbytes": every, **figures}, indent=1))
 
 
 if __name__ == "__main__":

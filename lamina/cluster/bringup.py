@@ -28,7 +28,7 @@ from lamina.cluster.joining import (
 )
 from lamina.cluster.linking import link
 from lamina.cluster.pool import CPU
-from lamina.cluster.slabs import SlabSize, slab_size
+from lamina.cluster.slabs import LEAST_GAIN, SlabSize, slab_size
 from lamina.errors import ConfigError
 from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
@@ -63,7 +63,8 @@ class ClusterPlan:
         kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
             ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``.
+        is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``; those on
+            GPUs keep everything. prefix_cache: as in ``EngineConfig``.
     """
 
     computes: tuple[str, ...]
@@ -85,6 +86,7 @@ class ClusterPlan:
     kv_overcommit: float = 1.0
     kv_spill_dir: str = ""
     forgets: bool = False
+    prefix_cache: bool = False
     start_s: float = START_TIMEOUT_S
 
 
@@ -106,6 +108,7 @@ class Cluster:
     fabric: Fabric | None = None  # without it, no worker can join
     wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
     head_shards: int = 1
+    window: int = 0  # the largest of layers that forget; 0 if none do
 
     @property
     def missing(self) -> int:
@@ -181,8 +184,8 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes))
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
     found = gather.all(Resources, holders, LOAD_TIMEOUT_S)
-    capacities = _capacities(plan, loaded, shards.count, setup.capacity, found)
-    setup = msgspec.structs.replace(setup, capacity=max(capacities.values()))
+    plan, capacities = _forgetting(plan, loaded, shards.count, setup.capacity, found)
+    setup = msgspec.structs.replace(setup, capacity=max(capacities.values()), forgets=plan.forgets)
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
@@ -207,7 +210,13 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         plan.kinds,
         fabric if ranks == 1 else None,  # so far, replicas of several ranks neither grow nor shrink
         head_shards=shards.count,
+        window=forgotten_window(setup),
     )
+
+
+def forgotten_window(setup: MemorySetup) -> int:
+    """The largest window of layers that forget what it has left; 0 if none do."""
+    return max(spec.window for spec in setup.attentions) if setup.forgets else 0
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
@@ -247,6 +256,17 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     return dataclasses.replace(plan, pipeline=plan.pipeline.without_rotation())
 
 
+def _forgetting(
+    plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
+) -> tuple[ClusterPlan, dict[str, int]]:
+    """Whether layers with a window forget, and the token slots of each memory worker. Arguments as ``_capacities``."""
+    keeps = dataclasses.replace(plan, forgets=False)
+    capacities, whole = (_capacities(each, loaded, shards, most, found) for each in (plan, keeps))
+    if plan.prefix_cache and sum(capacities.values()) < LEAST_GAIN * sum(whole.values()):
+        return keeps, whole
+    return plan, capacities
+
+
 def _capacities(
     plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
 ) -> dict[str, int]:
@@ -262,7 +282,7 @@ def _capacities(
             nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
         else:
             nbytes = plan.kv_bytes(*_share(name, hosts, found))
-        capacities[name] = (slab.whole.with_pages(shards) if each.gpu_total else slab).slots(nbytes, most)
+        capacities[name] = (slab if each.forgets else slab.whole.with_pages(shards)).slots(nbytes, most)
         if capacities[name] < 2:
             raise ConfigError(
                 f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "
@@ -285,7 +305,7 @@ def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) 
 
 def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
     element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
-    return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes)
+    return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes, plan.prefix_cache)
 
 
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:

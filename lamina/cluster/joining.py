@@ -186,7 +186,7 @@ def _make_slab(
     control.send([name], Inspect())
     found: dict[str, Resources] = yield Ask(Resources, [name], LOAD_TIMEOUT_S)
     most = setup.capacity
-    slab = fabric.slab.whole.with_pages(setup.head_shards) if found[name].gpu_total else fabric.slab
+    slab = fabric.slab if found[name].forgets else fabric.slab.whole.with_pages(setup.head_shards)
     nbytes = fabric.kv_bytes(found[name], slab.nbytes(most), promised)
     capacity = slab.slots(nbytes, most)
     if capacity < 2:

@@ -263,7 +263,8 @@ def cluster_plan(
         is_open=is_open,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_overcommit=overcommit(config),
-        forgets=not config.prefix_cache,
+        forgets=overcommit(config) == 1,  # blocks on disks have all tokens of all layers
+        prefix_cache=config.prefix_cache,
         kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
         start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
     )

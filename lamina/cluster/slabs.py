@@ -5,26 +5,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.kernels.gpu.tables import MOST_BYTES
-from lamina.memory.device.windows import most_rows
+from lamina.memory.device.windows import most_rows, with_spare
+from lamina.placement import checkpoints
 from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, KvElement
+
+LEAST_GAIN = 1.2
+"""Token slots with layers that forget over those without, for which requests go on from checkpoints of cached prefixes
+alone."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A layer that forgets.
+
+    Attributes:
+        nbytes: of a row. running: as many are needed for sequences that run (``lamina.memory.device.windows``).
+        prompts: and for what those have in the prefix cache; None: there is none.
+    """
+
+    nbytes: int
+    running: int
+    prompts: int | None = None
+
+    def most(self, slots: int) -> int:
+        """Rows in use at once beside so many slots."""
+        cached = 0 if self.prompts is None else max(self.prompts, checkpoints.most_rows(slots))
+        return min(self.running + with_spare(cached), slots)
 
 
 @dataclass(frozen=True)
 class SlabSize:
-    """Bytes of the slab of a memory worker, by its token slots.
-
-    Attributes:
-        slot: of all layers that keep every token. rows: of each layer that forgets: the bytes of a row, and how many it
-            uses at most (``lamina.memory.device.windows``).
-    """
+    """Bytes of the slab of a memory worker, by its token slots: of all layers that keep every token, and of others."""
 
     slot: int
-    rows: tuple[tuple[int, int], ...] = ()
+    rows: tuple[Rows, ...] = ()
 
     def nbytes(self, slots: int) -> int:
         """Bytes of so many slots."""
-        return self.slot * slots + sum(each * min(most, slots) for each, most in self.rows)
+        return self.slot * slots + sum(each.nbytes * each.most(slots) for each in self.rows)
 
     def slots(self, nbytes: int, most: int) -> int:
         """The slots for which so many bytes suffice, ``most`` of them at most."""
@@ -41,14 +60,21 @@ class SlabSize:
 
 
 def slab_size(
-    attentions: Sequence[AttentionSpec], element: KvElement, forgets: bool, limits: Limits, lanes: int
+    attentions: Sequence[AttentionSpec],
+    element: KvElement,
+    forgets: bool,
+    limits: Limits,
+    lanes: int,
+    prefix_cache: bool = False,
 ) -> SlabSize:
     """The slab of a CPU with these layers, which are those of a whole token. ``forgets``: as for ``KvStore``."""
-    slot, rows = 0, list[tuple[int, int]]()
+    slot, rows = 0, list[Rows]()
+    sequences, tokens = limits.max_sequences, lanes * limits.max_num_batched_tokens
     for spec in attentions:
         each = spec.slab_bytes_per_token(element)
         if forgets and spec.window:
-            rows.append((each, most_rows(spec.window, limits.max_sequences, lanes * limits.max_num_batched_tokens)))
+            running = most_rows(spec.window, sequences, tokens)
+            rows.append(Rows(each, running, sequences * spec.window if prefix_cache else None))
         else:
             slot += each
     return SlabSize(slot, tuple(rows))

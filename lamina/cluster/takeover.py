@@ -4,12 +4,13 @@ The engine saves what the next one needs whenever the members change. It names o
 to: a worker that was about to join, or to leave, when the engine ended is ended too.
 """
 
+import dataclasses
 import time
 from collections.abc import Collection, Mapping
 
 import msgspec
 
-from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, with_turns
+from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, forgotten_window, with_turns
 from lamina.cluster.joining import Fabric
 from lamina.cluster.launchers.supervised import SupervisedWorkers
 from lamina.errors import DeadlineError, TransportError, UnreachableError
@@ -62,6 +63,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
     Raises TransportError if a role has no worker any more, or workers do not answer.
     """
     plan = with_turns(plan, len(saved.loaded.attentions) + 1)
+    plan = dataclasses.replace(plan, forgets=saved.memory_setup.forgets)
     fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
     before, last = saved.topology, saved.topology.epoch
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
@@ -91,6 +93,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         fabric,
         wanted=saved.wanted,
         head_shards=saved.memory_setup.head_shards,
+        window=forgotten_window(saved.memory_setup),
     )
 
 

@@ -93,6 +93,7 @@ class Engine:
             overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
             balance=config.balance,
+            window=cluster.window if config.prefix_cache else 0,
         )
         self._scheduler = self._turn.scheduler
         if cluster.missing:  # lost with the last engine, to be started again

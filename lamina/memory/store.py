@@ -59,8 +59,8 @@ class KvStore:
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
         have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
-        with a window keep no tokens that no step will attend to: no other sequence may begin with tokens of one that
-        has run. Raises ConfigError if the device cannot be used.
+        with a window keep no tokens that no step will attend to: a fork of a cached prefix must have all of its tokens.
+        Raises ConfigError if the device cannot be used.
         """
         self.worker = worker
         self.threads = threads
@@ -75,7 +75,8 @@ class KvStore:
         alike = 1 if not self._by_shard else head_shards
         self._specs = [[self.shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
-        self._starts: dict[int, collections.deque[int]] = {}  # of the latest steps, by sequence
+        # Of the latest steps, by sequence; before the first, where that begins.
+        self._starts: dict[int, collections.deque[int]] = {}
         self._forgets = forgets
         needed = self._needed if forgets else None
         self.device = make(device, self.attentions, self.element, self.slab.capacity, threads, needed)
@@ -135,7 +136,8 @@ class KvStore:
 
         Sequences that have no segment here are ignored.
         """
-        self._starts.clear()  # what is left of sequences stays until they run again
+        # Prefixes of sequences whose steps have completed may be cached with the next plan.
+        self._starts = {one: _first(max(0, tokens - STEPS_KEPT)) for one, tokens in kept.items()}
         for sequence in {sequence for sequence, *_ in self.slab.segments}:
             if sequence not in kept or sequence not in self._segments:
                 self._forget(sequence)
@@ -169,15 +171,21 @@ class KvStore:
         return self._key(attend.sequence, attend.kv_start, attend.shard)
 
     def _fork(self, fork: Fork) -> None:
-        """Let a child share the part of its first tokens that its parent has here."""
+        """Let a child share the part of its first tokens that its parent has here. Of tokens that the child has from
+        elsewhere, it gets what has been forgotten there."""
         segments = self._segments.get(fork.parent, [])
         if shared := forked(segments, fork.child, fork.tokens):
             self._segments[fork.child] = shared
+            self._starts[fork.child] = _first(fork.tokens)
         for segment in segments[: len(shared)]:
             start, stop = segment.tokens
             last = fork.tokens if stop is None else min(fork.tokens, stop)
             for key in self._keys(segment):
                 child = self._key(fork.child, start, key[1] % self.shards.count)
+                if child in self.slab:
+                    begun, source = self.slab.slots(child), self.slab.slots(key)
+                    both = min(len(begun), last - start)
+                    self.device.renew(begun[:both], source[:both])
                 if child not in self.slab or len(self.slab.slots(child)) < last - start:
                     self.slab.fork(key, child, last - start)
 
@@ -266,7 +274,9 @@ class KvStore:
             held: list[tuple[int, int, SegmentKey, int]] = []
             if new.worker == self.worker:
                 carried = first + len(self.slab.slots((switch.carrier, 0)))
-                held.append((first, carried if last is None else last, (switch.carrier, 0), first))
+                end = carried if last is None else last
+                held.append((first, end, (switch.carrier, 0), first))
+                self._starts.setdefault(sequence, _first(end))
             for segment in before:
                 start = segment.tokens[0]
                 stop = start + len(self.slab.slots((sequence, start)))
@@ -301,10 +311,10 @@ class KvStore:
         """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
         attends = [one for rows in messages for one in (*rows.attends, *dict(rows.further).values())]
         for sequence, start in {(one.sequence, one.start) for one in attends}:
-            self._starts.setdefault(sequence, collections.deque(maxlen=STEPS_KEPT)).append(start)
+            self._starts.setdefault(sequence, _first(start)).append(start)
 
     def _needed(self, window: int) -> Iterator[npt.NDArray[np.int32]]:
-        """See ``Needed``. A sequence that has not run here yet, such as a fork, may go on anywhere."""
+        """See ``Needed``. Of a sequence that has come from elsewhere and not run here, all is needed."""
         for sequence, number in self.slab.segments:
             starts = self._starts.get(sequence)
             lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count
@@ -456,6 +466,11 @@ def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -
         for (start, _, key, origin), stop in zip(held, ends, strict=True)
         if max(start, low) < stop
     ]
+
+
+def _first(start: int) -> collections.deque[int]:
+    """The starts of a sequence whose next step begins there."""
+    return collections.deque([start], maxlen=STEPS_KEPT)
 
 
 def _as_it_is(array: Array) -> Array:

@@ -11,18 +11,24 @@ Tokens that some request shares are reserved in ``Placement``. All others are id
 recently used ones are evicted as soon as a request's own tokens need their slots. So KV is dropped only where nothing
 idle is left.
 
+If layers forget what their ``window`` has left, requests go on from ``lamina.placement.checkpoints``, and compute again
+what comes after them.
+
 The radix tree and its eviction from the leaves: SGLang (Zheng et al., NeurIPS 2024). Here a leaf may be evicted in
 part, since slots are allocated by token.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from lamina.groups import Completion, Group, Ids, ids_of
+from lamina.placement.checkpoints import most_rows
 from lamina.placement.map import Found, Placement
-from lamina.placement.prefix_tree import GRAIN, Node, PrefixTree
-from lamina.segments import by_worker, moved
+from lamina.placement.prefix_match import alike, match
+from lamina.placement.prefix_node import Node
+from lamina.placement.prefix_tree import GRAIN, PrefixTree
+from lamina.segments import moved
 from lamina.steps import Fork
 from lamina.types import Segment
 
@@ -37,21 +43,30 @@ class PrefixCache:
         on_kept, on_evicted: called with each new leaf of a tree, and each that is given up.
     """
 
-    def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True) -> None:
-        """``sequences``: numbers of new sequences. Without ``enabled`` nothing is kept and nothing found."""
+    def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True, window: int = 0) -> None:
+        """``sequences``: numbers of new sequences. Without ``enabled`` nothing is kept and nothing found. ``window``:
+        the largest of layers that forget what it has left; 0 if none do."""
         self.queried = self.hit = 0
         self._placement = placement
         self._sequences = sequences
         self._enabled = enabled
-        self._trees = {worker: PrefixTree() for worker in placement.capacities} if enabled else {}
+        self._window = window
+        self._trees = {worker: self._new_tree(worker) for worker in placement.capacities} if enabled else {}
         self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the end of what each request shares
+        self._grown = set[PrefixTree]()  # trees with new checkpoints
+        self._dealt: dict[Group, Node] = {}  # the same, of those that no plan has admitted
+        self._branches: dict[Group, int] = {}  # tokens that requests have in common with others, and compute again
         self._forks: list[Fork] = []
         self._released: list[int] = []
         self.on_kept: Callable[[Node], None] = _ignore
         self.on_evicted: Callable[[Node], None] = _ignore
 
+    def _new_tree(self, worker: str) -> PrefixTree:
+        return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
+
     def lose(self, places: Collection[str]) -> None:
         """KV on these places of the placement is lost, and no request may share any of it. ``follow`` comes next."""
+        self._branches.clear()  # their last tokens may be forgotten before the next plan
         idle = self._placement.idle
         for tree in self._trees.values():
             tree.cut(places)
@@ -62,19 +77,19 @@ class PrefixCache:
         """The places of the placement have changed."""
         if self._enabled:
             # What is left of the tree of a lost place is found no more, and goes once its slots are needed.
-            left = {worker: tree for worker, tree in self._trees.items() if tree.leaf_count}
-            new = {worker: self._trees.get(worker) or PrefixTree() for worker in self._placement.capacities}
+            left = {worker: tree for worker, tree in self._trees.items() if tree.sequence_count}
+            new = {worker: self._trees.get(worker) or self._new_tree(worker) for worker in self._placement.capacities}
             self._trees = left | new
 
     def idle(self, worker: str) -> tuple[int, int]:
         """Tokens that a worker keeps although no request uses them, and the sequences that hold what it keeps."""
         trees = [tree for place in self._placement.places_on(worker) if (tree := self._trees.get(place)) is not None]
-        return self._placement.idle_on(worker), sum(tree.leaf_count for tree in trees)
+        return self._placement.idle_on(worker), sum(tree.sequence_count for tree in trees)
 
     def sequences(self, worker: str) -> dict[int, int]:
         """What a worker keeps some of: tokens by sequence."""
-        leaves = self.leaves()
-        return {leaf.any_sequence: leaf.stop for leaf in leaves if any(one.worker == worker for one in leaf.path())}
+        ends = self.ends()
+        return {end.any_sequence: end.stop for end in ends if any(one.worker == worker for one in end.path())}
 
     def changes(self) -> tuple[list[Fork], list[int]]:
         """Forks and released sequences for the next plan; first, what is idle makes way for what is reserved.
@@ -82,6 +97,7 @@ class PrefixCache:
         Workers that take no more requests keep nothing.
         """
         placement = self._placement
+        self._give_up_checkpoints()
         while placement.crowded:
             worker = placement.crowded.pop()
             self._evict(worker, placement.excess(worker))
@@ -98,36 +114,19 @@ class PrefixCache:
 
         A request for more than one worker shares none.
         """
-        first = group.completions[0]
-        if not self._trees or first.goal <= SHORTEST or self._placement.splits(group.to_run):
+        if not self._trees or group.completions[0].goal <= SHORTEST or self._placement.splits(group.to_run):
             return {}
-        if group.ids is None:
-            group.ids = ids_of(group.known_tokens(first, 0, first.goal))
-        found, most = {}, first.goal - 1
-        if group.request.params.penalizes:
-            most = min(most, group.prompt_length)  # replicas learn from the chunks that run what has been generated
+        found = {}
         for worker, tree in self._trees.items():
             if worker not in self._placement.capacities or worker in self._placement.closed:
                 continue
-            node, length = tree.find(group.request.params.cache_salt, group.ids)
-            length = min(length, most, self._usable(node, worker))
+            node, length = match(tree, group, worker, self._placement)
+            if self._window:
+                length = tree.checkpoints.last(node, length)
             if node is not None and length >= SHORTEST:
                 held = next((one.stop for one in node.path() if one.holders), 0)
                 found[worker] = Found(length, min(held, length))
         return found
-
-    def _usable(self, node: Node | None, home: str) -> int:
-        """How many tokens up to ``node`` a request on ``home`` could share, as far as other workers are concerned: what
-        is idle there needs room again, and some may be about to leave."""
-        placement, rooms = self._placement, Counter[str]()
-        for one in reversed(list(node.path())) if node is not None else ():
-            if one.worker != home:
-                rooms[one.worker] += 0 if one.holders else len(one.tokens)
-                if one.worker in placement.closed or (
-                    not one.holders and rooms[one.worker] > placement.room(one.worker)
-                ):
-                    return one.start
-        return 0 if node is None else node.stop
 
     def share(self, group: Group) -> None:
         """A request is dealt to ``group.home``, and shares what ``find`` found there.
@@ -139,6 +138,10 @@ class PrefixCache:
         found = self.find(group).get(group.home)
         length = 0 if found is None else found.length
         group.share(length)
+        if self._window and not self._placement.splits(group.to_run):
+            _, matched = match(self._trees[group.home], group, group.home, self._placement)
+            if matched >= length + SHORTEST:
+                self._branches[group] = matched
         if not length:
             return
         assert group.ids is not None
@@ -148,7 +151,9 @@ class PrefixCache:
         if length < node.stop:
             node = tree.split(node, length)
         tree.use(node)
-        self._shared[group] = tree, node
+        if self._window:
+            tree.checkpoints.use(node)
+        self._shared[group], self._dealt[group] = (tree, node), node
         self.hold(tree, node)
         for one in node.path():
             if one.worker != group.home:
@@ -164,6 +169,7 @@ class PrefixCache:
         self.hit += group.hit
         if group.cached_tokens is None:
             group.cached_tokens = min(group.hit, group.prompt_length)
+        self._dealt.pop(group, None)
         if group in self._shared:
             parent = self._shared[group][1].any_sequence
             self._forks.append(Fork(parent, group.completions[0].sequence, group.hit))
@@ -182,6 +188,8 @@ class PrefixCache:
 
     def leave(self, group: Group) -> None:
         """A request has ended; ``let_go`` follows once it is released."""
+        self._dealt.pop(group, None)
+        self._branches.pop(group, None)
         if group in self._shared:
             self._leave(self._shared[group][1])
 
@@ -257,9 +265,9 @@ class PrefixCache:
 
     # -- prefixes that come from elsewhere -----------------------------------------------------------------------
 
-    def leaves(self) -> Iterator[Node]:
+    def ends(self) -> Iterator[Node]:
         """The ends of all prefixes that are kept."""
-        return itertools.chain.from_iterable(tree.leaves() for tree in self._trees.values())
+        return itertools.chain.from_iterable(tree.ends() for tree in self._trees.values())
 
     def beginning(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node | None, int]:
         """The tree of a worker, and what it has of these tokens: the end, and how many."""
@@ -300,7 +308,16 @@ class PrefixCache:
 
     # -- prefixes that are kept ---------------------------------------------------------------------------------
 
-    def keep_prompt(self, group: Group) -> None:
+    def keep_computed(self, lane: int, prompts: Iterable[Group], ran: Callable[[Completion], int]) -> None:
+        """Keep what requests of a lane have computed: ``prompts``, and what others began with before, of which they
+        ``ran`` so many tokens again."""
+        for group in prompts:
+            self._keep_prompt(group)
+        for group in [one for one in self._branches if one.lane == lane]:
+            if ran(group.completions[0]) >= self._branches[group]:
+                self._keep_branch(group, self._branches.pop(group))
+
+    def _keep_prompt(self, group: Group) -> None:
         """The prompt of a running request has been computed: others may share it now, and it does so itself.
 
         If the tree has got some of it from another request meanwhile, it waits until this one ends.
@@ -310,7 +327,11 @@ class PrefixCache:
             return
         if self._is_leaving(first):
             return
-        ids = ids_of(group.request.prompt_token_ids) if group.ids is None else group.ids[:stop]
+        if self._window:
+            stop -= 1  # the same prompt may come again, whose last token must be computed
+            if stop <= group.hit:
+                return
+        ids = ids_of(group.request.prompt_token_ids[:stop]) if group.ids is None else group.ids[:stop]
         tree, salt = self._tree(group), group.request.params.cache_salt
         node, found = tree.find(salt, ids)
         if found != group.hit:
@@ -322,8 +343,29 @@ class PrefixCache:
         self._shared[group] = tree, leaf
         tree.use(leaf)
         self.on_kept(leaf)
-        group.unshared = 0
+        group.unshared = group.prompt_length - stop
         group.ids = None
+
+    def _keep_branch(self, group: Group, length: int) -> None:
+        """Let others go on from the first tokens of a request, if the tree still has them."""
+        tree, first = self._tree(group), group.completions[0]
+        ids = ids_of(group.known_tokens(first, 0, length))
+        node, found = tree.find(group.request.params.cache_salt, ids)
+        if node is not None and found == length and alike(node, first):
+            self._add_checkpoint(tree, node, length, first.sequence)
+
+    def _add_checkpoint(self, tree: PrefixTree, node: Node, length: int, source: int) -> None:
+        """Requests may go on from the first ``length`` tokens up to ``node``, whose last ones ``source`` brings."""
+        if length < node.stop:
+            node = tree.split(node, length)
+        if node not in tree.checkpoints:
+            if node.sequence is None:
+                sequence = next(self._sequences)
+                self._forks.append(Fork(node.any_sequence, sequence, length))
+                tree.give_sequence(node, sequence)
+            self._forks.append(Fork(source, node.any_sequence, length))
+            self._grown.add(tree)
+        tree.checkpoints.use(node)
 
     def keep(self, group: Group, completion: Completion) -> None:
         """A completion is being released: keep the tokens that it has and that the tree lacks.
@@ -337,13 +379,15 @@ class PrefixCache:
         ids = ids_of(group.known_tokens(completion, 0, length))
         tree, salt = self._tree(group), group.request.params.cache_salt
         node, found = tree.find(salt, ids)
-        if found > self.shared(group) and not _alike(node, completion):
+        if found > self.shared(group) and not alike(node, completion):
             return
         if node is not None:
             if found < min(node.stop, length):
                 node = tree.split(node, found)
             tree.use(node)
         if found == length:
+            if self._window and node is not None:
+                self._add_checkpoint(tree, node, length, completion.sequence)
             return
         beginning = (
             node if found > self.shared(group) else None
@@ -387,6 +431,8 @@ class PrefixCache:
             self._forks.append(Fork(beginning.any_sequence, sequence, beginning.stop))
         leaf, superseded = tree.add(node, salt, tokens, sequence, segments)
         self._forks.append(Fork(source, sequence, leaf.stop))
+        if self._window:
+            self._grown.add(tree)
         if superseded is not None:
             self._released.append(superseded)
         return leaf
@@ -399,28 +445,42 @@ class PrefixCache:
             tree = next(one for one in trees if one.idle[worker] > 0)
             leaf = tree.oldest()
             amount = max(lacking, GRAIN)
-            if leaf.worker == worker and len(leaf.tokens) > amount + GRAIN:
+            if leaf.worker == worker and len(leaf.tokens) > amount + GRAIN and not self._window:
                 tree.split(leaf, leaf.stop - amount)
-            gone = len(leaf.tokens)
-            sequence = leaf.any_sequence
+            lacking -= self._drop(tree, leaf)[worker]
+
+    def _drop(self, tree: PrefixTree, leaf: Node) -> Counter[str]:
+        """Drop an idle leaf, with those above it that would end in no checkpoint. Returns the tokens, by worker."""
+        sequence, dropped = leaf.any_sequence, Counter[str]()
+        self._released.append(sequence)
+        while True:
             self.on_evicted(leaf)
+            dropped[leaf.worker] += len(leaf.tokens)
+            self._add_idle(tree, leaf.worker, -len(leaf.tokens))
             parent = tree.remove(leaf)
-            if parent is not None:
-                parent.sequence = next(self._sequences)
-                self._forks.append(Fork(sequence, parent.sequence, parent.stop))
-                tree.note(parent)
-                parent.copied = parent.copied or leaf.copied
-                self.on_kept(parent)
-            self._released.append(sequence)
-            self._add_idle(tree, leaf.worker, -gone)
-            lacking -= gone if leaf.worker == worker else 0
+            if parent is None:
+                return dropped
+            if parent.sequence is not None or parent.holders or not self._window:
+                break
+            leaf = parent
+        if parent.sequence is None:
+            tree.give_sequence(parent, next(self._sequences))
+            self._forks.append(Fork(sequence, parent.any_sequence, parent.stop))
+        tree.note(parent)
+        parent.copied = parent.copied or leaf.copied
+        self.on_kept(parent)
+        return dropped
 
-
-def _alike(node: Node | None, completion: Completion) -> bool:
-    """True if a completion has the tokens up to ``node`` on the same workers, if not in the same slots."""
-    return node is None or all(
-        by_worker(completion.segments, one.start, one.stop) == {one.worker: len(one.tokens)} for one in node.path()
-    )
+    def _give_up_checkpoints(self) -> None:
+        """Those used least recently, as long as all need more rows than there are for them."""
+        while self._grown:
+            tree = self._grown.pop()
+            while (node := tree.checkpoints.oldest(self._dealt.values())) is not None:
+                if node.children:
+                    self._released.append(node.any_sequence)
+                    tree.take_sequence(node)
+                else:
+                    self._drop(tree, node)
 
 
 def _ignore(leaf: Node) -> None:

@@ -4,89 +4,32 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 
 from lamina.groups import Ids, ids_of
+from lamina.placement.checkpoints import Checkpoints
+from lamina.placement.prefix_node import Node
 from lamina.segments import holding
 from lamina.types import Segment
 
 GRAIN = 64  # tokens evicted at once, at least
 
 
-@dataclass(eq=False, slots=True)
-class Node:
-    """Tokens [stop - len(tokens), stop) of every prefix that goes through it.
-
-    Attributes:
-        key: in the parent's children: the first token, or the salt. worker: that holds its tokens.
-        sequence: with these tokens on the worker; leaves have one, the others share that of any leaf below.
-        users: requests that share it and go on. holders: the same with those that have ended but not been released.
-        used: when it was used last, counted in uses. copied: all of its blocks are on the worker's disk.
-        fixed: how many fetches from a disk continue it: its tokens may not move meanwhile.
-    """
-
-    key: int | str
-    tokens: Ids
-    parent: "Node | None" = None
-    stop: int = 0
-    worker: str = ""
-    children: dict[int | str, "Node"] = field(default_factory=dict)
-    sequence: int | None = None
-    users: int = 0
-    holders: int = 0
-    used: int = 0
-    copied: bool = False
-    fixed: int = 0
-
-    @property
-    def start(self) -> int:
-        """Position of its first token."""
-        return self.stop - len(self.tokens)
-
-    @property
-    def any_sequence(self) -> int:
-        """A sequence with its tokens on the worker."""
-        node = self
-        while node.sequence is None:
-            node = next(iter(node.children.values()))
-        return node.sequence
-
-    @property
-    def home(self) -> str | None:
-        """The worker that alone has its tokens and all before them, if there is one."""
-        workers = {node.worker for node in self.path()}
-        return workers.pop() if len(workers) == 1 else None
-
-    def whole(self) -> tuple[str, Ids]:
-        """Its salt, and its tokens with all before them."""
-        *_, first = nodes = list(self.path())
-        assert first.parent is not None
-        ids = ids_of([])
-        for node in reversed(nodes):
-            ids += node.tokens
-        return str(first.parent.key), ids
-
-    def path(self) -> "Iterator[Node]":
-        """It and those above it that have tokens."""
-        node: Node | None = self
-        while node is not None and node.stop:
-            yield node
-            node = node.parent
-
-
 class PrefixTree:
-    """The prefixes kept for requests placed on one memory worker; ``leaf_count`` sequences hold them.
+    """The prefixes kept for requests placed on one memory worker; ``sequence_count`` sequences hold them.
 
-    ``idle``: by worker, the tokens that no request uses.
+    ``idle``: by worker, the tokens that no request uses. ``checkpoints``: where requests may go on from them; anywhere
+    if that has no window.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, window: int = 0, most_rows: int = 0) -> None:
+        """For layers that forget what this window has left; ``most_rows``: of checkpoints."""
         self._top = Node("", ids_of([]))
         self._uses = itertools.count(1)
         self._tickets = itertools.count()
         self._oldest: list[tuple[int, int, Node]] = []  # a heap of (used, ticket, idle leaf); some are out of date
-        self.leaf_count = 0
+        self.sequence_count = 0
         self.idle = Counter[str]()
+        self.checkpoints = Checkpoints(window, most_rows)
 
     def find(self, salt: str, ids: Ids) -> tuple[Node | None, int]:
         """The deepest node with tokens of ``ids``, and how many of these the tree has; (None, 0) without any."""
@@ -127,39 +70,51 @@ class PrefixTree:
         """A new leaf with ``sequence``, which has these ``segments``, behind ``node``, which has none that begins like
         it; None: the beginning. A leaf on several workers becomes several nodes.
 
-        Returns the leaf, and the sequence of ``node`` if it is not needed any more.
+        Returns the leaf, and the sequence of ``node`` if it is not needed any more. A leaf becomes a checkpoint if
+        there are any.
         """
         if node is None:
             node = self._top.children.setdefault(salt, Node(salt, ids_of([]), self._top))
         leaf = Node(tokens[0], tokens, node, node.stop + len(tokens), sequence=sequence)
         node.children[leaf.key] = leaf
-        superseded, node.sequence = node.sequence, None
-        self.leaf_count += superseded is None
+        self.sequence_count += 1
+        superseded = None if node in self.checkpoints else self.take_sequence(node)
         for segment in segments:
             if leaf.start < segment.tokens[0] < leaf.stop:
                 upper = self.split(leaf, segment.tokens[0])
                 upper.worker = holding(segments, upper.start).worker
         leaf.worker = holding(segments, leaf.start).worker
+        if self.checkpoints.window:
+            self.checkpoints.use(leaf)
         return leaf, superseded
 
+    def give_sequence(self, node: Node, sequence: int) -> None:
+        """``node``, which has none, has this sequence of its own."""
+        node.sequence = sequence
+        self.sequence_count += 1
+
+    def take_sequence(self, node: Node) -> int | None:
+        """``node`` has no sequence of its own any more, and is no checkpoint. Returns that which it had."""
+        sequence, node.sequence = node.sequence, None
+        self.sequence_count -= sequence is not None
+        self.checkpoints.discard(node)
+        return sequence
+
     def remove(self, leaf: Node) -> Node | None:
-        """Remove a leaf. Returns its parent if that is a leaf now, and so needs a sequence."""
+        """Remove a leaf. Returns its parent if that is a leaf now: it needs a sequence, if it is not a checkpoint."""
         node, parent = leaf, leaf.parent
         assert parent is not None and not leaf.children
-        leaf.sequence = None
+        self.take_sequence(leaf)
         del parent.children[node.key]
         while not parent.children and not parent.stop and parent.parent is not None:  # the last of its salt
             node, parent = parent, parent.parent
             del parent.children[node.key]
-        if parent.stop and not parent.children:
-            return parent
-        self.leaf_count -= 1
-        return None
+        return parent if parent.stop and not parent.children else None
 
     def cut(self, lost: Collection[str]) -> None:
         """Forget the tokens of these workers, and all behind them, which no request uses. A sequence whose end is
         forgotten may go on as that of what came before."""
-        leaves = list(self.leaves())
+        leaves = [node for node in self.ends() if not node.children]
         while leaves:
             leaf = leaves.pop()
             if not any(node.worker in lost for node in leaf.path()):
@@ -168,12 +123,13 @@ class PrefixTree:
             sequence = leaf.sequence
             parent = self.remove(leaf)
             if parent is not None:
-                parent.sequence = sequence
+                if parent.sequence is None and sequence is not None:
+                    self.give_sequence(parent, sequence)
                 self.note(parent)
                 leaves.append(parent)
 
     def below(self, node: Node) -> Iterator[Node]:
-        """The leaves that begin with the tokens of ``node``."""
+        """Nodes with a sequence of their own that begin with the tokens of ``node``."""
         nodes = [node]
         while nodes:
             node = nodes.pop()
@@ -192,8 +148,8 @@ class PrefixTree:
         """A node may be an idle leaf now: then it can be evicted."""
         if not node.children and not node.holders:
             heapq.heappush(self._oldest, (node.used, next(self._tickets), node))
-            if len(self._oldest) > 4 * self.leaf_count + GRAIN:
-                idle = (leaf for leaf in self.leaves() if not leaf.holders)
+            if len(self._oldest) > 4 * self.sequence_count + GRAIN:
+                idle = (leaf for leaf in self.ends() if not leaf.children and not leaf.holders)
                 self._oldest = [(leaf.used, next(self._tickets), leaf) for leaf in idle]
                 heapq.heapify(self._oldest)
 
@@ -204,8 +160,8 @@ class PrefixTree:
             if not node.children and not node.holders and node.used == used and node.sequence is not None:
                 return node
 
-    def leaves(self) -> Iterator[Node]:
-        """All leaves."""
+    def ends(self) -> Iterator[Node]:
+        """All nodes with a sequence of their own: leaves and checkpoints."""
         return self.below(self._top)
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from lamina.groups import Group, Ids, ids_of
 from lamina.placement.map import AHEAD, Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.prefix_tree import Node, PrefixTree
+from lamina.placement.prefix_node import Node
+from lamina.placement.prefix_tree import PrefixTree
 from lamina.spills import BLOCK, Fetch, Spill, blocks_of
 from lamina.steps import Fork
 
@@ -183,7 +184,7 @@ class Disks:
         self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
         known = {leaf for queue in self._uncopied.values() for leaf, _ in queue}
         known |= {copying.leaf for copying in self._copying.values()}
-        for leaf in self._prefixes.leaves() if self._disks else ():
+        for leaf in self._prefixes.ends() if self._disks else ():
             if not leaf.copied and leaf not in known:  # what is left of one whose end was lost
                 self.note_kept(leaf)
 
@@ -318,7 +319,7 @@ class Disks:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
     def changes(self) -> tuple[list[Fork], list[Spill], list[Fetch]]:
-        """What the next plan says: forks, copies to disks, and fetches, of which the forks are the beginnings.
+        """What the next plan says: forks of resident prefixes, copies to disks, and fetches that extend the forks.
 
         Caches what has arrived. Call it before ``PrefixCache.changes``.
         """

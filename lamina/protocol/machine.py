@@ -43,6 +43,6 @@ def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Ins
 
     def inspect(sent_ns: int, now_ns: int) -> Resources:
         machine = psutil.virtual_memory().available
-        return Resources(sent_ns, now_ns, free_memory(), machine, *gpu_memory(device))
+        return Resources(sent_ns, now_ns, free_memory(), machine, *gpu_memory(device), device == "cpu")
 
     return inspect

@@ -209,7 +209,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     Attributes:
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none. forgets: its slab can, see MemorySetup.
     """
 
     sent_ns: int
@@ -218,6 +218,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     machine_bytes: int
     gpu_bytes: int = 0
     gpu_total: int = 0
+    forgets: bool = True
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

@@ -111,6 +111,12 @@ class Lane:
             self.prompts_run = [group for group in self.prompts_run if self.completed < group.until]
         return computed
 
+    def ran(self, completion: Completion) -> int:
+        """Of the tokens that a completion runs before it draws, those whose steps have completed."""
+        chunks = (chunk for planned in self.in_flight for chunk in planned.plan.chunks)
+        starts = (chunk.start for chunk in chunks if chunk.sequence == completion.sequence)
+        return min(starts, default=completion.cached)
+
     def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
         """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []

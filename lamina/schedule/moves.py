@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 from lamina.groups import Completion, Group
 from lamina.placement.map import AHEAD, Placement
 from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.prefix_tree import Node, PrefixTree
+from lamina.placement.prefix_node import Node
+from lamina.placement.prefix_tree import PrefixTree
 from lamina.placement.relocation import Relocations
 from lamina.schedule.lane import Lane
 from lamina.segments import moved

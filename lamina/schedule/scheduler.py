@@ -63,11 +63,12 @@ class Scheduler:
         prefix_cache: bool = False,
         pace: Pace | None = None,
         overcommit: float = 1.0,
+        window: int = 0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
         KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
         that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode. ``overcommit``:
-        how many times its slots a memory worker and its disk hold."""
+        how many times its slots a memory worker and its disk hold. ``window``: the largest of layers that forget."""
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -83,7 +84,7 @@ class Scheduler:
         self._requests: dict[str, Group] = {}
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
-        self.prefixes = PrefixCache(placement, self._sequences, prefix_cache)
+        self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
         numbers = itertools.count(1)
         self._relocations = Relocations(
             placement,
@@ -290,8 +291,7 @@ class Scheduler:
         own = self._lanes[lane]
         switches = self.moves.switches()
         forks = own.forks()
-        for group in own.prompts_computed():
-            self.prefixes.keep_prompt(group)
+        self.prefixes.keep_computed(lane, own.prompts_computed(), own.ran)
         released = self._release(own)
         moved = self.moves.relocated(lane)
         beams = self.beams.begin(own)

@@ -57,14 +57,24 @@ class Turn:
         step_bound_s: float | None = None,
         balance: Balance = "off",
         overcommit: float = 1.0,
+        window: int = 0,
     ) -> None:
         """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
-        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``: as for
-        ``Scheduler``. ``step_bound_s``: chunks of prompts are cut so that steps with sequences that decode take no
-        longer. ``balance``: what moves between memory workers."""
+        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``,
+        ``window``: as for ``Scheduler``. ``step_bound_s``: chunks of prompts are cut so that steps with sequences that
+        decode take no longer. ``balance``: what moves between memory workers."""
         self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas)
         self.scheduler = Scheduler(
-            limits, placement, pipeline.lanes, attentions, kv_heads, policy, prefix_cache, self._pace, overcommit
+            limits,
+            placement,
+            pipeline.lanes,
+            attentions,
+            kv_heads,
+            policy,
+            prefix_cache,
+            self._pace,
+            overcommit,
+            window,
         )
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = 0.0

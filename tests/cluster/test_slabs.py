@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lamina.cluster.slabs import SlabSize, slab_size
+from lamina.cluster.slabs import Rows, SlabSize, slab_size
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
 from lamina.schedule.limits import Limits
@@ -13,7 +13,15 @@ from lamina.types import AttentionSpec, KvElement
 LIMITS = Limits(max_sequences=8, max_num_batched_tokens=64, max_model_len=4096)
 
 
-@pytest.mark.parametrize("size", [SlabSize(7), SlabSize(0, ((5, 100),)), SlabSize(3, ((5, 100), (2, 1000)))])
+@pytest.mark.parametrize(
+    "size",
+    [
+        SlabSize(7),
+        SlabSize(0, (Rows(5, 100),)),
+        SlabSize(3, (Rows(5, 100), Rows(2, 1000))),
+        SlabSize(3, (Rows(5, 9, 30), Rows(1, 100))),
+    ],
+)
 @pytest.mark.parametrize("nbytes", [0, 6, 7, 499, 500, 501, 12_345])
 def test_the_slots_are_the_most_that_fit(size: SlabSize, nbytes: int) -> None:
     slots = size.slots(nbytes, 3000)
@@ -27,9 +35,14 @@ def test_only_layers_with_a_window_have_fewer_rows_than_slots_and_only_if_they_f
     each = specs[0].slab_bytes_per_token(KvElement.BFLOAT16)
     size = slab_size(specs, KvElement.BFLOAT16, True, LIMITS, lanes=2)
     rows = [most_rows(window, 8, 128) for window in (512, 128)]
-    assert size == SlabSize(2 * each, ((each, rows[0]), (each, rows[1])))
+    assert size == SlabSize(2 * each, (Rows(each, rows[0]), Rows(each, rows[1])))
     assert rows[0] == 1024 + (8 * 516 + 4 * 128) * 9 // 8
     assert slab_size(specs, KvElement.BFLOAT16, False, LIMITS, lanes=2) == SlabSize(4 * each) == size.whole
+    cached = slab_size(specs, KvElement.BFLOAT16, True, LIMITS, lanes=2, prefix_cache=True)
+    assert cached.rows == (Rows(each, rows[0], 8 * 512), Rows(each, rows[1], 8 * 128))
+    assert cached.rows[0].most(10**6) == rows[0] + 10**6 // 4 * 9 // 8
+    assert cached.rows[0].most(15_000) == rows[0] + 8 * 512 * 9 // 8 and cached.rows[0].most(9000) == 9000
+    assert 1.3 * size.whole.slots(10**7, 10**9) < cached.slots(10**7, 10**9) < size.slots(10**7, 10**9)
     assert size.slots(10**7, 10**9) > 1.8 * size.whole.slots(10**7, 10**9)
 
 

@@ -1,11 +1,13 @@
 """Layers with a window forget what it has left: schedules at random, beside a store that forgets nothing."""
 
+import collections
 import itertools
 import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from lamina.compute.local import LocalShare
@@ -22,7 +24,8 @@ from tests.schedule.test_epochs import NOBODY
 from tests.schedule.test_moves import Moving, course_of, events, requests, run
 
 SIZES: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "scale": 0.3}
-SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in enumerate((0, 3, 7, 3))]
+WINDOW = 7
+SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in enumerate((0, 3, WINDOW, 3))]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,18 +42,22 @@ class Forgetting(Moving):
     they are done.
 
     Attributes:
-        most: rows that the stores that forget have used at once for the smallest window, over the slots in use then.
+        forgotten: how often a store that forgets had forgotten half of the tokens for the smallest window.
     """
-
-    prefix_cache = False
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         self._stores = {memory.name: self._pair(memory.name, memory.slab.capacity) for memory in self.memories}
         self._shares: dict[int, list[tuple[LocalShare, LocalShare]]] = {}
         self._slots: dict[int, list[tuple[Any, Any]]] = {}  # by migration: of source and target, in each kind of store
+        self._keys: dict[int, list[tuple[int, int]]] = {}  # by step: token and position of its rows
         self._draw = np.random.default_rng(1)
+        self._kv = collections.defaultdict[tuple[int, int], npt.NDArray[np.float32]](self._draw_kv)
         self.forgotten = 0
+
+    def _draw_kv(self) -> npt.NDArray[np.float32]:
+        """K and V of a token: the same whoever computes them."""
+        return self._draw.standard_normal((2, len(SPECS), 2, 8), np.float32)
 
     def _pair(self, name: str, capacity: int) -> tuple[KvStore, KvStore]:
         made = [
@@ -67,6 +74,8 @@ class Forgetting(Moving):
                 if not tables[0].rows.empty:
                     shares.append((LocalShare(whole, tables[0], {}), LocalShare(forgets, tables[1], {})))
         self._shares[plan.step] = shares
+        steps = [(self.tokens_of(step.sequence), step) for step in plan.sequences]
+        self._keys[plan.step] = [(tokens[at], at) for tokens, step in steps for at in range(step.start, step.stop)]
         for one in plan.migrations:
             ends = self._stores[one.source], self._stores[one.target]
             self._slots[one.number] = [(ends[0][kind].slots_of(one), ends[1][kind].slots_of(one)) for kind in (0, 1)]
@@ -89,9 +98,10 @@ class Forgetting(Moving):
     def complete(self, lane: int) -> None:
         """The oldest step of a lane ends: both stores have attended alike."""
         plan = self._in_flight[lane][0]
-        rows = sum(len(step.tokens) for step in plan.sequences)
+        kv = np.array([self._kv[key] for key in self._keys.pop(plan.step)])
         for layer, shares in itertools.product(range(len(SPECS)), self._shares.pop(plan.step)):
-            q, k, v = (self._draw.standard_normal((rows, heads, 8), np.float32) for heads in (4, 2, 2))
+            q = self._draw.standard_normal((len(kv), 4, 8), np.float32)
+            k, v = (np.ascontiguousarray(kv[:, one, layer]) for one in (0, 1))
             whole, forgets = [share.attend(layer, q, k, v) for share in shares]
             if whole is not None and forgets is not None:
                 for expected, found in zip(whole, forgets, strict=True):
@@ -116,28 +126,46 @@ class Forgetting(Moving):
                 one.truncate(remains[0].kept.get(name, {}))
 
 
-def forget_at_random(seeds: range) -> int:
-    """Returns how often a worker had forgotten more than half of what its sequences have."""
-    forgotten = 0
+class Checkpointed(Forgetting):
+    """Requests go on from cached prefixes where these have a checkpoint, and nowhere else."""
+
+    window = WINDOW
+
+
+class Uncached(Forgetting):
+    """No request goes on from another."""
+
+    prefix_cache = False
+
+
+def forget_at_random(kind: type[Forgetting], seeds: range) -> tuple[int, int]:
+    """Returns how often a worker had forgotten more than half of what its sequences have, and how often a request began
+    with a cached prefix."""
+    forgotten = hits = 0
     for seed in seeds:
         draw = random.Random(seed)
         prompts, others = requests(draw)
         course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw))
-        cluster = Forgetting(others, prompts, *course.sizes)
+        cluster = kind(others, prompts, *course.sizes)
         cluster.scheduler.moves._tokens_per_step = 1000
         run(cluster, course)
         forgotten += cluster.forgotten
-    return forgotten
+        hits += cluster.hits
+    return forgotten, hits
 
 
-def test_layers_with_a_window_attend_as_if_nothing_had_been_forgotten() -> None:
+@pytest.mark.parametrize("kind", [Uncached, Checkpointed])
+def test_layers_with_a_window_attend_as_if_nothing_had_been_forgotten(kind: type[Forgetting]) -> None:
     """Whatever is forked, grows, moves, is dropped, aborted or lost."""
-    assert forget_at_random(range(10)) > 20
+    forgotten, hits = forget_at_random(kind, range(10))
+    assert forgotten > 20 and (hits > 20) == kind.prefix_cache
 
 
 @pytest.mark.slow
-def test_many_schedules() -> None:
-    assert forget_at_random(range(1000, 2000)) > 2000
+@pytest.mark.parametrize("kind", [Uncached, Checkpointed])
+def test_many_schedules(kind: type[Forgetting]) -> None:
+    forgotten, hits = forget_at_random(kind, range(1000, 2000))
+    assert forgotten > 2000 and (hits > 2000) == kind.prefix_cache
 
 
 def test_more_steps_are_kept_than_may_be_in_flight() -> None:

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.groups import Ids, ids_of
-from lamina.placement.prefix_tree import Node, PrefixTree
+from lamina.placement.prefix_node import Node
+from lamina.placement.prefix_tree import PrefixTree
 from lamina.types import Segment
 
 
@@ -83,10 +84,10 @@ def test_the_tree_has_what_a_dictionary_has_and_evicts_what_was_used_least_recen
             held.pop(leaf.any_sequence)
             parent = tree.remove(leaf)
             if parent is not None:
-                parent.sequence = 1000 + number
+                tree.give_sequence(parent, 1000 + number)
                 held[1000 + number] = whole(parent)
                 tree.note(parent)
-        leaves = {leaf.any_sequence: whole(leaf) for leaf in tree.leaves()}
+        leaves = {leaf.any_sequence: whole(leaf) for leaf in tree.ends()}
         assert leaves == held
         assert {ids[:length].tobytes() for ids in held.values() for length in range(1, len(ids) + 1)} == {
             key for _, key in brute.used

@@ -227,6 +227,7 @@ class Cluster:
 
     prefix_cache = False
     overcommit = 1.0
+    window = 0
 
     def __init__(
         self,
@@ -242,7 +243,7 @@ class Cluster:
         self.limits = limits
         self.memories = [MemoryModel(f"memory{index}", capacity) for index in range(memories)]
         capacities = {memory.name: capacity for memory in self.memories}
-        self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache, self.overcommit)
+        self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache, self.overcommit, self.window)
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self.unservable = set[int]()  # requests that the workers left cannot hold

@@ -19,10 +19,17 @@ def scheduler(
     longest: int | None = None,
     prefix_cache: bool = False,
     overcommit: float = 1.0,
+    window: int = 0,
 ) -> Scheduler:
-    placement = Placement(capacities, longest)
     return Scheduler(
-        limits, placement, lanes, attentions=ATTENTIONS, kv_heads=2, prefix_cache=prefix_cache, overcommit=overcommit
+        limits,
+        Placement(capacities, longest),
+        lanes,
+        attentions=ATTENTIONS,
+        kv_heads=2,
+        prefix_cache=prefix_cache,
+        overcommit=overcommit,
+        window=window,
     )
 
 

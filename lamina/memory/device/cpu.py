@@ -101,6 +101,11 @@ class Cpu:
             else:
                 partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=slab.scales)
 
+    def renew(self, slots: Slots, others: Slots) -> None:
+        """See ``Device``."""
+        for windows in {id(one): one for one in self._windows if one is not None}.values():
+            windows.renew(slots, others)
+
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """See ``Device``."""
         windows = self._windows[layer]

@@ -159,6 +159,9 @@ class Gpu:
         self._backend.download((out_there, out), (lse_there, lse))
         yield from ()
 
+    def renew(self, slots: Slots, others: Slots) -> None:
+        """See ``Device``; nothing is forgotten."""
+
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """See ``Device``."""
         there = self.sent(slots)

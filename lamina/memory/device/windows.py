@@ -6,6 +6,9 @@ back when a token leaves the window. Instead, whenever many rows are in use, tho
 are found by looking at the end of every segment, as a garbage collector does: so forks, moves and released sequences
 need no books here.
 
+A cached prefix has rows for the window before its end. A request that computes its tokens again, from somewhere before,
+brings rows for them: two slots that hold the same token of the same prefix may have one row (``renew``).
+
 Memory is touched from the first row on, so what is resident are the rows that were in use at once.
 """
 
@@ -32,7 +35,12 @@ TABLES = 64  # of the latest steps
 def most_rows(window: int, sequences: int, tokens: int) -> int:
     """The rows in use with so many sequences at once, of which steps run so many ``tokens`` at most, in all lanes."""
     needed = sequences * (window + STEPS_KEPT) + STEPS_KEPT * tokens
-    return FEWEST + needed * (SPARE + 1) // SPARE
+    return FEWEST + with_spare(needed)
+
+
+def with_spare(needed: int) -> int:
+    """The rows in use before forgotten ones are looked for, if so many are needed."""
+    return needed * (SPARE + 1) // SPARE
 
 
 class Windows:
@@ -45,6 +53,7 @@ class Windows:
         self._rows = np.full(capacity, -1, np.int32)  # by slot
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)  # a stack: the top is at the end
         self._free_count = capacity
+        self._shared = np.zeros(capacity, bool)  # by row: several slots have it
         self._most = FEWEST
         self._tables: collections.OrderedDict[int, tuple[SegmentTable, SegmentTable]] = collections.OrderedDict()
 
@@ -54,14 +63,15 @@ class Windows:
         return len(self._free) - self._free_count
 
     def place(self, slots: Rows) -> Rows:
-        """The rows of these slots, whose K and V arrive; those that have none get one."""
+        """The rows of these slots, whose K and V arrive; those that have none of their own get one."""
         rows = self._rows[slots]
-        new = slots[rows < 0]
+        new = slots[(rows < 0) | self._shared[rows]]
         if not len(new):
             return rows
-        if self.used + len(new) > self._most:
+        self._rows[new] = -1
+        if self.used + len(new) > min(self._most, len(self._free)):
             self._collect(slots)
-            self._most = max(FEWEST, (self.used + len(new)) * (SPARE + 1) // SPARE)
+            self._most = max(FEWEST, with_spare(self.used + len(new)))
         self._free_count -= len(new)
         self._rows[new] = self._free[self._free_count : self._free_count + len(new)][::-1]
         return self._rows[slots]
@@ -70,6 +80,13 @@ class Windows:
         """The rows of these slots; any row for one that has been forgotten."""
         return np.maximum(self._rows[slots], 0)
 
+    def renew(self, slots: Rows, others: Rows) -> None:
+        """Let ``slots`` have the rows of ``others``, which hold the same tokens, where these have rows."""
+        rows = self._rows[others]
+        new = (slots != others) & (rows >= 0)
+        self._rows[slots[new]] = rows[new]
+        self._shared[rows[new]] = True
+
     def _collect(self, arriving: Rows) -> None:
         """Take back the rows of slots that are not needed. Those ``arriving`` may have left the window already: later
         steps of their sequence have been planned."""
@@ -77,11 +94,12 @@ class Windows:
         stays[arriving] = True
         for slots in self._needed(self.window):
             stays[slots] = True
-        forgotten = np.flatnonzero((self._rows >= 0) & ~stays)
-        rows = np.sort(self._rows[forgotten])[::-1]  # the first rows are used again first
-        self._free[self._free_count : self._free_count + len(rows)] = rows
-        self._free_count += len(rows)
-        self._rows[forgotten] = -1
+        self._rows[~stays] = -1
+        owners = np.bincount(self._rows[self._rows >= 0], minlength=len(self._rows))
+        free = np.flatnonzero(owners == 0)[::-1]  # the first rows are used again first
+        self._free_count = len(free)
+        self._free[: self._free_count] = free
+        self._shared = owners > 1
 
     def table(self, table: SegmentTable) -> SegmentTable:
         """What is left of a table for these layers, by row. Made once per step: the rows of what it may attend to stay
