@@ -47,7 +47,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Sharded:
-    """The graph of one rank. ``parts``: of the weights that it has not whole, by placeholder name."""
+    """The graph of one rank. ``parts``: of the sharded weights, by placeholder name."""
 
     captured: Capture
     parts: Mapping[str, Part]
@@ -143,7 +143,7 @@ class _Plan:
         )
 
     def _find_head(self) -> fx.Node | None:
-        """The linear layer whose results become logits one by one."""
+        """The linear layer each of whose outputs is one logit."""
         (node,) = self.captured.graph.output_node().all_input_nodes
         while Product.of(node) is None:
             sources = [source for source in node.all_input_nodes if source.op != "placeholder" and shape(source)]
@@ -382,7 +382,7 @@ class _Writer:
         return self._call(aten.add.Tensor, (total, self._part(product.bias, WHOLE)), like=node)
 
     def _join_outputs(self, node: fx.Node) -> fx.Node:
-        """Logits of the rank's tokens, among zeros for those of other ranks."""
+        """Logits of this rank's rows of the vocabulary, among zeros for those of other ranks."""
         partial = self._call(node.target, self._arguments(node), like=node)
         whole, rank = sizes(node)[-1], self._plan.rank
         before, behind = rank.number * whole // rank.count, whole - (rank.number + 1) * whole // rank.count
@@ -390,7 +390,7 @@ class _Writer:
         return self._call(ALL_REDUCE, (padded,), like=node)
 
     def _embed(self, node: fx.Node) -> fx.Node:
-        """Embeddings of the rank's tokens; zeros for others."""
+        """Embeddings of ids among this rank's rows of the vocabulary; zeros for others."""
         weight: Any = node.args[0]
         ids: Any = node.args[1]
         tokens = self._plan.uses[node][weight][0]

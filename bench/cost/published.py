@@ -7,7 +7,7 @@ from typing import Any
 
 FILE = Path(__file__).parent / "published.toml"
 SAME = 0.1
-"""Numbers within this share of each other agree."""
+"""Numbers that differ by no more than this share of the published one agree."""
 
 Number = float | tuple[float, float]
 
@@ -35,7 +35,8 @@ class Comparison:
 
     @property
     def ratio(self) -> str:
-        """Ours over the published one; of bands, both ends; of percentages, which may be negative, the difference."""
+        """Ours over the published one, of bands at both ends; "inside", or over the nearest end, for one number
+        beside a published band; of percentages, which may be negative, the difference."""
         if self.unit == "%":
             theirs, own = (one if isinstance(one, tuple) else (one, one) for one in (self.published, self.ours))
             points = [f"{ours - published:+.0f}" for published, ours in zip(theirs, own, strict=True)]
@@ -52,14 +53,18 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Both the same within ``SAME``, of two bands both ends, or ours inside the published band."""
-        if isinstance(self.published, tuple):
-            if isinstance(self.ours, tuple):
-                pairs = zip(self.ours, self.published, strict=True)
-                return all(abs(ours / published - 1) <= SAME for ours, published in pairs)
-            return self.published[0] * (1 - SAME) <= self.ours <= self.published[1] * (1 + SAME)
+        """The same within ``SAME``, percentages also within a point; of two bands both ends. One number of ours
+        also agrees if it is inside the published band."""
         ends = self.ours if isinstance(self.ours, tuple) else (self.ours, self.ours)
-        return all(abs(end / self.published - 1) <= SAME for end in ends)
+        if isinstance(self.published, tuple):
+            low, high = self.published
+            if isinstance(self.ours, tuple):
+                return self._near(ends[0], low) and self._near(ends[1], high)
+            return low <= ends[0] <= high or self._near(ends[0], low) or self._near(ends[0], high)
+        return self._near(ends[0], self.published) and self._near(ends[1], self.published)
+
+    def _near(self, ours: float, published: float) -> bool:
+        return abs(ours - published) <= max(SAME * abs(published), 1.0 if self.unit == "%" else 0.0)
 
 
 def _single(number: Number) -> float:

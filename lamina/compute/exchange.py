@@ -245,7 +245,7 @@ class StepExchange:
         return self._carrier.attend(output, self._local.rows, self._local.segments, spec)
 
     def attend_here(self, index: int, output: SliceOutput) -> bool:
-        """Keep what belongs into this worker's own memory, and attend there; ``gather`` merges the result. False if the
+        """Keep what belongs in this worker's own memory, and attend there; ``gather`` merges the result. False if the
         step has nothing there."""
         if self._share is None:
             return False

@@ -4,7 +4,7 @@ The sockets are in a folder that only this user may enter. A thread reads what f
 sends what it has drawn. The number of messages that a frontend has not taken is bounded: one that is suspended must not
 fill the engine's memory.
 
-Nothing that a frontend says is heard before its ``Resume``: it may be meant for an engine that has ended.
+Messages before a frontend's ``Resume`` are ignored: they may be meant for an engine that has ended.
 """
 
 import logging
@@ -133,7 +133,9 @@ class Frontends:
                 socket.bind(address)
             except zmq.ZMQError as error:
                 self._context.destroy(linger=0)
-                raise TransportError(f"frontends cannot be reached at {address}: {error}; set TMPDIR") from error
+                raise TransportError(
+                    f"cannot create the socket for frontends at {address}: {error}; set TMPDIR to another folder"
+                ) from error
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # guards _answers and _encoder
         self._closed = threading.Event()
@@ -207,7 +209,7 @@ class Frontends:
             self._take(member, message)
 
     def _welcome(self, member: _Member) -> None:
-        """Tell a frontend of this engine, once its answers arrive."""
+        """Tell a frontend of this engine; again later, if its socket for answers is not connected yet."""
         if self._send(member, Welcome(self._incarnation), connected=False):
             self._unwelcomed.discard(member.name)
 
@@ -217,6 +219,9 @@ class Frontends:
                 member.resumed = True
                 for one in message.requests:
                     self._resume(member, one)
+                if member.lost is not None:  # while they were resumed
+                    for one in message.requests:
+                        self._engine.abort(member.request_id(one.request))
         elif not member.resumed:
             return
         elif isinstance(message, Submit):
@@ -295,7 +300,7 @@ class Frontends:
                 self._engine.abort(member.request_id(number))
             self._send(member, Submitted(message.first, type(error).__name__, str(error)))
             return True
-        if member.lost is not None:  # meanwhile
+        if member.lost is not None:  # while its prompts were queued
             for number in submission.numbers[: submission.queued]:
                 self._engine.abort(member.request_id(number))
             return True
@@ -335,7 +340,8 @@ class Frontends:
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _send(self, member: _Member, message: msgspec.Struct, connected: bool = True) -> bool:
-        """Send if the frontend takes messages, else note that it is lost. ``connected``: it must be connected. Returns
+        """Send if the frontend takes messages, else note that it is lost. ``connected``: one that
+        cannot be reached is lost. Returns
         whether the message has been sent."""
         if member.lost is not None:
             return False
@@ -357,4 +363,4 @@ class Frontends:
 
 
 def _nothing() -> None:
-    """Nobody is left to be told."""
+    """The receiver of a request that nobody waits for."""

@@ -168,7 +168,7 @@ class Members:
             reason = next(iter(lost.values()))
             raise TransportError(f"{reason}. With tensor_parallel the loss of a worker ends the engine: start it again")
         pools, role = self.pools, self.topology.lacks(lost)
-        if role is not None and (pools is None or not pools.can_lose(role)):
+        if role is not None and (pools is None or not pools.may_replace(role)):
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
         deaths = self._deaths(lost)
         for worker in lost:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 AWAIT_S = 600.0  # for another machine's worker to take the place of the last one of a pool
 
 Adopt = Callable[[Topology], int]
-"""Makes a topology that of the whole cluster, within the epoch; returns the number of the Change."""
+"""Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Resize:
             self.future.set_result(self.done)
 
     def fail(self, error: LaminaError) -> None:
-        """A worker has not, and will not be tried again."""
+        """A worker failed to join or leave; there is no retry."""
         try:
             self.future.set_exception(error)
         except InvalidStateError:
@@ -131,19 +131,20 @@ class Pools:
         """The workers to let go: of memory workers those that hold least, of compute workers the latest."""
         count = -change.count
         members = [one for one in self.topology.members if one.role == role and one.name not in self._leaves.names]
-        if count >= len(members) + (role == "memory" and bool(self.topology.local)):
+        least = 0 if role == "memory" and self.topology.local else 1
+        if count > len(members) - least:
             raise ConfigError(
-                f"the {role} pool has {len(members)}, of which one must stay: {count} cannot leave. "
+                f"the {role} pool has {len(members)}, of which {least} must stay: {count} cannot leave. "
                 f"Let fewer leave, or add others first"
             )
-        staying = [one.name for one in members if change.kind in ("", one.kind)]
-        if count > len(staying):
+        candidates = [one.name for one in members if change.kind in ("", one.kind)]
+        if count > len(candidates):
             kinds = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
             raise ConfigError(f"the {role} pool has {kinds}: {count} of kind {change.kind} cannot leave")
         if role == "compute":
-            return staying[-count:]
+            return candidates[-count:]
         placement = self._turn.scheduler.placement
-        return sorted(staying, key=lambda name: placement.held([name]))[:count]
+        return sorted(candidates, key=lambda name: placement.held([name]))[:count]
 
     def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
         """Start another worker, on behalf of ``resize`` or as a replacement."""
@@ -178,8 +179,8 @@ class Pools:
 
     # -- losses
 
-    def can_lose(self, role: Role) -> bool:
-        """True if another worker of this role is on its way, or may be started, should the last one be lost."""
+    def may_replace(self, role: Role) -> bool:
+        """True if lost workers of this role are ever replaced."""
         return self._restarts[role].most > 0 or self._fabric.is_open
 
     def grows(self, role: Role) -> bool:
@@ -197,7 +198,7 @@ class Pools:
 
     def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
-        ``free``, at once, and not counted: a request is being looked for that makes workers die."""
+        ``free``, at once and not counted: the search for a request that makes workers die is going on."""
         members = {member.name: member for member in self.topology.members}
         self._fabric.forget(topology.names)
         self.topology = topology
@@ -253,7 +254,7 @@ class Pools:
         return self._joins.take(worker, message)
 
     def turn(self, steady: bool) -> None:
-        """Let workers in that are ready, and those go that nothing depends on. ``steady``: no epoch is ending.
+        """Admit joiners that are ready, and release leavers that hold nothing any more. ``steady``: no epoch is ending.
 
         Raises the reason if the cluster has no worker of a role and none is on its way.
         """
@@ -313,7 +314,7 @@ class Pools:
         return self.topology.left(name, self._pipeline_of(replicas))
 
     def _pipeline_of(self, replicas: int) -> Pipeline:
-        """As at the start, but for so many replicas. No replica may be without a slice where lanes rotate."""
+        """The pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
         if replicas == len(self.topology.computes):
             return self.topology.pipeline
         pipeline = self._pipeline.with_replicas(max(1, replicas))

@@ -1,6 +1,6 @@
 """A file on a memory worker's disk, read and written beside the thread that serves attention.
 
-Not a mapping: a page that is not in memory would stop the thread that touches it. The file's pages leave the page cache
+Not a memory mapping: a page fault would block the thread that runs attention. The file's pages leave the page cache
 as soon as they have been written or read, so that what is on the disk does not fill the memory as well.
 """
 
@@ -37,7 +37,7 @@ class Disk:
         return self._thread.submit(self._read, block)
 
     def close(self) -> None:
-        """Give up the file, and what has not been written."""
+        """Close the file; writes that wait are cancelled."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         os.close(self._file)
 

@@ -34,7 +34,7 @@ class _Transfer:
 
     Attributes:
         slots: of each block. next: the block that is handed to the disk next.
-        layer: of the first block on its way that is not (copies) or is (fetches) on the disk: the one copied next.
+        layer: the next one to copy, of the block being filled (copies) or restored (fetches).
         moving: the blocks that the disk is at work on, oldest first. left: blocks that are not done.
         since: when something was done last.
     """
@@ -74,7 +74,7 @@ class Tier:
     def apply(self, plan: StepPlan) -> None:
         """Begin and end what a plan says, after the store has applied it.
 
-        A copy of a sequence that has some tokens elsewhere now ends: its slots may get other owners.
+        Copies of released or moved sequences are aborted: their slots may get other owners.
         """
         self.release([*plan.released, *(one.sequence for switch in plan.switches for one in switch.segments)])
         for spill in plan.spills:
@@ -172,7 +172,7 @@ class Tier:
 def open_tier(
     store: KvStore, folder: str, overcommit: float, on_done: OnDone, resources: contextlib.ExitStack
 ) -> Tier | None:
-    """The disk of a store whose slab holds one part of ``overcommit``; None for no disk. ``resources`` closes it.
+    """The disk with which a store holds ``overcommit`` times its slab; None for no disk. ``resources`` closes it.
 
     Raises ConfigError if the folder cannot be used.
     """

@@ -319,7 +319,7 @@ class Disks:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
     def changes(self) -> tuple[list[Fork], list[Spill], list[Fetch]]:
-        """What the next plan says: forks, copies to disks, and fetches, of which the forks are the beginnings.
+        """What the next plan says: forks of resident prefixes, copies to disks, and fetches that extend the forks.
 
         Caches what has arrived. Call it before ``PrefixCache.changes``.
         """

@@ -33,7 +33,7 @@ class Growth:
         """Let sequences whose segments have ended go on in the next one."""
         for group, completion in lane.decoding.full():
             position = lane.decoding.position(completion.sequence)
-            if holding(completion.segments, position).tokens[0] == position:  # planned before an epoch ended
+            if holding(completion.segments, position).tokens[0] == position:  # placed before an epoch ended
                 lane.decoding.turn_over(completion)
             elif not self._grow(lane, group, completion, self._placement.next_worker(completion.worker)):
                 lane.decoding.postpone(completion.sequence, AHEAD)
@@ -49,7 +49,7 @@ class Growth:
         completion.segments = grown(completion.segments, new)
         self._relocations.settle(group)
         lane.decoding.turn_over(completion)
-        undone = Segment(new.sequence, before, group.heads, new.tokens)  # if it has grown in this plan already
+        undone = Segment(new.sequence, before, group.heads, new.tokens)  # undo an earlier move in the same plan
         lane.grown = [segment for segment in lane.grown if segment != undone]
         lane.grown.append(new)
         return True

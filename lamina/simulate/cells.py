@@ -13,7 +13,7 @@ from lamina.plan.ways import Capacity, Slo
 from lamina.plan.workload import TracedRequest, Workload
 from lamina.simulate.trial import MOST, Course
 
-ROUNDS, TOLERANCE = 5, 0.1
+ROUNDS, TOLERANCE = 6, 0.1
 """Of a cell: highest loads are found to TOLERANCE."""
 
 

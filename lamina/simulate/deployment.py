@@ -1,7 +1,7 @@
 """Describes what to simulate: a model on one or two pools, with the runtime's settings."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from lamina.errors import ConfigError
 from lamina.plan.cost import CostModel, Fits
@@ -82,14 +82,14 @@ class Deployment:
     @cached_property
     def compute_cost(self) -> CostModel:
         """The cost model of one compute worker."""
-        return CostModel(self.model, self.compute, Fits.load(self.compute, self.profile))
+        return _cost_model(self.model, self.compute, self.profile)
 
     @cached_property
     def memory_cost(self) -> CostModel:
         """The cost model of one memory worker. Raises ConfigError without a memory pool."""
         if self.memory is None or self.memory_workers < 1:
             raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
-        return CostModel(self.model, self.memory, Fits.load(self.memory, self.profile))
+        return _cost_model(self.model, self.memory, self.profile)
 
     @property
     def memories(self) -> int:
@@ -127,3 +127,9 @@ class Deployment:
                 f"{self.model.name} has {self.model.weight_bytes / 1e9:.0f} GB of weights; {tp} {cost.hardware.kind} "
                 f"hold {tp * cost.usable_bytes / 1e9:.0f} GB; {remedy}"
             )
+
+
+@lru_cache(maxsize=32)
+def _cost_model(shape: ModelShape, hardware: Hardware, profile: ProfileStore | None) -> CostModel:
+    """One object for all deployments of a model on a kind, so that what is tabulated of it is tabulated once."""
+    return CostModel(shape, hardware, Fits.load(hardware, profile))

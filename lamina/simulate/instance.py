@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lamina.plan.cost import CostModel
 from lamina.plan.reuse import Content
 from lamina.simulate.prefixes import BLOCK, Prefixes
-from lamina.simulate.step_times import SliceTimes
+from lamina.simulate.step_times import slice_times
 
 WATERMARK = 0.01  # share of the blocks that stays free when a request is admitted
 
@@ -90,7 +90,7 @@ class Instance:
         self._seats, self._rows, self._chunked = max_num_seqs, max_num_batched_tokens, chunked
         self._cost, self._tp = cost, tensor_parallel
         # A prompt longer than the budget runs alone if it is not divided into chunks.
-        self._slices = SliceTimes(cost, tensor_parallel, max(max_num_batched_tokens, max_num_seqs))
+        self._slices = slice_times(cost, tensor_parallel, max(max_num_batched_tokens, max_num_seqs))
 
     @property
     def load(self) -> int:

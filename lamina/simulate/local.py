@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from lamina import _native
 from lamina.simulate.arrivals import Ints
 from lamina.simulate.deployment import Deployment
-from lamina.simulate.step_times import Places, SliceTimes
+from lamina.simulate.step_times import Places, slice_times
 from lamina.steps import StepPlan
 
 
@@ -17,7 +17,7 @@ class LocalStepModel:
     def __init__(self, deployment: Deployment) -> None:
         self._cost = deployment.compute_cost
         self._tp = deployment.tensor_parallel
-        self._slices = SliceTimes(self._cost, self._tp, deployment.max_num_batched_tokens)
+        self._slices = slice_times(self._cost, self._tp, deployment.max_num_batched_tokens)
 
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]

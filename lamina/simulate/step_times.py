@@ -1,6 +1,7 @@
 """Predicts how long a step's slices, attentions and messages take: the timing model of the virtual cluster."""
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -16,6 +17,12 @@ Places = Sequence[tuple[int, int, int | None]]
 
 _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 """Operators of a layer that slice k runs before attention k; the others follow it."""
+
+
+@lru_cache(maxsize=32)
+def slice_times(cost: CostModel, tensor_parallel: int, most_rows: int) -> "SliceTimes":
+    """The table of ``SliceTimes``. It takes as long as a short simulation, and the runs of a plan need the same."""
+    return SliceTimes(cost, tensor_parallel, most_rows)
 
 
 class SliceTimes:
@@ -38,8 +45,13 @@ class SliceTimes:
 
 
 def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
-    """How many tokens before ``position`` each segment has, with its worker."""
-    return [(home, max(0, (position if stop is None else min(stop, position)) - first)) for home, first, stop in places]
+    """Each worker with a part of a sequence, and how many tokens before ``position`` it has: a worker attends to all of
+    its segments at once. The worker of the last segment comes last."""
+    held: dict[int, int] = {}
+    for home, first, stop in places:
+        tokens = max(0, (position if stop is None else min(stop, position)) - first)
+        held[home] = held.pop(home, 0) + tokens
+    return list(held.items())
 
 
 class StepModel:
@@ -53,7 +65,7 @@ class StepModel:
     def __init__(self, deployment: Deployment) -> None:
         compute, memory, shape = deployment.compute_cost, deployment.memory_cost, deployment.model
         tp = deployment.tensor_parallel
-        self._slices = SliceTimes(compute, tp, deployment.max_num_batched_tokens)
+        self._slices = slice_times(compute, tp, deployment.max_num_batched_tokens)
         self._compute, self._memory = compute, memory
         self._layers = shape.layers
         item = shape.dtype.itemsize
@@ -105,10 +117,14 @@ class StepModel:
             rows += length
             draws += bool(chunk.draws)
             chunks_s += self._chunk_s[length]
-            more.append((home, length * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
+            places = split.get(chunk.sequence, ((home, 0, None),))
+            before = dict(_tokens(places, chunk.start))
+            for place, tokens in _tokens(places, chunk.start + length):
+                if kept := tokens - before[place]:
+                    more.append((place, kept * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
             if chunk.start:
                 there = length * self._asked_bytes * self._memory_byte_s
-                for place, prefix in _tokens(split.get(chunk.sequence, ((home, 0, None),)), chunk.start):
+                for place, prefix in before.items():
                     if prefix:
                         asked += length
                         more.append((place, there, self._prefix_seconds(length, prefix), there))

@@ -19,9 +19,10 @@ TURNOVERS = 4
 """A run has at least so many times as many requests as decode at once, between FEWEST and MOST, so that most of it is
 past the start: requests that take longer than half of the run would look like a growing queue."""
 
-STEP = 1.25
+STEP_UP, STEP_DOWN = 1.25, 1.12
 TOLERANCE = 0.04
-"""Rates are tried in factors of STEP, and then between the highest that holds and the lowest that does not."""
+"""Rates are tried in factors of these, and then between the highest that holds and the lowest that does not. Downwards
+in small ones at first: where the longest prompts alone take most of an SLO, chance decides at several rates."""
 
 SUSTAINED = 0.94
 """Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
@@ -186,9 +187,10 @@ class Course:
             if (low and high <= low * (1 + tolerance)) or high < useless:
                 break
             if low:
-                rate = min(math.sqrt(low * high), low * STEP)
+                rate = min(math.sqrt(low * high), low * STEP_UP)
             else:
-                rate = high / (STEP if high > 0.5 * capacity.requests_s else 2)
+                share = high / capacity.requests_s
+                rate = high / (STEP_DOWN if share > 0.7 else STEP_UP if share > 0.5 else 2)
         if kept is None:
             return None
         return Trial(capacity=capacity, requests_s=low, result=kept, requests=requests, workload=self._workload)

@@ -17,7 +17,15 @@ PLAIN = AttentionSpec(0, 4, 2, 16, 16, 0.25)
 SLOPES = AttentionSpec(1, 4, 2, 16, 16, 0.25, alibi_slopes=(0.5, 0.25, 0.125, 0.0625))
 
 
-@settings(max_examples=6, deadline=None)
+Steps = list[tuple[set[int], int]]
+
+
+def test_decoded_tokens_are_appended_while_they_are_attended_to() -> None:
+    check([PLAIN], Overlap(), 1, "auto", [({1, 2}, 0), ({2}, 3)], 0)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, deadline=None)
 @given(
     specs=st.sampled_from([[PLAIN], [PLAIN, SLOPES]]),
     overlap=st.sampled_from([Overlap(), Overlap(), Overlap(True, 2)]),
@@ -31,9 +39,13 @@ SLOPES = AttentionSpec(1, 4, 2, 16, 16, 0.25, alibi_slopes=(0.5, 0.25, 0.125, 0.
     seed=st.integers(0, 99),
 )
 def test_a_store_on_a_gpu_answers_as_one_on_a_cpu(
-    specs: list[AttentionSpec], overlap: Overlap, shards: int, kv: Any, steps: list[tuple[set[int], int]], seed: int
+    specs: list[AttentionSpec], overlap: Overlap, shards: int, kv: Any, steps: Steps, seed: int
 ) -> None:
     """To steps that decode, with prompt chunks or without."""
+    check(specs, overlap, shards, kv, steps, seed)
+
+
+def check(specs: list[AttentionSpec], overlap: Overlap, shards: int, kv: Any, steps: Steps, seed: int) -> None:
     answers = []
     for device in ("cpu", "emulated"):
         store, rng = opened(device, specs, overlap, kv, shards), np.random.default_rng(seed)

@@ -100,7 +100,7 @@ def opened(device: str, specs: list[AttentionSpec], overlap: Overlap, kv: Any, s
     return store
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     overlap=st.sampled_from([Overlap(), Overlap(True, 1), Overlap(True, 3)]),
     shards=st.sampled_from([1, 2]),

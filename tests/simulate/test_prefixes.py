@@ -82,20 +82,33 @@ def test_what_is_found_is_what_earlier_requests_had(system: System) -> None:
     assert without.prefix_hit == 0 and result.ttft_s.p50 < without.ttft_s.p50
 
 
-@pytest.mark.parametrize("system", list(System))
-@pytest.mark.parametrize("memory_gib", [17.0, 24.0])
-def test_crowded_workers_evict_and_serve_all(system: System, memory_gib: float) -> None:
-    """Documents that do not fit together, many at once: less is found, nothing is lost."""
-    drawn = traces.documents(60, 2.0, seed=3)
-    trace = [
-        TracedRequest(one.arrival_s, sum(n for _, n in content), one.output, content, one.answer)
-        for one in drawn
+def crowd(count: int, answers: int) -> list[TracedRequest]:
+    """Questions about documents that come while others are answered: all lengths divided, answers by ``answers``."""
+    return [
+        TracedRequest(0.5 * one.arrival_s, sum(n for _, n in content), 1 + one.output // answers, content, one.answer)
+        for one in traces.documents(count, 2.0, seed=3)
         for content in [tuple((name, 1 + n // 40) for name, n in one.content)]
     ]
+
+
+@pytest.mark.parametrize("system", list(System))
+@pytest.mark.parametrize(
+    ("memory_gib", "count", "answers"),
+    [
+        (17.0, 40, 8),
+        pytest.param(17.0, 60, 1, marks=pytest.mark.slow),
+        pytest.param(24.0, 60, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_crowded_workers_evict_and_serve_all(system: System, memory_gib: float, count: int, answers: int) -> None:
+    """Documents that do not fit together, many at once: less is found, nothing is lost."""
+    trace = crowd(count, answers)
+    if system is System.LAMINA:
+        memory_gib -= 13  # its small pool holds no weights
     small = run(system, trace, memory_gib)
     assert small.log.count(State.FINISHED) + small.log.count(State.REFUSED) == len(trace)
-    assert small.log.count(State.FINISHED) > 50
-    assert small.prefix_hit <= run(system, trace).prefix_hit
+    assert small.log.count(State.FINISHED) > 0.8 * count
+    assert small.prefix_hit < run(system, trace).prefix_hit
 
 
 def test_an_engine_gets_all_of_its_blocks_back() -> None:

@@ -1,4 +1,4 @@
-"""Supervises one worker of an engine that runs on another machine: starts its process, reports its end, ends it."""
+"""The agent of one worker of an engine on another machine: starts its process, reports its exit, stops it."""
 
 import contextlib
 import logging
@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lamina.cluster.launchers.local import MODULES, describe_exit, start_process, worker_command
+from lamina.cluster.launchers.local import MODULES, STOP_TIMEOUT_S, describe_exit, start_process, worker_command
 from lamina.errors import ConfigError, TransportError, WorkerError
 from lamina.protocol.control import ENGINE
 from lamina.protocol.recruiting import (
@@ -66,8 +66,8 @@ class Place:
 
     Attributes:
         device: "cpu", "cuda:INDEX", or "emulated".
-        address: at which other workers reach it; empty: the one that packets to the engine leave from.
-        bind: that it listens on for them; empty: ``address``.
+        address: advertised to other workers; empty: the source address of the route to the engine.
+        bind: address that it listens on for them; empty: ``address``.
         own_cores: nothing else computes on the cores that this process may use.
     """
 
@@ -151,8 +151,8 @@ class Supervisor:
                 for event in _events(monitor):
                     if event & _FAILED and not known:
                         raise ConfigError(
-                            f"what listens at {self._host}:{self._port} has another cluster secret, or is not an "
-                            f"engine; give both the same secret"
+                            f"what listens at {self._host}:{self._port} has another cluster secret, or is not a "
+                            f"Lamina engine; give both the same secret"
                         )
                     known = known or bool(event & zmq.Event.HANDSHAKE_SUCCEEDED)
                     if event & zmq.Event.DISCONNECTED:
@@ -179,7 +179,7 @@ class Supervisor:
         where = f"{self._host}:{self._port}"
         if not known:
             return ConfigError(f"{where} accepts connections, but does not answer as an engine; check the address")
-        lost = f"; {self._name} was ended" if self._name else ""
+        lost = f"; {self._name} is stopped" if self._name else ""
         return TransportError(f"the engine at {where} does not answer any more{lost}")
 
     def _take_all(self, dealer: "zmq.Socket[bytes]", poller: zmq.Poller) -> None:
@@ -236,7 +236,7 @@ class Supervisor:
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(STOP_TIMEOUT_S)
         if self._exit >= 0:
             os.close(self._exit)
             self._exit = -1

@@ -1,0 +1,85 @@
+"""Copies of a model that lend each other KV memory, and KV parallelism, as the cost report plays them."""
+
+import numpy as np
+import pytest
+
+from bench.cost import kv_parallel
+from bench.cost.lamina_paper import cost_model
+from bench.cost.pooled import Lender, Pooled, lengths, ranges
+from lamina.plan import hardware, models
+from lamina.simulate import Arrivals, Deployment, Result, State, System
+from lamina.simulate.baselines import BaselineSimulation
+from lamina.simulate.instance import Batch, Running
+from lamina.simulate.prefixes import BLOCK
+
+A100 = hardware.load()["a100"]
+SMALL = models.find("Llama-2-7B")
+
+
+def run(kind: type[BaselineSimulation], prompts: list[int], output: int) -> tuple[Result, list[Lender]]:
+    """Requests that come at once to two copies."""
+    deployment = Deployment(model=SMALL, compute=A100, compute_workers=2)
+    count = len(prompts)
+    arrivals = Arrivals(np.zeros(count), np.array(prompts), np.full(count, output))
+    simulation = kind(System.TENSOR_PARALLEL, deployment, arrivals, ())
+    result = simulation.run()
+    return result, [one for one in simulation._first if isinstance(one, Lender)]
+
+
+def test_long_requests_take_what_others_have_free_and_give_it_back() -> None:
+    prompts = [150_000, 1000, 110_000, 30_000, 90_000, 2000]
+    served, lenders = run(Pooled, prompts, 20)
+    assert served.log.count(State.FINISHED) == len(prompts)
+    for one in lenders:
+        assert one.free == one.blocks and not one.borrowed and one.stuck is None
+    refused, _ = run(BaselineSimulation, prompts, 20)
+    assert refused.log.count(State.REFUSED) == 1
+
+
+def test_a_request_longer_than_all_copies_is_refused() -> None:
+    result, (one, other) = run(Pooled, [10], 5)
+    longest = BLOCK * (one.blocks + other.blocks)
+    result, _ = run(Pooled, [longest + 1, 10], 5)
+    assert result.log.states == [State.REFUSED, State.FINISHED]
+
+
+def test_copies_with_room_of_their_own_are_what_they_are_without_lending() -> None:
+    prompts = [3000, 200, 9000, 700, 50, 12_000]
+    with_, without = (run(kind, prompts, 30)[0] for kind in (Pooled, BaselineSimulation))
+    np.testing.assert_array_equal(with_.log.end_s, without.log.end_s)
+
+
+def test_a_step_waits_for_the_longer_attention_and_the_lender_works_for_it() -> None:
+    """By hand: a third of 90,000 tokens lies elsewhere."""
+    model = cost_model(SMALL, A100)
+    debtor, lender = (Lender(model, 1, 16, 2048) for _ in range(2))
+    debtor.others, lender.others = [lender], [debtor]
+    sequence = Running(0, 90_000)
+    sequence.cached = 90_000
+    batch = Batch([sequence], [])
+    alone = debtor.seconds(batch)
+    debtor.borrowed[lender] = 30_000 // BLOCK
+    there = SMALL.layers * (float(model.attention_seconds(60_001, 1)) - float(model.attention_seconds(90_001, 1)))
+    assert debtor.seconds(batch) == pytest.approx(alone + there)
+    share = SMALL.layers * float(model.attention_seconds(30_000, 1)) / debtor.step_s
+    debtor.borrowed, borrowed = {}, debtor.borrowed
+    usual = lender.seconds(batch)
+    debtor.borrowed = borrowed
+    assert lender.seconds(batch) == pytest.approx(usual / (1 - share))
+
+
+def test_drawn_contexts_are_as_published() -> None:
+    drawn = lengths(56_362, 28_788, 200_000)
+    assert drawn.mean() == pytest.approx(56_362, rel=0.1) and drawn.std() == pytest.approx(28_788, rel=0.2)
+    some = ranges(100_000, 200_000, 0.3)
+    assert (some >= 100_000).mean() == pytest.approx(0.3, abs=0.08) and some.max() < 200_000
+
+
+def test_kv_parallelism_divides_what_a_chunk_attends_to() -> None:
+    """A late chunk over four groups is one behind a quarter of the prefix, and messages of every layer."""
+    model = cost_model(models.find("Llama-3-8B"), hardware.load()["h100"])
+    one, four = (kv_parallel.chunk_times(model, 400_000, 2000, groups)[-1] for groups in (1, 4))
+    quarter = kv_parallel.chunk_times(model, 102_000, 2000, 1)[-1]
+    assert quarter < four < quarter * 1.25 < one
+    joined = kv_parallel.joining(models.find("Llama-3-8B"), hardware.load()["h100"], 100_000, 4)
+    assert joined == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.06)
