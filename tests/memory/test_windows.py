@@ -16,6 +16,7 @@ from lamina.memory.device import windows
 from lamina.memory.device.cpu import Cpu
 from lamina.memory.device.windows import Windows
 from lamina.memory.store import KvStore
+from lamina.placement import checkpoints
 from lamina.schedule import turn
 from lamina.schedule.suspects import Hold
 from lamina.steps import Migration, StepPlan
@@ -30,10 +31,11 @@ SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in
 
 @pytest.fixture(scope="module", autouse=True)
 def eager() -> Iterator[None]:
-    """Forgotten tokens are looked for with almost every step."""
+    """Forgotten tokens are looked for with almost every step; there may be many checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windows, "FEWEST", 4)
         patch.setattr(windows, "SPARE", 64)
+        patch.setattr(checkpoints, "SHARE", 1)
         yield
 
 
