@@ -16,7 +16,7 @@ from lamina.memory.device import windows
 from lamina.memory.device.cpu import Cpu
 from lamina.memory.device.windows import Windows
 from lamina.memory.store import KvStore
-from lamina.placement import checkpoints
+from lamina.placement import checkpoints, prefix_cache
 from lamina.schedule import turn
 from lamina.schedule.suspects import Hold
 from lamina.steps import Migration, StepPlan
@@ -31,8 +31,10 @@ SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in
 
 @pytest.fixture(scope="module", autouse=True)
 def eager() -> Iterator[None]:
-    """Forgotten tokens are looked for with almost every step; there may be many checkpoints."""
+    """Forgotten tokens are looked for with almost every step; prefixes are short, and may have many checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "SHORTEST", 1)
+        patch.setattr(prefix_cache, "GRAIN", 1)
         patch.setattr(windows, "FEWEST", 4)
         patch.setattr(windows, "SPARE", 64)
         patch.setattr(checkpoints, "SHARE", 1)
