@@ -209,9 +209,12 @@ class Frontends:
             self._take(member, message)
 
     def _welcome(self, member: _Member) -> None:
-        """Tell a frontend of this engine; again later, if its socket for answers is not connected yet."""
+        """Tell a frontend of this engine, and of its end; again later, if its socket for answers is not connected
+        yet."""
         if self._send(member, Welcome(self._incarnation), connected=False):
             self._unwelcomed.discard(member.name)
+            if self._told_of_death and (reason := self._engine.dead) is not None:  # the others have heard of it before
+                self._send(member, Stopped(reason))
 
     def _take(self, member: _Member, message: FromFrontend) -> None:
         if isinstance(message, Resume):

@@ -16,6 +16,7 @@ from lamina.types import Client, FinishReason, SamplingParams
 
 READY, ALIVE = b"!", b"."  # what a frontend says to the supervisor, in a pipe
 ALIVE_S = 1.0
+ENGINE_STOPPED = 3  # exit status of a frontend that the engine has told that it stops for good
 
 
 class CompletionTokens(msgspec.Struct, array_like=True, gc=False):

@@ -22,12 +22,12 @@ from lamina.env import LOG_FORMAT, environment
 from lamina.errors import EngineDeadError, UserError
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
-from lamina.protocol.frontends import ALIVE, ALIVE_S, READY, FrontendBootstrap
+from lamina.protocol.frontends import ALIVE, ALIVE_S, ENGINE_STOPPED, READY, FrontendBootstrap
 from lamina.serve.server import serve_in_loop
 
 
 def main() -> None:
-    """Serve until told to stop, or until the engine has stopped: then with status 1."""
+    """Serve until told to stop, or until the engine has stopped: then with status ``ENGINE_STOPPED``."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
     try:
@@ -44,7 +44,7 @@ def main() -> None:
     except EngineDeadError:  # reported by the process that started this one, which removes its files, if it is left
         if os.getppid() != bootstrap.supervisor_pid:
             shutil.rmtree(Path(bootstrap.requests.removeprefix("ipc://")).parent, ignore_errors=True)
-        sys.exit(1)
+        sys.exit(ENGINE_STOPPED)
 
 
 async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:

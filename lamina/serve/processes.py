@@ -23,7 +23,7 @@ from typing import Protocol, Self
 import msgspec
 
 from lamina.errors import EngineDeadError, WorkerError
-from lamina.protocol.frontends import READY
+from lamina.protocol.frontends import ENGINE_STOPPED, READY
 from lamina.protocol.liveness import Liveness
 from lamina.protocol.supervision import Serving
 from lamina.serve.errors import first_line
@@ -78,12 +78,14 @@ class _Process:
     popen: subprocess.Popen[bytes]
     exited: int  # a descriptor that is readable once it has
     name: str = ""  # given when the engine runs
-    ready: bool = False
+    ready: bool = False  # it accepts connections, as ``said`` has found
 
     def said(self) -> bytes:
         """What it has said since the last call: see ``lamina.serve``."""
         with contextlib.suppress(BlockingIOError):
-            return os.read(self.popen.stdout.fileno(), 1024)  # type: ignore[union-attr]
+            words = os.read(self.popen.stdout.fileno(), 1024)  # type: ignore[union-attr]
+            self.ready = self.ready or READY in words
+            return words
         return b""
 
 
@@ -142,7 +144,7 @@ class FrontendProcesses:
                 for process in self._running:
                     self._introduce(process, supervisor)
                 self._await_ready(supervisor)
-                if not self._signals:
+                if not self._signals and supervisor.dead is None:
                     on_ready()
                 while not self._signals and supervisor.dead is None:
                     self._watch(supervisor)
@@ -167,11 +169,15 @@ class FrontendProcesses:
 
     def _await_ready(self, supervisor: Owner) -> None:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not all(process.ready for process in self._running) and not self._signals and supervisor.dead is None:
+        while not self._signals and supervisor.dead is None:
             for process in self._ended():
-                raise WorkerError(process.name, f"it could not start: {_how(process.popen)}")
+                if process.popen.returncode != ENGINE_STOPPED:
+                    raise WorkerError(process.name, f"it could not start: {_how(process.popen)}")
+                self._running.remove(process)
             for process in self._running:
-                process.ready = process.ready or READY in process.said()
+                process.said()
+            if self._running and all(process.ready for process in self._running):
+                return
             if time.monotonic() > deadline:
                 raise WorkerError("frontend", f"it was not ready within {START_TIMEOUT_S:.0f} s")
 
@@ -195,11 +201,13 @@ class FrontendProcesses:
                 log.warning("%s is ended: %s", process.name, why)
                 process.popen.kill()
         for process in self._ended():
+            self._running.remove(process)
+            self._liveness.forget(process.name)
+            if process.popen.returncode == ENGINE_STOPPED:  # the supervisor hears of that too, perhaps later
+                continue
             supervisor.leave(process.name)
             how, now = _how(process.popen), time.monotonic()
             log.warning("%s: %s; its requests are cancelled, and another takes its place", process.name, how)
-            self._liveness.forget(process.name)
-            self._running.remove(process)
             self._ends.append(now)
             if len(self._ends) == MOST_ENDS and now - self._ends[0] < ENDS_S:
                 raise WorkerError(process.name, f"{how}, and {MOST_ENDS - 1} others before it in {ENDS_S:.0f} s")
@@ -217,10 +225,14 @@ class FrontendProcesses:
 
     def _stop(self, hurry: bool) -> None:
         """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end.
-        ``hurry``: they do not know of that yet."""
+        ``hurry``: they do not know of that yet. Those that still start have no clients, and end at once."""
         signals = [signal.SIGTERM, signal.SIGTERM] if hurry else self._signals
         told, deadline = 0, time.monotonic() + STOP_TIMEOUT_S
         left = list(self._running)
+        for process in left:
+            process.said()
+            if not process.ready:
+                process.popen.kill()
         while left and time.monotonic() < deadline:
             if told < len(signals):
                 told += 1

@@ -243,6 +243,16 @@ async def test_when_the_engine_stops_every_request_ends_once(engine: ScriptedEng
     assert (await asyncio.to_thread(remote.stats)).dead == "worker memory0 is gone"
 
 
+async def test_a_frontend_that_connects_after_the_engine_has_stopped_is_told(
+    engine: ScriptedEngine, room: Frontends
+) -> None:
+    engine.dead = "worker memory0 is gone"
+    engine.after_turn()
+    late = await RemoteEngine.connect(named(room, "frontend9"), TOKENIZER)
+    await until(lambda: late.dead == "worker memory0 is gone")
+    late.disconnect()
+
+
 async def test_a_caller_that_fails_loses_its_request_alone(engine: ScriptedEngine, remote: RemoteEngine) -> None:
     def fail(update: RequestUpdate) -> None:
         raise LaminaError("the callback's own business")

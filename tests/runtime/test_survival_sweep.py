@@ -50,6 +50,7 @@ SWITCHES: list[dict[str, object]] = [
     {"partition": "head"},
 ]
 SIZES = {"compute": 2, "memory": 3}
+LONGEST_S = 2 * END_S  # for a request, losses and all
 SPARE_FDS = 8  # of a process, for what comes and goes
 
 CUT_OFF = """
@@ -94,7 +95,7 @@ class Load:
     def __init__(self, engine: Engine, requests: Sequence[Prompt], expected: list[list[CompletionOutput]]) -> None:
         self._engine, self._requests, self._expected = engine, requests, expected
         self._changed = threading.Condition()
-        self._running, self._goes_on = 0, True
+        self._running, self._goes_on = dict[int, float](), True  # by number, when it began
         self.ended = 0
         self.faults: list[str] = []
         for _ in range(STREAMS):
@@ -105,10 +106,17 @@ class Load:
         ended = self.ended
         wait_until(lambda: self.ended > ended, what)
 
+    def check(self) -> None:
+        """No output differs, and no request has run for very long, whatever the others do."""
+        assert not self.faults, self.faults[:3]
+        with self._changed:
+            number, begun = min(self._running.items(), key=lambda one: one[1])
+        assert time.monotonic() < begun + LONGEST_S, f"request {number} has not ended within {LONGEST_S:.0f} s"
+
     def _submit(self) -> None:
         with self._changed:
-            number = self.ended + self._running
-            self._running += 1
+            number = self.ended + len(self._running)
+            self._running[number] = time.monotonic()
         prompt, params = self._requests[number % DISTINCT]
         whole = Whole(self._engine.tokenizer)
 
@@ -128,7 +136,7 @@ class Load:
             self.faults.append(f"request {number}: {fault}")
         with self._changed:
             self.ended += 1
-            self._running -= 1
+            del self._running[number]
             goes_on = self._goes_on
             self._changed.notify_all()
         if goes_on:
@@ -138,7 +146,9 @@ class Load:
         """Wait until what runs has ended."""
         with self._changed:
             self._goes_on = False
-            assert self._changed.wait_for(lambda: not self._running, END_S), f"{self._running} requests have not ended"
+            assert self._changed.wait_for(lambda: not self._running, END_S), (
+                f"requests {[*self._running]} have not ended"
+            )
 
 
 def strike(workers: Killable, engine: Engine, how: signal.Signals, draw: random.Random) -> str:
@@ -209,7 +219,7 @@ def test_no_loss_changes_an_output_however_many_there_are(
             took = time.monotonic() - at
             load.wait_for_another(f"no request ends after {what}")
             print(f"{at - begun:.1f} s: {what}: whole after {took:.1f} s; {load.ended} requests", flush=True)
-            assert not load.faults, (what, load.faults[:3])
+            load.check()
         load.stop()
         assert not load.faults
         wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")

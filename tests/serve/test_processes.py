@@ -1,0 +1,65 @@
+"""Processes of frontends around a scripted engine: what happens to them once it has stopped for good."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from lamina.engine.frontends import Frontends
+from lamina.errors import EngineDeadError
+from lamina.models.directory import find
+from lamina.protocol.supervision import Serving
+from lamina.serve.processes import FrontendProcesses
+from lamina.serve.server import bind, url
+from tests.engine.test_frontends import ScriptedEngine
+
+LATE_S = 3.0  # a frontend that has heard of the end of its engine has exited, and another would be starting
+
+
+class LateOwner:
+    """Hears of the end of its engine ``LATE_S`` after the frontends."""
+
+    gave_up, beats = False, 0
+
+    def __init__(self, engine: ScriptedEngine, frontends: Frontends) -> None:
+        self.serving: Serving | None = Serving(frontends.bootstrap, "")
+        self.dead: str | None = None
+        self.lost_frontends: dict[str, str] = {}
+        self.left: list[str] = []
+        self._engine = engine
+
+    def leave(self, frontend: str) -> None:
+        self.left.append(frontend)
+
+    def kill_engine(self) -> None:
+        raise AssertionError("it answers")
+
+    def end(self) -> None:
+        self._engine.dead = "a worker hangs"
+        self._engine.after_turn()
+        time.sleep(LATE_S)
+        self.dead = self._engine.dead
+
+
+@pytest.mark.slow
+def test_frontends_are_not_replaced_once_the_engine_has_stopped_for_good(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    frontends = Frontends(engine, tmp_path, os.getpid())  # type: ignore[arg-type]
+    owner = LateOwner(engine, frontends)
+    ending = threading.Thread(target=owner.end)
+    served: list[int] = []
+
+    def on_ready() -> None:
+        served.append(httpx.get(f"{url(listener)}/v1/models").status_code)
+        ending.start()
+
+    with bind("127.0.0.1", 0) as listener, FrontendProcesses(1, find(None, weights=False).path, listener) as processes:
+        with pytest.raises(EngineDeadError, match="the engine has stopped: a worker hangs"):
+            processes.serve(owner, on_ready)
+        assert processes.names() == [] and served == [200]
+    ending.join()
+    assert owner.left == [], "a frontend counts as lost"
+    frontends.close()
