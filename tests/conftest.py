@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -24,6 +25,16 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 # A shell's background job ignores SIGINT, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Importing PyTorch, Transformers and the tests makes a million objects, which would be looked through again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but only of objects made from now on."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
