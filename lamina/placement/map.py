@@ -110,11 +110,15 @@ class Placement:
 
     def idle_on(self, worker: str) -> int:
         """Slots of a memory worker that only hold what is cached."""
-        return self.idle.get(worker, 0)
+        return self.on_workers(self.idle).get(worker, 0)
+
+    def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
+        """Slots by memory worker, for tokens by place."""
+        return tokens
 
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
-        """Segments on memory workers, for those on places."""
-        return list(segments)
+        """Segments on memory workers, for those on places; what was on a place that is lost is left out."""
+        return [segment for segment in segments if segment.worker in self.capacities]
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
         """Tokens of sequences by memory worker, for those by place."""

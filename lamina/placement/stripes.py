@@ -113,15 +113,14 @@ class StripedPlacement(Placement):
         """See ``Placement``."""
         return self._touching([worker])
 
-    def idle_on(self, worker: str) -> int:
+    def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
         """See ``Placement``: slots for tokens with all heads, rounded up as the memory worker reports those in use."""
-        shards = sum(
-            self.idle.get(place, 0) * len(part)
-            for place, parts in self._parts.items()
-            for name, part in parts
-            if name == worker
-        )
-        return -(-shards // self._shards.count)
+        shards: dict[str, int] = {}
+        for place, parts in self._parts.items():
+            if count := tokens.get(place, 0):
+                for worker, part in parts:
+                    shards[worker] = shards.get(worker, 0) + count * len(part)
+        return {worker: -(-slots // self._shards.count) for worker, slots in shards.items()}
 
     def _touching(self, workers: Collection[str]) -> set[str]:
         return {place for place, parts in self._parts.items() if any(worker in workers for worker, _ in parts)}
@@ -131,7 +130,7 @@ class StripedPlacement(Placement):
         return [
             dataclasses.replace(segment, worker=worker, heads=self._shards.range_of(part.start, part.stop))
             for segment in segments
-            for worker, part in self._parts[segment.worker]
+            for worker, part in self._parts.get(segment.worker, ())
         ]
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
