@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from bench.runtime.sessions import resident_nbytes
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -66,13 +67,12 @@ def run(engine: Engine, name: str, prompts: list[list[int]]) -> tuple[list[list[
     """The answers to prompts that are served together, and how many of their tokens were found in the cache."""
     greedy = SamplingParams(max_tokens=DRAWN, temperature=0.0, ignore_eos=True)
     answers, found, ended = [list[int]() for _ in prompts], [0] * len(prompts), threading.Semaphore(0)
-    errors = list[str]()
+    failures = Failures()
 
     def note(number: int, update: RequestUpdate) -> None:
         answers[number] += update.completions[0].token_ids
         found[number] = update.cached_tokens
-        if update.error is not None:
-            errors.append(update.error)
+        failures.note(update)
         if update.finished:
             ended.release()
 
@@ -81,8 +81,7 @@ def run(engine: Engine, name: str, prompts: list[list[int]]) -> tuple[list[list[
     for _ in prompts:
         if not ended.acquire(timeout=TIMEOUT_S):
             raise TimeoutError(f"no answer within {TIMEOUT_S} s")
-    if errors:
-        raise RuntimeError(f"{len(errors)} of {len(prompts)} requests failed; the first: {errors[0]}")
+    failures.check()
     return answers, sum(found)
 
 
