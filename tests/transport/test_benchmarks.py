@@ -1,4 +1,4 @@
-"""The benchmarks of the transport run. The figures of such short runs mean nothing."""
+"""Smoke tests of the transport's benchmarks: they run and report figures, which mean nothing in such short runs."""
 
 import json
 import subprocess
