@@ -23,6 +23,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take minutes come first: at the end, processes that run tests wait for each other only briefly."""
+    items.sort(key=lambda item: "tests/runtime/" not in item.nodeid)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What workers keep between starts goes to a folder of this run, not to the user's; its processes share it."""

@@ -187,6 +187,7 @@ def settings(model: Path, slots: int = SLOTS) -> EngineConfig:
         compute="cpu:1",
         memory=f"cpu:{MEMORIES}",
         kv_cache_memory_bytes=slots * per_token,
+        max_num_seqs=32,
         max_num_batched_tokens=128,
         prefix_cache=False,
     )

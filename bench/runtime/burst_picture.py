@@ -37,7 +37,7 @@ def draw(parts: Mapping[str, float], systems: Mapping[str, Sequence[Sample]], bu
         most = max(1, *(one.waiting for one in everything))
         for name, samples in systems.items():
             y += GAP
-            _panel(shapes, name, samples, (y, end, top, most, burst_at))
+            _panel(shapes, name, _corners(samples), (y, end, top, most, burst_at))
             y += PANEL
         shapes += [_text(LEFT, y + 20, "0 s"), _text(WIDTH - RIGHT, y + 20, f"{end:.0f} s", "end")]
         legend = ("compute workers", COMPUTE), ("memory workers", MEMORY), (f"waiting requests, up to {most}", WAITING)
@@ -58,6 +58,13 @@ def _bar(shapes: list[str], parts: Mapping[str, float], y: float) -> float:
         _key(shapes, LEFT, bottom, f"{part}: {seconds * 1e3:.0f} ms", colour)
         x, bottom = x + width, bottom + LINE
     return bottom
+
+
+def _corners(samples: Sequence[Sample]) -> list[Sample]:
+    """Without those between two that have the same counts."""
+    counts = [(one.compute, one.memory, one.waiting) for one in samples]
+    last = len(samples) - 1
+    return [one for n, one in enumerate(samples) if n in (0, last) or not counts[n - 1] == counts[n] == counts[n + 1]]
 
 
 def _panel(shapes: list[str], name: str, samples: Sequence[Sample], axes: tuple[float, float, int, int, float]) -> None:

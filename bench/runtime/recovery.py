@@ -190,15 +190,18 @@ def one_round(model: Path) -> Figures:
 
 
 def read_stream(url: str, number: int, arrivals: list[float], errors: list[str]) -> None:
-    """One client of a server; notes when events come."""
+    """One client of a server; notes when tokens come, of which an event may bring several."""
     body = {"prompt": [5 + number] * PROMPT, "max_tokens": GENERATED, "temperature": 0, "ignore_eos": True}
-    body["logprobs"] = 0  # an event for every token, also for one without text of its own
+    body["logprobs"] = 0  # which names every token, also those without text of their own
     with httpx.stream("POST", f"{url}/v1/completions", json=body | {"stream": True}, timeout=TIMEOUT_S) as response:
         for line in response.iter_lines():
             if line.startswith("data: {"):
-                arrivals.append(time.monotonic())
-                if "error" in json.loads(line.removeprefix("data: ")):
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
                     errors.append(line)
+                    return
+                for choice in event["choices"]:
+                    arrivals.extend([time.monotonic()] * len(choice["logprobs"]["tokens"]))
 
 
 def restart(model: Path) -> Restart:
@@ -237,7 +240,8 @@ def _restarted(url: str, server: psutil.Process) -> Restart:
     for client in clients:
         client.join(TIMEOUT_S)
     if errors or min(map(len, arrivals)) < GENERATED:
-        raise SystemExit(f"error: a stream has not ended as it should: {errors[:1]}")
+        counts = sorted(map(len, arrivals))
+        raise SystemExit(f"error: streams have ended with {counts} of {GENERATED} tokens: {errors[:1]}")
     if not workers <= {one.pid for one in server.children(recursive=True)}:
         raise SystemExit("error: workers have been started again")
     gaps = [pair for each in arrivals for pair in itertools.pairwise(each)]

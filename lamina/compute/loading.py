@@ -41,7 +41,8 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Ran
             prepared.lowered.shards,
         )
         runner = device.runner(prepared.lowered, loaded, ranks.reduce if setup.ranks > 1 else None)
-        runner.reserve(setup.rows, min(setup.rows, setup.sequences), setup.overlap.q_first)
+        draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
+        runner.reserve(setup.rows, draws, setup.overlap.q_first, own)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"{control.device} has too little memory for the weights and a step of {setup.rows} rows, of which "

@@ -59,7 +59,7 @@ class SliceRunner(NativeRunner):
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
         *self._inner, self._last = model.with_weights(tensors, reduce)
 
-    def reserve(self, rows: int, draws: int, queries_first: bool) -> None:
+    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
         """Nothing: the system gives memory when it is written to."""
 
     def padded(self, rows: int) -> int:

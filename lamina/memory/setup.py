@@ -12,7 +12,7 @@ from lamina.memory.tier import Tier, open_tier
 from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.leases import LANDING_NBYTES
 from lamina.protocol.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
-from lamina.protocol.wire import MOST_PIECES, NUMPY_DTYPE, reply_nbytes, request_nbytes
+from lamina.protocol.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
 from lamina.types import KvElement
 
 
@@ -76,7 +76,7 @@ def largest(asked: Reserve, by_shard: bool) -> Largest:
     # A request as it came, its parts where they are not aligned, the queries of further segments; two partials;
     # a piece of a segment that moves, in and out; slots of all steps.
     buffers = (*[request] * 3, *[reply] * 2, *[LANDING_NBYTES] * 2, 12 * rows * asked.steps)
-    tables = asked.steps * setup.ranks * (MOST_PIECES + 1) * (own if by_shard else 1)
+    tables = asked.steps * setup.ranks * (setup.overlap.mini_batches + 2) * (own if by_shard else 1)
     return Largest(min(rows, asked.sequences * own), rows, tables, buffers)
 
 

@@ -185,7 +185,7 @@ class KvStore:
                 if child in self.slab:
                     begun, source = self.slab.slots(child), self.slab.slots(key)
                     both = min(len(begun), last - start)
-                    self.device.renew(begun[:both], source[:both])
+                    self.device.renew(begun[:both], source[:both], fork.tokens - start)
                 if child not in self.slab or len(self.slab.slots(child)) < last - start:
                     self.slab.fork(key, child, last - start)
 

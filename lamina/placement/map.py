@@ -288,8 +288,8 @@ class Placement:
         self._roomiest.clear()
 
     def is_empty(self, worker: str) -> bool:
-        """True if nothing is reserved on a worker."""
-        return not self.reserved[worker]
+        """True if nothing is reserved on a worker, and no sequence is about to grow there."""
+        return not self.reserved[worker] and not self.sequences[worker]
 
     def excess(self, worker: str) -> int:
         """Idle slots of a worker that must make way."""

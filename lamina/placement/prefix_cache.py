@@ -40,6 +40,7 @@ class PrefixCache:
 
     Attributes:
         queried: tokens of requests that were admitted. hit: those of them that were found.
+        is_moving: whether some tokens are on their way to another worker, with what layers have not forgotten of them.
         on_kept, on_evicted: called with each new leaf of a tree, and each that is given up.
     """
 
@@ -58,6 +59,7 @@ class PrefixCache:
         self._branches: dict[Group, int] = {}  # tokens that requests have in common with others, and compute again
         self._forks: list[Fork] = []
         self._released: list[int] = []
+        self.is_moving: Callable[[Collection[Node]], bool] = _nothing_moves
         self.on_kept: Callable[[Node], None] = _ignore
         self.on_evicted: Callable[[Node], None] = _ignore
 
@@ -329,7 +331,8 @@ class PrefixCache:
             return
         if self._window:
             stop -= 1  # the same prompt may come again, whose last token must be computed
-            if stop <= group.hit:
+            ran_on = first.known and len(group.completions) == 1  # with what it had drawn: the window is forgotten
+            if stop <= group.hit or ran_on:
                 return
         ids = ids_of(group.request.prompt_token_ids[:stop]) if group.ids is None else group.ids[:stop]
         tree, salt = self._tree(group), group.request.params.cache_salt
@@ -351,7 +354,7 @@ class PrefixCache:
         tree, first = self._tree(group), group.completions[0]
         ids = ids_of(group.known_tokens(first, 0, length))
         node, found = tree.find(group.request.params.cache_salt, ids)
-        if node is not None and found == length and alike(node, first):
+        if node is not None and found == length and self._brings(node, first):
             self._add_checkpoint(tree, node, length, first.sequence)
 
     def _add_checkpoint(self, tree: PrefixTree, node: Node, length: int, source: int) -> None:
@@ -379,7 +382,7 @@ class PrefixCache:
         ids = ids_of(group.known_tokens(completion, 0, length))
         tree, salt = self._tree(group), group.request.params.cache_salt
         node, found = tree.find(salt, ids)
-        if found > self.shared(group) and not alike(node, completion):
+        if found > self.shared(group) and not self._brings(node, completion):
             return
         if node is not None:
             if found < min(node.stop, length):
@@ -398,6 +401,11 @@ class PrefixCache:
                 self._add_idle(tree, one.worker, len(one.tokens))
         tree.use(leaf)
         self.on_kept(leaf)
+
+    def _brings(self, node: Node | None, completion: Completion) -> bool:
+        """True if what a completion has of the tokens up to ``node`` may take the place of what the tree has."""
+        moving = self._window and node is not None and self.is_moving(list(node.path()))
+        return not moving and alike(node, completion)
 
     def keepable(self, group: Group, completion: Completion) -> int:
         """Tokens of an ended completion that others may share."""
@@ -481,6 +489,10 @@ class PrefixCache:
                     tree.take_sequence(node)
                 else:
                     self._drop(tree, node)
+
+
+def _nothing_moves(nodes: Collection[Node]) -> bool:
+    return False
 
 
 def _ignore(leaf: Node) -> None:

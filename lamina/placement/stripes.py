@@ -206,7 +206,7 @@ class StripedPlacement(Placement):
 
     def is_empty(self, place: str) -> bool:
         """See ``Placement``."""
-        return not any(self.reserved[one] for one in self.touching([place]))
+        return not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
         places = [place for place in dict.fromkeys([*self._open, *self._alone]) if place not in besides]

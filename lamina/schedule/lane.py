@@ -222,21 +222,19 @@ class Lane:
         """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``paused``: it is on
         its way to another memory worker; ``held``: it may not run before requests are dealt out again."""
         self.running[group] = None
+        for completion in group.completions:  # steps are counted from 0 again
+            completion.until = 0
         if held:
-            for completion in group.completions:
-                completion.until = 0
             return
         self.histories |= group.histories
         if dealt:
             self.dealt[group] = None
             return
         if paused:
-            group.completions[0].until = 0
             return
         if group.choice is not None:
             self.chosen[group] = None
         for completion in group.alive if group.forked else group.completions[:1]:
-            completion.until = 0
             if completion.left:
                 self.prompts.add(group, completion)
             elif group.forked and group.searches:

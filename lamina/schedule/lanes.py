@@ -10,6 +10,7 @@ FORGET = 0.98  # weight of earlier measurements, per step
 CONSTANT = 0.2  # share of a wait that does not grow with its rows
 LEARN = 0.2  # weight of a step in the mean for its number of rows
 WORTH = 1.04  # the arrangement changes if another is predicted this many times as fast, twice in a row
+STALE = 0.8  # waits are forgotten once those seen are shorter than this share of them
 SATURATED = 0.9  # replicas busy for this share of the time count as never idle
 ROTATION = 0.6  # share of the loss by unequal steps that remains if steps are equal: first and last slices are longer
 STEPS_BETWEEN_LOOKS = 8  # at least, of each lane in use
@@ -157,12 +158,17 @@ class LaneChooser:
         return max(self._attention_per_step.values(), default=0.0)
 
     def _note_waits(self, now: float) -> None:
-        """Learn from waits. If replicas were hardly idle, only long waits were seen: they are an upper bound."""
-        elapsed = now - self._since if self._since is not None else math.inf
-        idle = self._seconds < SATURATED * elapsed * self._pipeline.replicas
-        for rows, seconds in self._seen:
-            if idle or not self._waits.known or seconds < self._waits.at(rows):
+        """Learn from waits. If replicas were hardly idle, lanes waited for each other as well, and what was seen is an
+        upper bound: what it contradicts is forgotten. While waits are unknown, attention alone is taken for them, so
+        that fewer lanes are tried, which shows them."""
+        elapsed = now - self._since if self._since is not None else 0.0
+        if self._seconds < SATURATED * elapsed * self._pipeline.replicas:
+            for rows, seconds in self._seen:
                 self._waits.note(rows, seconds)
+        elif self._waits.known:
+            bound = sum(seconds for _, seconds in self._seen)
+            if bound < STALE * sum(self._waits.at(rows) for rows, _ in self._seen):
+                self._waits = _Waits()
         self._seen.clear()
         self._since = now
 

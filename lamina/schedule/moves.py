@@ -102,6 +102,7 @@ class Moves:
         self.before_plan: Callable[[], None] = _nothing
         self._placement = placement
         self._prefixes = prefixes
+        prefixes.is_moving = self.touches_any
         self._relocations = relocations
         self.lanes = lanes
         self._sequences, self._numbers = sequences, numbers

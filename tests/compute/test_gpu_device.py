@@ -15,6 +15,7 @@ from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import Gpu
 from lamina.compute.device.kit import ROWS, Kit, padded_rows
+from lamina.compute.device.moves import Moves
 from lamina.compute.device.select import make
 from lamina.compute.rows import Rows, pad
 from lamina.errors import ConfigError
@@ -199,15 +200,23 @@ def test_no_step_records_what_was_reserved() -> None:
     """Of any number of rows, q first or not, whatever number of them draw a token."""
     kit, model = Counting(), random_model(variant("llama"))
     runner = OnGpu(split(variant("llama")), model.state_dict(), kit)._runner
-    runner.reserve(12, draws=5, queries_first=True)
+    runner.reserve(12, draws=5, queries_first=True, shards=2)
     reserved = kit.recorded
     for count in range(1, 13):
-        step, total = list[Tensor](), padded_rows(count)
+        step, total, every = list[Tensor](), padded_rows(count), np.arange(2 * count)
+        moves = Moves(count, total, 2, [every], [every], [np.zeros_like(every)], [], [])
+        transfers = runner.transfers(moves)
         rows = Rows(torch.full((total,), 7), torch.arange(total))
         attention, context = None, tuple[Tensor, ...]()
         for index, spec in enumerate(runner.attentions):
             output = runner.run(index, rows, attention, context, step.append if count % 2 else None)
-            attention, context = torch.ones(total, spec.query_heads, spec.v_dim), output.context
+            if count % 2:
+                transfers.queries(output.q)
+                transfers.keys_values(output.k, output.v)
+            else:
+                transfers.all(output.q, output.k, output.v)
+            reply = memoryview(bytearray(4 * count * spec.query_heads * (spec.v_dim + 1)))
+            attention, context = transfers.merged(spec, [], [(0, reply)], None), output.context
         assert attention is not None and len(step) == count % 2 * len(runner.attentions)
         runner.logits(rows, attention, context, torch.arange(min(count, 5)))
     assert kit.recorded == reserved

@@ -65,9 +65,10 @@ class ScriptedEngine:
         client: Client,
         seed: int,
         drawn: Drawn | None = None,
+        again: bool = False,
     ) -> None:
         assert self.accepts.wait(END_S)
-        if len(self.queued) == self.places:
+        if len(self.queued) == self.places and not again:
             raise OverloadedError("three are enough")
         if len(tokens) > self.longest:
             raise RequestError(f"{len(tokens)} is too long")

@@ -25,7 +25,7 @@ def test_decoded_tokens_are_appended_while_they_are_attended_to() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     specs=st.sampled_from([[PLAIN], [PLAIN, SLOPES]]),
     overlap=st.sampled_from([Overlap(), Overlap(), Overlap(True, 2)]),

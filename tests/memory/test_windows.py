@@ -16,6 +16,7 @@ from lamina.memory.device import windows
 from lamina.memory.device.cpu import Cpu
 from lamina.memory.device.windows import Windows
 from lamina.memory.store import KvStore
+from lamina.placement import checkpoints, prefix_cache
 from lamina.schedule import turn
 from lamina.schedule.suspects import Hold
 from lamina.steps import Migration, StepPlan
@@ -30,10 +31,13 @@ SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in
 
 @pytest.fixture(scope="module", autouse=True)
 def eager() -> Iterator[None]:
-    """Forgotten tokens are looked for with almost every step."""
+    """Forgotten tokens are looked for with almost every step; prefixes are short, and may have many checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefix_cache, "SHORTEST", 1)
+        patch.setattr(prefix_cache, "GRAIN", 1)
         patch.setattr(windows, "FEWEST", 4)
         patch.setattr(windows, "SPARE", 64)
+        patch.setattr(checkpoints, "SHARE", 1)
         yield
 
 
@@ -158,14 +162,14 @@ def forget_at_random(kind: type[Forgetting], seeds: range) -> tuple[int, int]:
 def test_layers_with_a_window_attend_as_if_nothing_had_been_forgotten(kind: type[Forgetting]) -> None:
     """Whatever is forked, grows, moves, is dropped, aborted or lost."""
     forgotten, hits = forget_at_random(kind, range(10))
-    assert forgotten > 20 and (hits > 20) == kind.prefix_cache
+    assert forgotten > 20 and (hits > 5) == kind.prefix_cache
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Uncached, Checkpointed])
 def test_many_schedules(kind: type[Forgetting]) -> None:
     forgotten, hits = forget_at_random(kind, range(1000, 2000))
-    assert forgotten > 2000 and (hits > 2000) == kind.prefix_cache
+    assert forgotten > 2000 and (hits > 500) == kind.prefix_cache
 
 
 def test_more_steps_are_kept_than_may_be_in_flight() -> None:

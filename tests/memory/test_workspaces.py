@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -115,6 +116,14 @@ def test_steps_use_no_more_than_was_reserved(
     overlap: Overlap, shards: int, kv: Any, steps: list[tuple[set[int], int, bool]]
 ) -> None:
     """Up to 4 steps are planned before the first is served."""
+    with (
+        mock.patch("lamina.memory.device.workspaces.MOST_CHANGES", 64),  # else the rest would hardly count
+        mock.patch("lamina.kernels.gpu.attention.MOST_CHANGES", 64),
+    ):
+        check(overlap, shards, kv, steps)
+
+
+def check(overlap: Overlap, shards: int, kv: Any, steps: list[tuple[set[int], int, bool]]) -> None:
     setup = MemorySetup(SPECS, DType.FLOAT32, CAPACITY, 1, overlap, False, kv, shards)
     element = KvElement.of(kv, DType.FLOAT32)
     attentions = [HeadShards(2, shards).spec(spec) for spec in SPECS]

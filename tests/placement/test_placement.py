@@ -86,7 +86,7 @@ def test_victims_give_what_is_lacking_and_the_earliest_stays(
 def test_what_was_promised_before_a_loss_counts_until_the_successor_has_come() -> None:
     placement = Placement({"memory0": 100, "memory1": 100})
     limits = Limits(8, 64, 500)
-    free, fixed = SamplingParams(), SamplingParams(max_tokens=31)
+    free, fixed = SamplingParams(max_tokens=None), SamplingParams(max_tokens=31)
     most = limits.most_tokens(120, free, placement)
     placement.promised = placement.possible
     placement.apply(Topology(FIRST, (Member("memory0", "memory", "cpu", "", 100),), Pipeline(1, 1)))

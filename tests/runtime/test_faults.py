@@ -50,6 +50,8 @@ def worker_processes(parent: psutil.Process | None = None) -> dict[str, psutil.P
     """Worker processes by the module they run, below ``parent`` (this process)."""
     found = {}
     for child in (parent or psutil.Process()).children(recursive=True):
+        if child.status() == psutil.STATUS_ZOMBIE:
+            continue  # it has ended
         words = child.cmdline()
         if "-m" in words and words[-1].startswith("lamina."):
             found[f"{words[-1]}#{child.pid}"] = child

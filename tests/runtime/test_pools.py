@@ -115,8 +115,8 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
         assert stats.recoveries == stats.recomputed == 0 and engine.topology.epoch.number == 1
         assert stats.moved > 0
         for refused, reason in (
-            ({"memory": -1}, "the memory pool has 1, of which one must stay: 1 cannot leave"),
-            ({"compute": -3}, "the compute pool has 1, of which one must stay: 3 cannot leave"),
+            ({"memory": -1}, "the memory pool has 1, of which 1 must stay: 1 cannot leave"),
+            ({"compute": -3}, "the compute pool has 1, of which 1 must stay: 3 cannot leave"),
         ):
             with pytest.raises(ConfigError, match=reason):
                 engine.scale(**refused).result(JOIN_S)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -43,7 +44,7 @@ KILLED = 6 / 7  # of the losses
 STREAMS, DISTINCT = 32, 64
 SWITCHES: list[dict[str, object]] = [
     {},
-    {"lanes": 4, "pipelining": "rotational", "transport": "tcp"},
+    {"lanes": 3, "pipelining": "rotational", "transport": "tcp"},
     {"lanes": 2, "pipelining": "fixed", "q_first": True, "mini_batches": 2},
     {"plan_ahead": False, "kv_cache_memory_bytes": 400_000},  # hardly room for all: requests move and give way
     {"partition": "head"},
@@ -98,6 +99,11 @@ class Load:
         self.faults: list[str] = []
         for _ in range(STREAMS):
             self._submit()
+
+    def wait_for_another(self, what: str) -> None:
+        """Until one more request has ended; ``what`` if none does."""
+        ended = self.ended
+        wait_until(lambda: self.ended > ended, what)
 
     def _submit(self) -> None:
         with self._changed:
@@ -189,7 +195,7 @@ def test_no_loss_changes_an_output_however_many_there_are(
     kinds = [signal.SIGKILL] * killed + draw.choices([signal.SIGSTOP, signal.SIGUSR1], k=LOSSES - killed)
     draw.shuffle(kinds)
     losses = [kinds[place : place + together] for place in range(0, LOSSES, together)]
-    more = {"max_num_seqs": STREAMS, "max_restarts": 100_000} | SWITCHES[SEED % len(SWITCHES)]
+    more: dict[str, Any] = {"max_num_seqs": STREAMS, "max_restarts": 100_000} | SWITCHES[SEED % len(SWITCHES)]
     settings = config(checkpoint, *SIZES.values(), **more)
     engine = launch(settings, workers=workers)
     at_first = descriptors(workers)
@@ -198,10 +204,10 @@ def test_no_loss_changes_an_output_however_many_there_are(
         begun = time.monotonic()
         for number, how in enumerate(losses):
             time.sleep(max(0.0, begun + LENGTH_S * number / len(losses) - time.monotonic()))
-            at, ended = time.monotonic(), load.ended
+            at = time.monotonic()
             what = lose(workers, engine, how, draw)
             took = time.monotonic() - at
-            wait_until(lambda ended=ended: load.ended > ended, f"no request ends after {what}")
+            load.wait_for_another(f"no request ends after {what}")
             print(f"{at - begun:.1f} s: {what}: whole after {took:.1f} s; {load.ended} requests", flush=True)
             assert not load.faults, (what, load.faults[:3])
         load.stop()

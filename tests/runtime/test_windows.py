@@ -13,7 +13,8 @@ from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_parity import run_all
 from tests.runtime.test_survival import wait_until
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+DRAWN = 8
+GREEDY = SamplingParams(temperature=0.0, max_tokens=DRAWN, ignore_eos=True)
 WINDOW = 24
 
 
@@ -63,7 +64,7 @@ def test_requests_go_on_from_checkpoints_of_cached_prefixes(family: str, memory:
     finally:
         engine.close()
     for prompt, answer in asked:
-        assert answer == greedy(reference, prompt, GREEDY.max_tokens)
+        assert answer == greedy(reference, prompt, DRAWN)
     if memory != "cpu:2":  # else each worker has prefixes of its own
         assert [cached for _, cached in found[:4]] == [0, 0, 400, 400]
         assert found[4] == (403, 402)

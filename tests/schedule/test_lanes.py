@@ -16,7 +16,8 @@ def settle(
     chooser: LaneChooser, sequences: int, constant: float, per_row: float, wait_per_row: float, prompts: int = 0
 ) -> int:
     """Run until the choice stands: slices of constant + per_row x rows and a wait in proportion to the rows, in steps
-    of all sequences that decode, or of ``prompts`` rows of prompts that are all that runs."""
+    of all sequences that decode, or of ``prompts`` rows of prompts that are all that runs. A lane waits for attention
+    or for the other lanes' slices, whichever takes longer."""
     now = 0.0
     for _ in range(60 * STEPS_BETWEEN_LOOKS * chooser.active.lanes):
         lanes = chooser.active.lanes
@@ -24,7 +25,7 @@ def settle(
         rows = decoding + prompts
         busy, wait = constant + per_row * rows, wait_per_row * rows
         now += max(busy, busy + wait if lanes == 1 else 0.0) / lanes
-        chooser.note_step(rows, decoding, busy, wait)
+        chooser.note_step(rows, decoding, busy, max(wait, (lanes - 1) * busy))
         chooser.choose(sequences, now)
     return chooser.active.lanes
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lamina.steps import StepPlan
 from tests.schedule.clusters import Course, courses, turns
-from tests.schedule.schedules import plan_of, request, scheduler
+from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_epochs import Losing
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
@@ -115,6 +115,18 @@ LOSSES = courses(
     join=turns(st.integers(20, 60), 2),
     drain=turns(st.integers(0, 5), 3),
 )
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_request_whose_forks_were_undone_is_released_before_the_next_epoch_ends(second: int) -> None:
+    prompts = [(1, 0, 0, 0)] * 7
+    others: list = [(1, 1, [0, 0, 0], None, 0)] * 4
+    others += [(2, 2, [0, 0, 0], None, 18), (4, 1, [0, 0, 0], None, 10), (5, 1, [0, 0, 0], None, 5)]
+    course = Course(3, 1, 3, LIMITS, 60, None, 1, {"end_epoch": {24: 2, 25: second}, "drain": {0: 0, 24: 0}})
+    cluster = Caching(others, prompts, *course.sizes)
+    cluster.play(course, 40)
+    cluster.check_rest()
+    cluster.check_ends()
 
 
 @settings(max_examples=200, deadline=None)

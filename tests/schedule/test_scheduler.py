@@ -15,7 +15,7 @@ from lamina.schedule.scheduler import Scheduler
 from lamina.steps import StepPlan
 from lamina.types import Request, SamplingParams
 from tests.schedule.clusters import MANY, Cluster, Course, courses, requests, turns
-from tests.schedule.schedules import plan_of, request, scheduler
+from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -30,6 +30,18 @@ def test_every_request_ends_and_every_slot_comes_back(requests: list, course: Co
     cluster.play(course, 20)
     assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)
     assert all(reserved == 0 for reserved in cluster.scheduler.placement.reserved.values())
+    cluster.check_ends()
+
+
+def test_what_was_dropped_leaves_the_room_to_what_goes_on_there() -> None:
+    """The last sequence goes on where it needs the slots of the one that was dropped, and only of that one."""
+    many = [(17, 4, 3, [0, 14, 0], None, 8), (8, 2, 3, [14, 0, 0], None, 8), (17, 7, 3, [14, 14, 2], None, 0)]
+    many += [(4, 3, 2, [0, 0, 0], None, 0), (9, 10, 1, [7, 13, 14], None, 0), (14, 11, 1, [11, 0, 0], None, 5)]
+    shortest = [(1, 1, 1, [0, 0, 0], None, 0)]
+    many += [*shortest, (17, 7, 3, [0, 0, 2], None, 0), (20, 12, 1, [0, 0, 0], None, 0), *3 * shortest]
+    course = Course(2, 3, 1, LIMITS, 27, None, 1, {"drop": {15: 0}})
+    cluster = Cluster(many, *course.sizes)
+    cluster.play(course, 20)
     cluster.check_ends()
 
 

@@ -227,6 +227,7 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     (simulated, simulated_settings), (real, real_settings) = made
     assert simulated_settings.pop("policy") is latest  # the engine's default
     assert real_settings.pop("overcommit") == 1.0  # simulated workers have no disks
+    assert real_settings.pop("window") == 0  # layers of the model see everything, as simulated ones do
     # These arrivals say nothing of what prompts have in common.
     assert real_settings.pop("prefix_cache") and not simulated_settings.pop("prefix_cache")
     assert pipeline == real[2] and simulated_settings == real_settings

@@ -18,6 +18,7 @@ from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
 
 STOP_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to give back
 
 # Low enough that spinning OpenMP threads do not starve other workers on their cores, high enough not to slow GEMMs;
 # above 10000 a pair of workers on shared cores is ten times slower. Read by libgomp when torch is imported.
@@ -151,13 +152,7 @@ class LocalWorkers:
         """
         process = self._processes.pop(name)
         process.kill()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired as error:
-            raise TransportError(
-                f"worker {name} (process {process.pid}) was killed, but has not ended within {STOP_TIMEOUT_S:.0f} s; "
-                f"it may wait for a device or a network file system"
-            ) from error
+        _wait_for_killed(name, process)
         self._ended.pop(name, None)
         for descriptor in [one for one in self._exits.get_map().values() if one.data == name]:
             self._exits.unregister(descriptor.fileobj)
@@ -178,11 +173,21 @@ class LocalWorkers:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
-        for process in self._processes.values():
-            process.wait(STOP_TIMEOUT_S)
         for descriptor in list((self._exits.get_map() or {}).values()):
             os.close(descriptor.fd)
         self._exits.close()
+        for name, process in self._processes.items():
+            _wait_for_killed(name, process)
+
+
+def _wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(KILL_TIMEOUT_S)
+    except subprocess.TimeoutExpired as error:
+        raise TransportError(
+            f"worker {name} (process {process.pid}) was killed, but has not ended within {KILL_TIMEOUT_S:.0f} s; "
+            f"it may wait for a device or a network file system"
+        ) from error
 
 
 def describe_exit(code: int) -> str:

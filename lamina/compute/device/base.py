@@ -77,9 +77,10 @@ class Runner(Carrier, Protocol):
     def sinks(self) -> Sequence[Floats | None]:
         """The sink logits float32 [Hq] of each attention, or None."""
 
-    def reserve(self, rows: int, draws: int, queries_first: bool) -> None:
+    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
         """Prepare for steps of up to ``rows`` rows, of which ``draws`` draw a token: take the device's memory that they
-        need, and keep it; record them. ``queries_first``: ``run`` may be given ``on_query``.
+        need, and keep it; record them. ``queries_first``: ``run`` may be given ``on_query``. ``shards``: to a row, see
+        ``Moves``.
 
         Raises torch.OutOfMemoryError if there is too little.
         """

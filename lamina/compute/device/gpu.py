@@ -91,9 +91,9 @@ class GpuRunner(GpuCarrier):
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
 
-    def reserve(self, rows: int, draws: int, queries_first: bool) -> None:
+    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
         """See ``Runner``."""
-        rehearse(self, rows, draws, queries_first)
+        rehearse(self, rows, draws, queries_first, shards)
 
     def padded(self, rows: int) -> int:
         """See ``Runner``."""

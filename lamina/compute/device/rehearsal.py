@@ -1,7 +1,7 @@
 """Runs the steps that a GPU may be given, on zeros, before requests come.
 
-Afterwards every slice is recorded for every number of rows, libraries have loaded, and torch holds the memory that the
-largest step needs: torch keeps what it has once allocated.
+Afterwards every slice is recorded for every number of rows, with what moves the rows of steps that decode; libraries
+have loaded, and torch holds the memory that the largest step needs: it keeps what it has once allocated.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lamina.compute.device.base import Runner
 from lamina.compute.device.kit import ROWS
+from lamina.compute.device.moves import Moves
 from lamina.compute.rows import Rows
 from lamina.compute.sampler import Row, sample
 from lamina.kernels.segments import SegmentTable
@@ -21,28 +22,42 @@ COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.
 """What needs most memory to draw from."""
 
 
-def rehearse(runner: Runner, rows: int, draws: int, queries_first: bool) -> None:
+def rehearse(runner: Runner, rows: int, draws: int, queries_first: bool, shards: int) -> None:
     """Run steps of up to ``rows`` rows, of which up to ``draws`` draw a token, on a device whose memory torch manages.
 
-    ``queries_first``: q of steps that decode is asked for before k and v. Raises torch.OutOfMemoryError.
+    ``queries_first``: q of steps that decode is asked for before k and v. ``shards``: of heads, in which rows travel.
+    Raises torch.OutOfMemoryError.
     """
     most = runner.padded(rows)
     for count in sorted({most, *(each for each in ROWS if each < most)}, reverse=True):  # the smaller fit in after that
         for on_query in (None, _ignore) if queries_first else (None,):
-            _run(runner, count, min(count, draws), on_query, rows if count == most else 0)
+            _run(runner, count, min(count, draws), on_query, shards, rows if count == most else 0)
 
 
-def _run(runner: Runner, count: int, draws: int, on_query: Callable[[Tensor], None] | None, chunk: int) -> None:
-    """One step of ``count`` rows; ``chunk`` of them are a prompt's, and then tokens are drawn at the greatest cost."""
+def _run(
+    runner: Runner, count: int, draws: int, on_query: Callable[[Tensor], None] | None, shards: int, chunk: int
+) -> None:
+    """One step of ``count`` rows that decode, all on one memory worker.
+
+    The first ``chunk`` attend to each other as well, as a prompt's do, and then tokens are drawn at the greatest cost.
+    """
     step = Rows(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
+    every = np.arange(count * shards)
+    transfers = runner.transfers(Moves(count, count, shards, [every], [every], [np.zeros_like(every)], [], []))
     attention, context = None, tuple[Tensor, ...]()
-    for index, spec in enumerate(runner.attentions):
+    for index, (spec, sinks) in enumerate(zip(runner.attentions, runner.sinks, strict=True)):
         output = runner.run(index, step, attention, context, on_query)
+        if on_query is None:
+            transfers.all(output.q, output.k, output.v)
+        else:
+            transfers.queries(output.q)
+            transfers.keys_values(output.k, output.v)
         if chunk:
             bounds, start = np.array([0, chunk], np.int32), np.zeros(1, np.int32)
             table = SegmentTable(bounds, start, bounds, start, np.arange(chunk, dtype=np.int32))
             runner.attend(output, np.arange(chunk), table, spec)
-        attention, context = output.q.new_zeros(count, spec.query_heads, spec.v_dim), output.context
+        reply = memoryview(bytearray(4 * count * spec.query_heads * (spec.v_dim + 1)))
+        attention, context = transfers.merged(spec, [], [(-1, reply)], sinks), output.context
     if attention is not None:
         logits = runner.logits(step, attention, context, torch.arange(draws))
         if chunk:

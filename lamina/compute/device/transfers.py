@@ -38,9 +38,12 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
     return merged / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
 
 
-def _padded(index: Indices) -> Tensor:
-    """An index, and zeros up to one of few lengths: what they gather is discarded."""
-    return torch.from_numpy(np.pad(index, (0, padded_rows(len(index)) - len(index))))
+def _padded(index: Indices, moves: Moves) -> Tensor:
+    """An index, and zeros up to one of few lengths: what they gather is discarded. If all rows travel, there is one
+    length for each number of rows with padding."""
+    every = len(index) == moves.total * moves.shards
+    length = moves.rows * moves.shards if every else padded_rows(len(index))
+    return torch.from_numpy(np.pad(index, (0, length - len(index))))
 
 
 class Lines:
@@ -142,7 +145,7 @@ class GpuTransfers:
     def __init__(self, lines: Lines, moves: Moves, dtype: torch.dtype) -> None:
         self._lines, self._moves, self._dtype = lines, moves, dtype
         self._groups = {"queries": _Group.of(moves.queries), "appends": _Group.of(moves.appends)}
-        self._padded = {name: _padded(group.index) for name, group in self._groups.items()}
+        self._padded = {name: _padded(group.index, moves) for name, group in self._groups.items()}
         self._recorded = moves.rows <= lines.most
         self._answering = [number for number, shards in enumerate(moves.queries) if len(shards)]
         self._collected: dict[object, _Collected] = {}
@@ -250,7 +253,9 @@ class GpuTransfers:
         moves, lines, v_dim = self._moves, self._lines, spec.v_dim
         heads = spec.query_heads // moves.shards
         plan, unit = arrange(moves, heads, v_dim), heads * v_dim
-        capacity = (1 << (-(-plan.end // unit) - 1).bit_length()) * unit  # few, so that recordings can be used again
+        # Few capacities, so that recordings can be used again: a power of two, and of all rows with padding at least.
+        end = max(plan.end, 2 * unit + moves.rows * moves.shards * (unit + heads))
+        capacity = (1 << (-(-end // unit) - 1).bit_length()) * unit
         shape = (moves.rows, spec.query_heads, v_dim)
         indices = torch.from_numpy(np.stack([plan.outs, plan.lses]))
         what = (heads, v_dim, moves.shards, moves.rows, moves.most_parts, capacity, has_sinks)

@@ -118,8 +118,9 @@ class Device(Protocol):
     def forget(self, segments: Sequence[Hashable]) -> None:
         """These segments have ended or lost tokens. Tables made before stay valid."""
 
-    def renew(self, slots: Slots, others: Slots) -> None:
-        """What ``slots`` [T] have forgotten, they get from ``others`` [T], which hold the same tokens."""
+    def renew(self, slots: Slots, others: Slots, left: int) -> None:
+        """What ``slots`` [T] have forgotten, they get from ``others`` [T], which hold the same tokens: what a step may
+        attend to that begins ``left`` tokens after the first of them."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """Write what ``slots`` hold into ``content``, as it is stored: scales of k and v if they are codes, k, v."""

@@ -101,10 +101,10 @@ class Cpu:
             else:
                 partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=slab.scales)
 
-    def renew(self, slots: Slots, others: Slots) -> None:
+    def renew(self, slots: Slots, others: Slots, left: int) -> None:
         """See ``Device``."""
         for windows in {id(one): one for one in self._windows if one is not None}.values():
-            windows.renew(slots, others)
+            windows.renew(slots, others, left)
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """See ``Device``."""

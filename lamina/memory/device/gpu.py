@@ -159,7 +159,7 @@ class Gpu:
         self._backend.download((out_there, out), (lse_there, lse))
         yield from ()
 
-    def renew(self, slots: Slots, others: Slots) -> None:
+    def renew(self, slots: Slots, others: Slots, left: int) -> None:
         """See ``Device``; nothing is forgotten."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:

@@ -80,8 +80,12 @@ class Windows:
         """The rows of these slots; any row for one that has been forgotten."""
         return np.maximum(self._rows[slots], 0)
 
-    def renew(self, slots: Rows, others: Rows) -> None:
-        """Let ``slots`` have the rows of ``others``, which hold the same tokens, where these have rows."""
+    def renew(self, slots: Rows, others: Rows, left: int) -> None:
+        """Let ``slots`` have the rows of ``others``, which hold the same tokens, in the window of a step that begins
+        ``left`` tokens after the first of them. Rows from before may hold anything if they have moved.
+        """
+        begin = max(0, left - self.window + 1)
+        slots, others = slots[begin:], others[begin:]
         rows = self._rows[others]
         new = (slots != others) & (rows >= 0)
         self._rows[slots[new]] = rows[new]
