@@ -76,7 +76,7 @@ def plan(
         Path | None,
         typer.Option(
             "--map",
-            help="Do not plan: show for which lengths of prompts and outputs two kinds cost less than one, and draw an SVG.",
+            help="Do not plan: show for which prompts and outputs two kinds cost less than one, and draw an SVG.",
         ),
     ] = None,
     validate: Annotated[
