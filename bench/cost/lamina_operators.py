@@ -96,7 +96,7 @@ def figures_3_to_6(published: Mapping[str, Any], catalogue: hardware.Catalogue) 
         right.plot(CONTEXTS, share, "-o", label=f"batch {batch}")
     right.plot([shares["context"]], [shares["percent"][0]], "x", color="C5", label="published: above")
     right.set(xlabel="context (tokens)", ylabel="share of the time (%)", ylim=(0, 100), title="attention")
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, loc="lower right")
     section.figure(
         "operators", "Left: use of peak by batch. Right: attention's share of a step, LLaMA-13B on one A100.", plot
     )

@@ -278,7 +278,7 @@ def mnemosyne(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
     section.figure(
         "mnemosyne",
         "Left: TTFT falls nearly with the number of servers. Right: TBT falls with KV parallelism, more "
-        "for longer contexts. Dashed: the paper's objectives.",
+        "for longer contexts. Grey: the paper's objectives.",
         plot,
     )
     return section
@@ -297,7 +297,7 @@ def _sizes(published: Mapping[str, Any], large: CostModel) -> list[Comparison]:
             work["value"],
             flops / 1e18,
             "Ours halves attention for its causal mask and adds the weights' operations; the paper's "
-            "Equation 1 lost its factors in our copy.",
+            "factors could not be read.",
         ),
     ]
 

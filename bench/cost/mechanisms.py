@@ -8,7 +8,7 @@ from bench.cost import kv_parallel, pooled
 from bench.cost.bursts import LOAD_BYTES_S
 from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import Servers
-from bench.cost.page import Section
+from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
 from lamina.plan import hardware, homogeneous, models, workload
 from lamina.plan.cost import CostModel
@@ -50,6 +50,7 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         ("figure", "published", "ours"),
         [_shipped(a100), _helped(h100)],
     )
+    _trade_off(section, cost_model(models.find("Llama-3-8B"), h100))
     section.table(
         "Not modelled yet",
         ("figure", "published", "needs"),
@@ -235,6 +236,26 @@ def _helped(h100: hardware.Hardware) -> tuple[str, str, str]:
         "more KV parallelism shortens both TTFT and TBT in most cases; groups that join keep chunks equally long",
         f"both are shorter in {better} of {all_pairs} cases; in 2M tokens of Llama-3-70B the longest chunk takes "
         f"{growing:.2f} times the mean with a group more for every 500K, {fixed:.2f} times with one group",
+    )
+
+
+def _trade_off(section: Section, model: CostModel) -> None:
+    """Mnemosyne's Figure 18: TTFT against TBT by chunk and groups."""
+    plot, plots = axes(2, 3.4)
+    for axis, prompt in zip(plots, (kv_parallel.PROMPTS[0], kv_parallel.PROMPTS[-1]), strict=True):
+        for groups in kv_parallel.GROUPS:
+            times = [kv_parallel.first_and_between(model, prompt, chunk, groups) for chunk in kv_parallel.CHUNKS]
+            label = f"{groups} group{'s' if groups > 1 else ''} of 32 GPUs"
+            axis.plot([one for one, _ in times], [1e3 * between for _, between in times], "-o", label=label)
+        axis.set(xscale="log", yscale="log", xlabel="TTFT (s)", title=f"{prompt // 1_000_000}M tokens, Llama-3-8B")
+    plots[0].set(ylabel="TBT behind a chunk (ms)")
+    plots[0].legend(fontsize=8)
+    smallest, *_, largest = kv_parallel.CHUNKS
+    section.figure(
+        "trade-off",
+        f"As Mnemosyne's Figure 18: chunks of {largest} tokens at the upper left end of a line, of {smallest} at the "
+        "lower right one.",
+        plot,
     )
 
 

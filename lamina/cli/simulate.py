@@ -208,21 +208,22 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
-    table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
+    offered = f"; they arrived at {result.offered_requests_s:.2f} a second" if result.offered_requests_s else ""
+    table.add_row("requests", f"{ended}, in {result.seconds:.0f} s{offered}")
     if lost and result.log.count(State.FINISHED) < len(result.log.arrivals):
         table.add_row("lost", "a lost worker stops its engine: running requests fail, later ones are refused")
     elif result.log.count(State.REFUSED):
         table.add_row("refused", f"prompt and output may need more KV than {_holder(result.system, deployment)}")
     if not result.tokens:
         return table
-    table.add_row("throughput", f"{result.tokens_s:.0f} output tokens/s, {result.requests_s:.2f} requests/s")
-    table.add_row("sustained", f"{result.sustained_requests_s:.2f} requests/s in the second half of the arrivals")
+    table.add_row("sustained", _sustained(result))
+    table.add_row(
+        "whole run",
+        f"{result.tokens_s:.0f} output tokens/s, {result.requests_s:.2f} requests/s, its start and end included",
+    )
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
-        rate = len(arrivals) / arrivals[-1]
-        table.add_row(
-            "overload", f"{rate:.2f} requests/s arrived and the queue kept growing, hence TTFT; lower --rate-scale"
-        )
+        table.add_row("overload", "requests arrived faster than they ended, hence TTFT; lower --rate-scale")
     for name, times, unit, scale in (("TTFT", result.ttft_s, "s", 1.0), ("TBT", result.tbt_s, "ms", 1e3)):
         shown = (f"{part} {value * scale:.{2 if unit == 's' else 1}f} {unit}" for part, value in vars(times).items())
         table.add_row(name, "no request has two output tokens" if math.isnan(times.p50) else ", ".join(shown))
@@ -236,11 +237,20 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     return table
 
 
+def _sustained(result: "Result") -> str:
+    """The rate at which requests end while others arrive, and what each costs then: as in `lamina plan`."""
+    rate = result.sustained_requests_s
+    text = f"{rate:.2f} requests/s while the second half of them arrived"
+    if result.usd_per_hour is None or not rate:
+        return text
+    return f"{text}: ${result.usd_per_hour / 3.6 / rate:.2f} per 1,000 requests"
+
+
 def _cost(result: "Result", deployment: "Deployment") -> str:
     if deployment.prices is None or result.usd_per_million_out is None or result.usd_per_hour is None:
         return "not priced: the market own does not have every kind; give --prices"
     return (
-        f"${result.usd_per_million_out:.2f} per million output tokens, at ${result.usd_per_hour:.2f} per hour "
+        f"${result.usd_per_million_out:.2f} per million output tokens of the run, ${result.usd_per_hour:.2f} per hour "
         f"(--prices {deployment.prices.name})"
     )
 

@@ -114,15 +114,14 @@ class StripedPlacement(Placement):
         """See ``Placement``."""
         return self._touching([worker])
 
-    def idle_on(self, worker: str) -> int:
+    def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
         """See ``Placement``: in tokens with all heads, rounded up like the usage that memory workers report."""
-        shards = sum(
-            self.idle.get(place, 0) * len(part)
-            for place, parts in self._parts.items()
-            for name, part in parts
-            if name == worker
-        )
-        return -(-shards // self._shards.count)
+        shards: dict[str, int] = {}
+        for place, parts in self._parts.items():
+            if count := tokens.get(place, 0):
+                for worker, part in parts:
+                    shards[worker] = shards.get(worker, 0) + count * len(part)
+        return {worker: -(-slots // self._shards.count) for worker, slots in shards.items()}
 
     def _touching(self, workers: Collection[str]) -> set[str]:
         return {place for place, parts in self._parts.items() if any(worker in workers for worker, _ in parts)}
@@ -132,7 +131,7 @@ class StripedPlacement(Placement):
         return [
             dataclasses.replace(segment, worker=worker, heads=self._shards.range_of(part.start, part.stop))
             for segment in segments
-            for worker, part in self._parts[segment.worker]
+            for worker, part in self._parts.get(segment.worker, ())
         ]
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
@@ -207,7 +206,7 @@ class StripedPlacement(Placement):
 
     def is_empty(self, place: str) -> bool:
         """See ``Placement``."""
-        return not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
+        return not self.stalled and not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
         places = [place for place in dict.fromkeys([*self._open, *self._alone]) if place not in besides]

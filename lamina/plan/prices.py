@@ -92,7 +92,7 @@ class Prices:
         )
         network = f"; ${self.network_usd:,.0f} of network for each worker of two pools" if self.network_usd else ""
         network += f" ({self.network})" if network and self.network else ""
-        return f"{self.name} ({self.market}; includes {self.includes}{network}): {listed}"
+        return f"{self.name} ({self.market}; included: {self.includes}{network}): {listed}"
 
 
 UNPRICED = Prices(name="none", entries={})

@@ -175,6 +175,12 @@ class Result:
         return self.log.count(State.FINISHED) / self.seconds if self.seconds else 0.0
 
     @property
+    def offered_requests_s(self) -> float:
+        """Requests that arrive per second; 0 if all arrive at once."""
+        last = float(self.log.arrivals.arrival_s.max(initial=0.0))
+        return (len(self.log.arrivals) - 1) / last if last else 0.0
+
+    @property
     def sustained_requests_s(self) -> float:
         """Requests finished per second during the second half of the arrivals: without the start and the end, when few
         run. If it is below the rate of the arrivals, queues grow."""

@@ -45,9 +45,7 @@ class Switched:
         self.model = str(place)
         reference = write_prepared(served("gpt_oss"), place)
         draw = random.Random(3)
-        self.prompts = [
-            [draw.randrange(3, SERVED_VOCABULARY) for _ in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)
-        ]
+        self.prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(n)] for n in (1, 3, 8, 21, 55, 7)]
         self.greedy = [[greedy(reference, prompt, TOKENS)] for prompt in self.prompts]
         outputs = self.run({})
         assert outputs[: len(self.prompts)] == self.greedy
