@@ -1,9 +1,8 @@
-"""Shards of heads: the parts of every attention that may be on different memory workers. Pure.
+"""Shards of heads: the parts of an attention that may be on different memory workers. Pure.
 
-Attention needs nothing of other heads: queries of one KV head see that head alone. So the KV heads of every attention,
-and the query heads that share them, are cut into the same number of equal *shards*. Slots, messages and page tables
-are made of shards: a slot holds K and V of one shard of one token, and a row of a message is one shard of a row of the
-step. With a single shard, that is all heads.
+The query heads of one KV head need no other heads. So the KV heads of every attention, with the query heads that share
+them, are cut into the same number of equal *shards*. A slot holds K and V of one shard of one token, a row of a message
+is one shard of a row of the step, and page tables are per shard. A single shard has all heads.
 """
 
 import dataclasses
@@ -19,8 +18,8 @@ class HeadShards:
     """How the heads of a model are cut.
 
     Attributes:
-        heads: KV heads of the attention with most: head ranges of segments count these.
-        count: shards, which divides the KV heads of every attention.
+        heads: the most KV heads of any attention. Head ranges of segments count these.
+        count: number of shards. Divides the KV heads of every attention.
     """
 
     heads: int = 1
@@ -28,8 +27,8 @@ class HeadShards:
 
     @classmethod
     def over(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
-        """Few shards that allow the heads of a sequence to be on so many workers, or on as many as possible, and each
-        rank of a replica to have some of them.
+        """The fewest shards for which each rank of a replica has some, and the heads of a sequence can be on
+        ``workers`` memory workers, or on as many as possible.
 
         Raises ConfigError if the KV heads cannot be divided by the ranks.
         """
@@ -48,7 +47,7 @@ class HeadShards:
         return HeadShards(self.heads // ranks, self.count // ranks)
 
     def range_of_rank(self, rank: int, ranks: int) -> range:
-        """Which shards a rank has."""
+        """The shards of a rank."""
         own = self.count // ranks
         return range(rank * own, (rank + 1) * own)
 
@@ -58,7 +57,7 @@ class HeadShards:
         return 0, self.heads
 
     def of(self, heads: tuple[int, int]) -> range:
-        """The shards of a head range that ``allows`` has."""
+        """The shards of a head range, which ``allows`` must accept."""
         if self.count == 1:
             return range(1)
         size = self.heads // self.count
@@ -75,7 +74,7 @@ class HeadShards:
         return 0 <= first < stop <= self.heads and first % size == stop % size == 0
 
     def spec(self, spec: AttentionSpec, shard: int = 0) -> AttentionSpec:
-        """One shard of an attention. Shards differ in their slopes alone."""
+        """One shard of an attention. Shards differ only in their ALiBi slopes."""
         if self.count == 1:
             return spec
         queries, slopes = spec.query_heads // self.count, spec.alibi_slopes

@@ -104,7 +104,7 @@ def launch(
     secret = configured(config.secret_file)
     if config.listen is not None and secret is None:
         raise ConfigError(
-            "listen lets workers of other machines in that have the cluster's secret: give secret_file, and copy that "
+            "listen admits workers of other machines that have the cluster's secret: give secret_file and copy that "
             "file to the other machines, or set LAMINA_SECRET"
         )
     tokenizer = Tokenizer(model)
@@ -199,7 +199,7 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
     name = next((name for name in given if given[name]), None)
     if name is not None and [entry.kind for entry in memory] == [LOCAL]:
-        raise ConfigError(f"{name} is for memory workers, and memory local starts none; leave one of them out")
+        raise ConfigError(f"{name} needs memory workers, and memory local starts none; leave one of them out")
     return memory
 
 
@@ -213,7 +213,7 @@ def _check_autoscale(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -
         )
     if not local and "memory" in bounds and bounds["memory"][0] == 0:
         raise ConfigError(
-            f"autoscale is {config.autoscale!r}: without local memory one memory worker must stay; give a least of 1"
+            f"autoscale is {config.autoscale!r}: without local memory, one memory worker must stay: give at least 1"
         )
 
 
@@ -229,7 +229,7 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
         "memory": memory,
     }
     if config.listen is None and any(entry.kind == REMOTE for each in entries.values() for entry in each):
-        raise ConfigError("remote workers come from other machines: give listen, the address that they come to")
+        raise ConfigError("remote workers join from other machines: give listen, the address that they connect to")
     here = {role: tuple(entry for entry in each if entry.kind != REMOTE) for role, each in entries.items()}
     assigned = pool.assign_pools(here, find_devices())
     pools: dict[Role, dict[str, Assigned]] = {}

@@ -1,4 +1,4 @@
-"""What goes between the slots of a memory worker and its disk."""
+"""Transfers between the slots of a memory worker and its disk, as step plans describe them."""
 
 import msgspec
 

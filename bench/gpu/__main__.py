@@ -1,4 +1,4 @@
-"""GPU kernels: what they take of a GPU, compiled without one, and how fast they are on one.
+"""GPU kernels: the resources they use, compiled without a GPU, and their speed on one.
 
     python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
     python bench/gpu.py [tests tune attention merge polling loop torch_sdpa flash_attention flashinfer]

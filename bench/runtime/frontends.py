@@ -1,4 +1,4 @@
-"""What HTTP costs the engine's process: its CPU time per streamed token, with HTTP there and in frontend processes.
+"""CPU time of the engine's process per streamed token, with HTTP in that process and in frontend processes.
 
     python -m bench.runtime.frontends [--streams 256] [--step-ms 50] [--seconds 8] [--rounds 3] [--frontends 0,1,2]
 

@@ -14,7 +14,7 @@ TIMEOUT_S = 1800.0  # compute workers load weights first
 
 
 def administer(server: str, path: str, body: Any) -> list[str]:
-    """POST ``body`` as JSON, with the key in LAMINA_ADMIN_KEY. Returns the names of the workers that it was about.
+    """POST ``body`` as JSON, with the key in LAMINA_ADMIN_KEY. Returns the names of the workers concerned.
 
     Raises ConfigError, TransportError, LaminaError.
     """

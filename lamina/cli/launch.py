@@ -21,7 +21,7 @@ def launch(
         typer.Option(
             min=0,
             max=64,
-            help="Processes that speak HTTP, tokenise and detokenise; 0: the engine's own process does it.",
+            help="Processes for HTTP, tokenizing and detokenizing; 0: the engine's process does it all.",
         ),
     ] = 1,
     dry_run: Annotated[

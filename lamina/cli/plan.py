@@ -76,7 +76,7 @@ def plan(
         Path | None,
         typer.Option(
             "--map",
-            help="Do not plan: show over prompts and outputs where two kinds cost less than one; draw it in an SVG.",
+            help="Do not plan: show for which prompts and outputs two kinds cost less than one, and draw an SVG.",
         ),
     ] = None,
     validate: Annotated[
@@ -86,7 +86,7 @@ def plan(
     measure: Annotated[
         Path | None,
         typer.Option(
-            help="Measure this machine, half of its cores per worker, and write kind cpu to a file for --hardware."
+            help="Measure this machine, with half of its cores per worker; write kind cpu to a file for --hardware."
         ),
     ] = None,
 ) -> None:

@@ -79,7 +79,9 @@ def measure(file: Path) -> None:
             raise ConfigError(f"{existing} already exists; remove it, or give --measure another file")
     check_writable("--measure", file)
     if (before := Watch.sample()).disturbed:
-        print_text(f"Warning: {before}; what is measured now is too slow. Better wait.\n", style="yellow")
+        print_text(
+            f"Warning: {before}; times measured now will be too long. Wait until the machine is idle.\n", style="yellow"
+        )
     watch = Watch()
     compute, _ = profile.halves()
     with profile.on_cores(compute):

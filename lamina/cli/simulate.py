@@ -60,7 +60,9 @@ def simulate(
     first: Annotated[int | None, typer.Option(min=1, help="Replay only the first requests of the trace.")] = None,
     max_tokens: Annotated[
         int,
-        typer.Option(min=1, help="max_tokens of every request; longer outputs of the trace ask for their own length."),
+        typer.Option(
+            min=1, help="max_tokens of every request; requests with longer outputs in the trace get these lengths."
+        ),
     ] = 1,
     fail: Annotated[list[str] | None, typer.Option(help="Lose a worker, such as memory:3@120s. Repeatable.")] = None,
     slow: Annotated[
@@ -72,10 +74,11 @@ def simulate(
     ] = "auto",
     weight_dtype: options.WeightDTypeName = "auto",
     kv_tokens_per_worker: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of a sequence on one memory worker, if several have room.")
+        int | None, typer.Option(min=1, help="Most tokens of one sequence on one memory worker, if several have room.")
     ] = None,
     prefix_cache: Annotated[
-        bool, typer.Option(help="Keep KV for requests that begin with the same tokens, if the trace says which do.")
+        bool,
+        typer.Option(help="Keep KV for requests that begin with the same tokens, if the trace has this information."),
     ] = True,
     prices: Annotated[str | None, typer.Option(help=PRICES_HELP)] = None,
     requests: Annotated[

@@ -19,7 +19,9 @@ Sample = tuple[Mapping[str, str], float]
 
 def status(
     url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
-    placement: Annotated[bool, typer.Option(help="Show which memory worker has whose KV, and what moves.")] = False,
+    placement: Annotated[
+        bool, typer.Option(help="Show the KV on each memory worker by request, and moves under way.")
+    ] = False,
 ) -> None:
     """Show the state of a running server.
 

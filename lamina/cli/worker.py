@@ -17,11 +17,11 @@ def worker(
     role: Annotated[
         Literal["compute", "memory"], typer.Option(help="Holds weights (compute), or the KV cache (memory).")
     ],
-    kind: Annotated[str, typer.Option(help="What it runs on: cpu, cuda, or a kind of GPU such as a100.")] = "cpu",
+    kind: Annotated[str, typer.Option(help="Device of the worker: cpu, cuda, or a kind of GPU such as a100.")] = "cpu",
     secret_file: Annotated[
         Path | None, typer.Option(help="File of the cluster's secret. Default: the variable LAMINA_SECRET.")
     ] = None,
-    cores: Annotated[str | None, typer.Option(help="CPU list as 0-3,8. Default: all cores.")] = None,
+    cores: Annotated[str | None, typer.Option(help="CPU list, such as 0-3,8. Default: all cores.")] = None,
     address: Annotated[
         str | None,
         typer.Option(

@@ -157,7 +157,9 @@ def check_same_model(path: str, first: ModelLoaded, on: str, other: ModelLoaded,
             f"{other.digest}, and there it is {first.digest}. Copy the same files to all machines"
         )
     if other.attentions != first.attentions or other.dtype != first.dtype:
-        raise ConfigError(f"{name} on {machine} has split {path} otherwise than the others; install the same packages")
+        raise ConfigError(
+            f"{name} on {machine} has split {path} differently from the others; install the same packages"
+        )
 
 
 def prepare_memory(

@@ -170,7 +170,7 @@ def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
         match = re.fullmatch(r"(compute|memory)\s*=\s*([0-9]{1,4}):([0-9]{1,4})", part.strip().lower())
         if match is None:
             raise ConfigError(
-                f"autoscale is {text!r}; give the least and the most workers of a pool, such as memory=1:4 or "
+                f"autoscale is {text!r}; give the smallest and the largest size of a pool, such as memory=1:4 or "
                 "memory=1:4,compute=1:2"
             )
         role: Role = "compute" if match[1] == "compute" else "memory"
@@ -179,8 +179,8 @@ def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
             raise ConfigError(f"autoscale is {text!r}, which names the {role} pool twice; name it once")
         if not (role == "compute") <= least <= most or not 1 <= most <= MAX_COUNT:
             raise ConfigError(
-                f"autoscale is {text!r}: {least} to {most} {role} workers; give a least of "
-                f"{'1' if role == 'compute' else '0 (beside local memory) or 1'}, and a most from that to {MAX_COUNT}"
+                f"autoscale is {text!r}: {least} to {most} {role} workers; give a smallest size of "
+                f"{'1' if role == 'compute' else '0 (beside local memory) or 1'} and a largest from that to {MAX_COUNT}"
             )
         bounds[role] = least, most
     return bounds

@@ -156,8 +156,8 @@ def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
     ranks, replicas = config.tensor_parallel, computes // config.tensor_parallel
     if computes % ranks:
         raise ConfigError(
-            f"tensor_parallel {ranks} makes replicas of {ranks} compute workers, which {computes} cannot be divided "
-            f"into; give --compute a multiple of {ranks}"
+            f"tensor_parallel {ranks} makes replicas of {ranks} compute workers, which does not divide {computes}; "
+            f"give --compute a multiple of {ranks}"
         )
     given = {
         f"partition {config.partition}": config.partition not in ("auto", "head"),

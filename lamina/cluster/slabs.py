@@ -1,4 +1,4 @@
-"""How many bytes a slab takes, and how many token slots so many bytes have room for. Pure."""
+"""Sizes of slabs: the bytes of so many token slots, and the slots that fit so many bytes. Pure."""
 
 import bisect
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ alone."""
 
 @dataclass(frozen=True)
 class Rows:
-    """A layer that forgets.
+    """The rows of a layer that forgets the tokens before its window.
 
     Attributes:
-        nbytes: of a row. running: as many are needed for sequences that run (``lamina.memory.device.windows``).
-        prompts: and for what those have in the prefix cache; None: there is none.
+        nbytes: bytes of a row. running: rows for running sequences (``lamina.memory.device.windows``).
+        prompts: rows for the checkpoints of their prompts; None without a prefix cache.
     """
 
     nbytes: int
@@ -29,14 +29,14 @@ class Rows:
     prompts: int | None = None
 
     def most(self, slots: int) -> int:
-        """Rows in use at once beside so many slots."""
+        """Most rows in use at once if other layers have so many slots."""
         cached = 0 if self.prompts is None else max(self.prompts, checkpoints.most_rows(slots))
         return min(self.running + with_spare(cached), slots)
 
 
 @dataclass(frozen=True)
 class SlabSize:
-    """Bytes of the slab of a memory worker, by its token slots: of all layers that keep every token, and of others."""
+    """The size of a memory worker's slab: of layers that keep every token, and of layers that forget."""
 
     slot: int
     rows: tuple[Rows, ...] = ()
@@ -46,7 +46,7 @@ class SlabSize:
         return self.slot * slots + sum(each.nbytes * each.most(slots) for each in self.rows)
 
     def slots(self, nbytes: int, most: int) -> int:
-        """The slots for which so many bytes suffice, ``most`` of them at most."""
+        """The slots that fit so many bytes, at most ``most``."""
         return bisect.bisect_right(range(most + 1), nbytes, key=self.nbytes) - 1
 
     @property

@@ -1,9 +1,9 @@
-"""A compute worker's mail: what its peers have sent it, by lane, whichever slots it came in.
+"""The messages that a compute worker has received from its peers, sorted by lane.
 
-A message stays in its slot until it is used, so that partials are merged from where they arrived. But a lane may have
-to wait for another peer's message, and that peer for a slot held by such a lane. So where a message takes the last slot
-of its link and its lane cannot go on yet, it is set aside: copied, and its slot given back. At any time each link has a
-free slot, or one whose lane can run without waiting for anybody.
+A message stays in its slot until it is used, so that partials are merged in place. This alone could deadlock: a lane
+waits for another peer's message, and that peer for a slot that such a lane holds. So a message is copied out of its
+slot if it took the last slot of its link and its lane cannot continue yet. Then each link always has a free slot, or
+one whose lane can run without waiting.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ class Letter:
     """A message that has arrived.
 
     Attributes:
-        body: its bytes, until ``free``. slot: where they are; -1: not in a slot.
+        body: its bytes, valid until ``free``. slot: number of the slot that holds them; -1 for none.
     """
 
     body: memoryview
@@ -42,10 +42,10 @@ class Letter:
 
 
 class Mail:
-    """The messages of all lanes.
+    """The received messages of all lanes.
 
     Attributes:
-        channels: by peer. missing: by lane, peers whose message the lane still waits for.
+        channels: by peer. missing: by lane, the peers from which it still waits for a message.
     """
 
     def __init__(self, hub: Hub, channels: Mapping[str, Channel], fetcher: Fetcher, lanes: int) -> None:
@@ -58,7 +58,7 @@ class Mail:
         self._fetched: list[int] = []  # lanes whose message has just been fetched
 
     def restart(self, topology: Topology) -> None:
-        """Drop all messages; only members of ``topology`` take part from now on."""
+        """Drop all messages. From now on, only members of ``topology`` send and receive."""
         for peer in self.channels.keys() - topology.names:
             self._fetcher.forget(peer)
         self._fetcher.drop()
@@ -71,8 +71,8 @@ class Mail:
             arrived.clear()
 
     def change(self, topology: Topology, new: Mapping[str, Channel]) -> None:
-        """The members are those of ``topology`` from now on, with these channels to the new ones. No message from or to
-        one that has left is on its way."""
+        """Change the members to those of ``topology``. ``new``: channels to those that join. No message from or
+        to a worker that has left may be in flight."""
         kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
         self.channels = {**kept, **new}
         for _ in range(len(self.missing), topology.pipeline.lanes):
@@ -80,7 +80,7 @@ class Mail:
             self._arrived.append({})
 
     def expect(self, lane: int, peers: Collection[str] | None) -> None:
-        """The lane needs a message of each of these peers to go on; None: it has nothing to do."""
+        """Note that the lane needs a message from each of these peers; None: it has nothing to do."""
         if peers is None:
             self._expecting.discard(lane)
             peers = ()
@@ -89,7 +89,7 @@ class Mail:
         self.missing[lane] = {peer for peer in peers if peer not in self._arrived[lane]}
 
     def take(self, lane: int, peer: str) -> Letter:
-        """The lane's message from a peer, which has arrived."""
+        """The lane's message from a peer, which must have arrived."""
         return self._arrived[lane].pop(peer)
 
     def wait(self, wait: Wait, peers: Collection[str], timeout_s: float) -> list[int]:
@@ -133,7 +133,7 @@ class Mail:
 
     @property
     def is_waiting(self) -> bool:
-        """True if something is awaited besides messages."""
+        """True if it waits for anything besides messages."""
         return bool(self._fetcher.awaited or self._hub.keeping)
 
     def _receive(self, channel: Channel, slot: int) -> list[int]:
@@ -180,5 +180,5 @@ class Mail:
         self.missing[lane].discard(channel.name)
 
     def flush(self) -> None:
-        """Tell peers of slots given back and regions fetched that no message has told them of. Raises PeerLostError."""
+        """Tell peers of freed slots and fetched regions that no message has told them of. Raises PeerLostError."""
         self._hub.flush()

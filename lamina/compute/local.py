@@ -1,7 +1,7 @@
 """Spare memory of a compute worker as a member of the memory pool: its segments are attended here, without a message.
 
-The slab, its books and its kernels are those of a memory worker (``lamina.memory.store``); only the transport is left
-out, and what it needs: K and V of prompt chunks are not fetched, and nothing waits for the result.
+Slab, bookkeeping and kernels are those of a memory worker (``lamina.memory.store``). There is no transport: K and V of
+prompt chunks need not be fetched, and nothing waits for results.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ class LocalMemory:
         return cls(control, store)
 
     def apply(self, plan: StepPlan) -> "LocalShare | None":
-        """Apply a plan's deltas, and give the tokens of its step their slots; None if the step has nothing here.
+        """Apply a plan's deltas, and assign slots to the tokens of its step. None if the step has nothing here.
 
-        Raises as ``KvStore.apply``.
+        Raises the errors of ``KvStore.apply``.
         """
         (tables,) = self._store.apply(plan)  # of a replica of one rank
         return None if tables.rows.empty else LocalShare(self._store, tables, self._partials)
@@ -47,19 +47,19 @@ class LocalMemory:
         self._store.release(sequences)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
-        """Keep so many tokens of each of these sequences, and forget all others."""
+        """Keep only the first ``kept[sequence]`` tokens of these sequences, and forget all others."""
         self._store.truncate(kept)
 
     def report(self) -> None:
-        """Tell the engine how much is in use, if it is time."""
+        """Report the slab's usage to the engine, if a report is due."""
         self._usage.tell()
 
 
 class LocalShare:
-    """What one step keeps and attends to here. Planned once per step, used by every attention.
+    """The part of one step in local memory. Planned once per step, used by every attention.
 
     Attributes:
-        worker: whose memory it is. queries: int64 [R], the rows of the step that attend here, or shards of rows, in
+        worker: name of the worker. queries: int64 [R], the rows of the step (or shards of rows) that attend here, in
             the order of ``lamina.protocol.wire.MessageRows``.
     """
 
@@ -77,8 +77,8 @@ class LocalShare:
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
 
-        Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, valid until the next call; None without any. Hq, Hkv are
-        there heads of a shard.
+        Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, valid until the next call; None without any. In the
+        result, Hq counts the heads of a shard.
         """
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
@@ -94,12 +94,12 @@ class LocalShare:
         out, lse = self._partials[shape]
         rows = _indices(self.queries, len(q)) if self._count == 1 else self.queries  # shard by shard
         for _ in self._store.attend(layer, self._tables, 0, sent(q[rows]), out, lse):
-            pass  # nobody else is served in between
+            pass  # a memory worker would serve other messages here
         return out, lse
 
 
 def _indices(rows: npt.NDArray[np.int64], total: int) -> slice | npt.NDArray[np.int64]:
-    """To index ``total`` rows with: all of them without a copy."""
+    """An index of ``total`` rows that selects ``rows``, without a copy if these are all."""
     return slice(None) if len(rows) == total else rows
 
 

@@ -1,4 +1,4 @@
-"""Which new tokens attention may append itself, as it reads them: one launch less in every layer. Pure."""
+"""Finds new tokens that the attention kernel can append itself, which saves one launch per layer. Pure."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,9 @@ from lamina.protocol.wire import MessageRows, Piece, SegmentKey, SegmentRows
 
 
 def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[SegmentRows], SegmentKey]) -> list[int]:
-    """For each of ``rows.attends``, which row of a message's k and v is the last token that it sees and its only
-    query's own; -1: none.
+    """For each of ``rows.attends``, the row of the message's k and v that belongs to its only query; -1 if none does.
 
-    Empty unless the message comes whole and this holds for every row of its k and v: as when sequences decode.
+    Empty unless the message is sent whole and every row of its k and v belongs to such a query: as in decode steps.
     """
     if len(pieces) > 1 or not rows.kept or any(tokens != 1 for _, tokens in rows.kept):
         return []

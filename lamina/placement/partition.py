@@ -1,8 +1,8 @@
-"""What of a request's KV goes to one memory worker (``--partition``). Pure.
+"""The part of a request's KV that one memory worker gets (``--partition``). Pure.
 
 request: all of it, so a request must fit one worker. token: a run of its tokens, an equal part for every worker. head:
-some of its heads, with all tokens (``lamina.placement.stripes``). auto: all of it, and runs of tokens if a request is
-too long for one worker. With any of them but request, a request that outgrows its workers goes on with others.
+some of its heads, with all tokens (``lamina.placement.stripes``). auto: all of it, or runs of tokens if a request is
+too long for one worker. Except with request, a request that outgrows its workers continues on others.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +16,7 @@ FEWEST = 2  # workers that heads are cut for, also if there is only one at first
 
 
 def head_workers(partition: Partition, workers: int) -> int:
-    """Over how many of a pool's memory workers the heads of a request may be dealt."""
+    """The number of a pool's memory workers among which the heads of a request may be divided."""
     return max(workers, FEWEST) if partition == "head" else 1
 
 

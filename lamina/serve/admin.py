@@ -48,7 +48,9 @@ def install(app: FastAPI, engine: Runtime, owner: int | None) -> None:
         """Stop the server; answers with the workers that end with it."""
         _authorize(request)
         if owner is None:
-            raise APIError(404, "this server is stopped by the program that it is a part of", code="not_stoppable")
+            raise APIError(
+                404, "this server runs inside another program; stop that program instead", code="not_stoppable"
+            )
         stats = await asyncio.to_thread(engine.stats)
         log.warning("%s was called: the server stops", STOP_PATH)
         return JSONResponse(

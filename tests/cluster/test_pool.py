@@ -147,14 +147,14 @@ def test_bounds_are_parsed_or_refused_with_the_range() -> None:
     assert parse_bounds("memory=1:4") == {"memory": (1, 4)}
     assert parse_bounds(" Memory = 0:4 , compute=2:2") == {"memory": (0, 4), "compute": (2, 2)}
     for text, said in (
-        ("", "give the least and the most workers of a pool, such as memory=1:4"),
-        ("memory", "give the least and the most"),
-        ("memory=1..4", "give the least and the most"),
-        ("disk=1:2", "give the least and the most"),
-        ("memory=-1:2", "give the least and the most"),
-        ("memory=1:4;compute=1:2", "give the least and the most"),
-        ("memory=4:1", "4 to 1 memory workers; give a least of 0 .beside local memory. or 1, and a most"),
-        ("compute=0:2", "0 to 2 compute workers; give a least of 1, and a most from that to 1024"),
+        ("", "give the smallest and the largest size of a pool, such as memory=1:4"),
+        ("memory", "give the smallest and the largest"),
+        ("memory=1..4", "give the smallest and the largest"),
+        ("disk=1:2", "give the smallest and the largest"),
+        ("memory=-1:2", "give the smallest and the largest"),
+        ("memory=1:4;compute=1:2", "give the smallest and the largest"),
+        ("memory=4:1", "4 to 1 memory workers; give a smallest size of 0 .beside local memory. or 1 and a largest"),
+        ("compute=0:2", "0 to 2 compute workers; give a smallest size of 1 and a largest from that to 1024"),
         ("memory=0:0", "0 to 0 memory workers"),
         ("memory=1:1025", "1 to 1025 memory workers"),
         ("memory=1:2,memory=1:3", "names the memory pool twice"),

@@ -106,7 +106,7 @@ def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -
 @pytest.mark.parametrize(
     ("computes", "settings", "says"),
     [
-        (3, {}, "replicas of 2 compute workers, which 3 cannot be divided into; give --compute a multiple of 2"),
+        (3, {}, "replicas of 2 compute workers, which does not divide 3; give --compute a multiple of 2"),
         (4, {"lanes": 4}, "lanes 4 does not work with tensor_parallel"),
         (4, {"pipelining": "rotational"}, "pipelining rotational"),
         (4, {"partition": "token"}, "partition token"),

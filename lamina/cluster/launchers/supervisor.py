@@ -151,7 +151,7 @@ class Supervisor:
                 for event in _events(monitor):
                     if event & _FAILED and not known:
                         raise ConfigError(
-                            f"what listens at {self._host}:{self._port} has another cluster secret, or is not a "
+                            f"the server at {self._host}:{self._port} has another cluster secret, or is not a "
                             f"Lamina engine; give both the same secret"
                         )
                     known = known or bool(event & zmq.Event.HANDSHAKE_SUCCEEDED)

@@ -1,4 +1,4 @@
-"""A card emulated on the CPU, for tests: the code for GPUs runs, with calls that are replayed in place of graphs."""
+"""A GPU emulated on the CPU, for tests: runs the code for GPUs, and replays recorded operators instead of graphs."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from lamina.compute.device.kit import Cut, Replay
 
 
 class Emulated:
-    """A ``Kit``."""
+    """A ``Kit`` on the CPU."""
 
     place = torch.device("cpu")
 
@@ -61,7 +61,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operators in parts.
 
     Attributes:
-        replays: how to run each part again.
+        replays: for each part, a function that runs it again.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and record it; one whose result the host needs cannot be in a graph."""
+        """Run an operator and record it. Rejects operators whose results the host needs: a graph cannot have them."""
         if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
             raise RuntimeError(f"{func} waits for the device, which a recording must not do")
         results = func(*args, **(kwargs or {}))

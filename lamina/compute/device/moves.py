@@ -1,4 +1,4 @@
-"""What of a step travels between a compute worker and its memory workers, as devices see it. Pure.
+"""The rows of a step that a compute worker exchanges with memory workers, as indices for its device. Pure.
 
 A *shard* is an equal part of a row's heads: with n shards to a row, shard s of row r has number r * n + s. One shard to
 a row is all of its heads.
@@ -15,14 +15,14 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """Planned once per step, used for every attention. Memory workers are in the order of messages.
+    """The rows to gather for messages and to merge from replies. Planned once per step, used for every attention.
 
     Attributes:
-        total: rows of the step. rows: with padding. shards: to a row.
-        queries: by memory worker, the shards whose q it gets, and whose partials it replies with.
+        total: rows of the step. rows: the same with padding. shards: number per row.
+        queries: by memory worker in the order of messages, the shards whose q it gets; it replies with their partials.
         appends: by memory worker, the shards whose k and v it keeps.
-        parts: by memory worker, which partial of its shard each of its partials becomes, counted from 0.
-        here, here_parts: the same for what is attended here, such as prompt chunks to themselves: by kind.
+        parts: by memory worker, for each of its partials its number among the partials of its shard, from 0 on.
+        here, here_parts: as ``queries`` and ``parts``, by source of partials on the compute worker itself.
     """
 
     total: int
@@ -36,7 +36,7 @@ class Moves:
 
     @property
     def most_parts(self) -> int:
-        """Partials of the shard that has most, at least 1."""
+        """The largest number of partials of any shard, at least 1."""
         parts = [*self.parts, *self.here_parts]
         return 1 + max((int(each.max()) for each in parts if len(each)), default=0)
 

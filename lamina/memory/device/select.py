@@ -1,4 +1,4 @@
-"""Makes a device by its name."""
+"""Makes a memory worker's device by name."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ def make(
     needed: Needed | None = None,
 ) -> Device:
     """The device ``name``, with slabs of ``capacity`` token slots: "cpu", "cuda:0", or "emulated", which runs the code
-    for GPUs in Triton's interpreter. With ``needed``, layers with a window keep nothing else on a CPU; GPUs keep all.
+    for GPUs in Triton's interpreter. ``needed``: the slots that layers with a window keep on a CPU; GPUs keep all.
 
     Raises ConfigError if the device does not exist or a package is missing.
     """
@@ -36,8 +36,8 @@ def make(
 def reserve(
     name: str, attentions: Sequence[AttentionSpec], element: KvElement, query: np.dtype[Any], largest: Largest
 ) -> None:
-    """Compile what steps up to the ``largest`` launch on the device ``name``, for messages of type ``query``, and take
-    the memory of a GPU that they need beside slabs: what is free afterwards may be used for slabs.
+    """Compile the kernels of steps up to the ``largest`` for the device ``name`` and messages of type ``query``, and
+    allocate the memory that they need on a GPU beside slabs. The memory that is free afterwards is for slabs.
 
     Raises ConfigError if the device cannot be used, and MemoryError if it has too little memory.
     """
@@ -48,6 +48,6 @@ def reserve(
 
 
 def gpu_memory(name: str) -> tuple[int, int]:
-    """Bytes free on the device ``name``, and all of it, if it is a GPU that this process may use; 0 otherwise."""
+    """(free, total) bytes of the device ``name`` if it is a GPU that this process may use; zeros otherwise."""
     kind, _, index = name.partition(":")
     return memory(int(index)) if kind == "cuda" and index.isdecimal() else (0, 0)

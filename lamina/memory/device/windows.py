@@ -1,15 +1,14 @@
-"""Where layers with a window keep tokens: a row of their arrays for those that a step may still attend to, no other.
+"""Storage of layers with a sliding window: rows only for tokens that a step may still attend to.
 
-The slots of a slab are the same for all layers. Layers with a window need few of them, those near the ends of
-sequences: their arrays are indexed by rows of their own, given to slots when their K and V arrive. Nothing is taken
-back when a token leaves the window. Instead, whenever many rows are in use, those of slots that nobody needs any more
-are found by looking at the end of every segment, as a garbage collector does: so forks, moves and released sequences
-need no books here.
+All layers share the slots of a slab, but layers with a window need only those near the ends of sequences. So their
+arrays are indexed by rows, which slots get when their K and V arrive. A row is not freed when its token leaves the
+window. Instead, whenever many rows are in use, the ends of all segments show which slots are still needed, and the rows
+of the others are freed, as by a garbage collector. So forks, moves and releases need no bookkeeping here.
 
-A cached prefix has rows for the window before its end. A request that computes its tokens again, from somewhere before,
-brings rows for them: two slots that hold the same token of the same prefix may have one row (``renew``).
+A cached prefix has rows for the window before its end. A request that recomputes tokens of a prefix has rows for them
+too: two slots with the same token of the same prefix may share one row (``renew``).
 
-Memory is touched from the first row on, so what is resident are the rows that were in use at once.
+Rows are used from the first on, so resident memory is that of the most rows in use at once.
 """
 
 import collections
@@ -25,29 +24,29 @@ Needed = Callable[[int], Iterator[Rows]]
 """The slots whose tokens layers with this window may still attend to."""
 
 STEPS_KEPT = 4
-"""Steps of a sequence that may be in flight, and more: if the epoch ends, it goes on from the first of them."""
+"""Steps of a sequence whose tokens are kept besides the window: those in flight may be undone at an epoch's end."""
 
-FEWEST = 1024  # rows in use before forgotten ones are looked for
-SPARE = 8  # they are looked for again once an eighth more are in use
+FEWEST = 1024  # rows in use before rows are first freed
+SPARE = 8  # rows are freed again once an eighth more are in use
 TABLES = 64  # of the latest steps
 
 
 def most_rows(window: int, sequences: int, tokens: int) -> int:
-    """The rows in use with so many sequences at once, of which steps run so many ``tokens`` at most, in all lanes."""
+    """Most rows in use with so many sequences at once. ``tokens``: the most that steps of all lanes run."""
     needed = sequences * (window + STEPS_KEPT) + STEPS_KEPT * tokens
     return FEWEST + with_spare(needed)
 
 
 def with_spare(needed: int) -> int:
-    """The rows in use before forgotten ones are looked for, if so many are needed."""
+    """The rows in use before others are freed, if so many are needed."""
     return needed * (SPARE + 1) // SPARE
 
 
 class Windows:
-    """The rows of the layers with one window. One thread owns it."""
+    """The rows of all layers with the same window. One thread owns it."""
 
     def __init__(self, window: int, capacity: int, needed: Needed) -> None:
-        """``capacity``: slots of the slab, of which ``needed`` tells those that must stay."""
+        """``capacity``: slots of the slab. ``needed``: tells which of them layers must keep."""
         self.window = window
         self._needed = needed
         self._rows = np.full(capacity, -1, np.int32)  # by slot
