@@ -57,8 +57,9 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         [(row["figure"], row["published"], row["needs"]) for row in published["missing"]],
     )
     section.text(
-        "Nothing of ours stands beside these: in the simulator, as in the runtime, a prompt is computed on one "
-        "replica, and replicas do not change while requests run."
+        "Nothing of ours stands beside these: in the runtime, as in the simulator, one replica computes a chunk of a "
+        "prompt. The runtime adds and removes replicas and memory workers while requests run; simulated pools do not "
+        "change."
     )
     return section
 

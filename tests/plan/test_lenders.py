@@ -1,15 +1,17 @@
 """Copies of a model that lend each other KV memory, and KV parallelism, as the cost report plays them."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from bench.cost import kv_parallel
 from bench.cost.lamina_paper import cost_model
-from bench.cost.pooled import Lender, Pooled, lengths, ranges
+from bench.cost.pooled import OUTPUT, Lender, Pooled, lengths, ranges
 from lamina.plan import hardware, models
 from lamina.simulate import Arrivals, Deployment, Result, State, System
 from lamina.simulate.baselines import BaselineSimulation
-from lamina.simulate.instance import Batch, Running
+from lamina.simulate.instance import Batch, Chunk, Running
 from lamina.simulate.prefixes import BLOCK
 
 A100 = hardware.load()["a100"]
@@ -34,6 +36,32 @@ def test_long_requests_take_what_others_have_free_and_give_it_back() -> None:
         assert one.free == one.blocks and not one.borrowed and one.stuck is None
     refused, _ = run(BaselineSimulation, prompts, 20)
     assert refused.log.count(State.REFUSED) == 1
+
+
+def test_nobody_lends_more_than_it_has() -> None:
+    """What is borrowed is not lent on: with four copies, debts in a circle would grow without end."""
+    model = models.find("Llama-2-13B")
+    deployment = Deployment(model=model, compute=A100, compute_workers=8, tensor_parallel=2)
+    contexts = lengths(128_804, 70_648, 480_000)[:24]
+    arrivals = Arrivals(np.zeros(24), contexts - 8, np.full(24, 8))
+    simulation = Pooled(System.TENSOR_PARALLEL, deployment, arrivals, ())
+    lenders = [one for one in simulation._first if isinstance(one, Lender)]
+    most = []
+
+    def lent(one: Lender) -> int:
+        return sum(other.borrowed.get(one, 0) for other in lenders)
+
+    for one in lenders:
+        plan = one.plan
+
+        def watched(plan: Callable[[], Batch | None] = plan) -> Batch | None:
+            batch = plan()
+            most.append(max(lent(other) / other.blocks for other in lenders))
+            return batch
+
+        one.plan = watched  # type: ignore[method-assign]
+    assert simulation.run().log.count(State.FINISHED) == 24
+    assert 0.1 < max(most) <= 1
 
 
 def test_a_request_longer_than_all_copies_is_refused() -> None:
@@ -61,11 +89,21 @@ def test_a_step_waits_for_the_longer_attention_and_the_lender_works_for_it() -> 
     debtor.borrowed[lender] = 30_000 // BLOCK
     there = SMALL.layers * (float(model.attention_seconds(60_001, 1)) - float(model.attention_seconds(90_001, 1)))
     assert debtor.seconds(batch) == pytest.approx(alone + there)
-    share = SMALL.layers * float(model.attention_seconds(30_000, 1)) / debtor.step_s
-    debtor.borrowed, borrowed = {}, debtor.borrowed
-    usual = lender.seconds(batch)
-    debtor.borrowed = borrowed
-    assert lender.seconds(batch) == pytest.approx(usual / (1 - share))
+    helped = SMALL.layers * float(model.attention_seconds(30_000, 1))
+    decoding, computing = lender.seconds(batch), debtor.step_s
+    assert decoding == pytest.approx(alone + helped)
+    # A short prompt shares all of its time with the debtor; a long one, only while that decodes.
+    taken, debtor.borrowed = debtor.borrowed, {}
+    for tokens, busy in ((2000, helped / computing), (90_000, 0.0)):
+        prompt = Batch([], [Chunk(sequence, 0, tokens)])
+        usual = lender.seconds(prompt)
+        debtor.borrowed = taken
+        slower = usual / (1 - busy) if busy else usual + OUTPUT * helped
+        assert lender.seconds(prompt) == pytest.approx(slower)
+        debtor.borrowed = {}
+    debtor.borrowed = taken
+    debtor.seconds(prompt)  # while it computes a prompt, it decodes nothing
+    assert lender.seconds(batch) == pytest.approx(alone)
 
 
 def test_drawn_contexts_are_as_published() -> None:
