@@ -50,8 +50,8 @@ class EngineConfig:
     memory: Annotated[
         str | None,
         Meaning(
-            "Memory workers, kind:count joined by commas; local is the compute worker's own spare memory, which costs "
-            "no message. Default: local with one compute worker, else cpu:1."
+            "Memory workers, kind:count joined by commas; local is the compute worker's own spare memory, which needs "
+            "no messages. Default: local with one compute worker, else cpu:1."
         ),
     ] = None
     load_format: Annotated[
@@ -71,7 +71,7 @@ class EngineConfig:
     max_model_len: Annotated[
         int | None,
         Meaning(
-            "Prompt and completion of one request together. Default: what the model supports and memory workers hold.",
+            "Longest prompt and completion together. Default: what the model supports and memory workers can hold.",
             unit="tokens",
             ge=2,
         ),
@@ -86,17 +86,17 @@ class EngineConfig:
         ),
     ] = None
     max_num_seqs: Annotated[
-        int, Meaning("Sequences that decode at once.", unit="sequences per compute worker", ge=1)
+        int, Meaning("Most sequences that decode at once.", unit="sequences per compute worker", ge=1)
     ] = 256
     max_num_batched_tokens: Annotated[
         int,
-        Meaning("Size of one step: a row for every sequence that decodes, the others for prompts.", "token rows", ge=1),
+        Meaning("Largest step: a row for each decoding sequence, the rest for prompts.", "token rows", ge=1),
     ] = 2048
     slo_tbt_ms: Annotated[
         int | None,
         Meaning(
-            "Target of the time between tokens: prompts that arrive are computed in chunks so small that a step is "
-            "predicted to take no longer while others decode. Default: chunks fill max_num_batched_tokens.",
+            "Target for the time between tokens: while sequences decode, prompts are computed in chunks for which a "
+            "step is predicted to take no longer. Default: chunks fill max_num_batched_tokens.",
             unit="milliseconds",
             ge=1,
         ),
@@ -104,7 +104,7 @@ class EngineConfig:
     kv_cache_memory_bytes: Annotated[
         int | None,
         Meaning(
-            "Memory for KV. Default: an equal share of half of what is free once the weights are loaded.",
+            "Memory for KV. Default: an equal share of half of the memory that is free once the weights are loaded.",
             unit="bytes per memory worker",
             ge=1,
         ),
@@ -112,8 +112,7 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[
         float,
         Meaning(
-            "Share of a GPU's memory that may be in use once memory workers have taken theirs; weights and other "
-            "programs count.",
+            "Share of a GPU's memory that may be in use in all, with weights, KV and other programs.",
             ge=0.1,
             le=1.0,
         ),
@@ -121,8 +120,8 @@ class EngineConfig:
     kv_tokens_per_worker: Annotated[
         int | None,
         Meaning(
-            "Longest run of one sequence's tokens on a memory worker: the next tokens go to another one with room. "
-            "Default: as long as the worker has room.",
+            "Longest run of one sequence's tokens on a memory worker; later tokens go to another worker with room. "
+            "Default: as many as the worker has room for.",
             unit="tokens",
             ge=1,
         ),
@@ -130,8 +129,8 @@ class EngineConfig:
     kv_overcommit: Annotated[
         float,
         Meaning(
-            "KV that a memory worker and its disk hold together, over what its memory holds: further cached prefixes "
-            "wait in kv_spill_dir, and come back for requests that begin with them. Without prefix_cache, 1. Memory "
+            "KV in a memory worker's memory and on its disk, as a multiple of the KV in memory: cached prefixes are "
+            "written to kv_spill_dir, and read for requests that begin with them. Without prefix_cache, 1. Memory "
             "local has no disk.",
             ge=1,
         ),
@@ -143,8 +142,8 @@ class EngineConfig:
     partition: Annotated[
         Partition,
         Meaning(
-            "What of a request's KV is on one memory worker: all of it (request), some of its heads (head) or an equal "
-            "part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one."
+            "The part of a request's KV on one memory worker: all of it (request), some of its heads (head) or an "
+            "equal part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one worker."
         ),
     ] = "auto"
     threads: Annotated[
@@ -161,8 +160,8 @@ class EngineConfig:
     pipelining: Annotated[
         Pipelining,
         Meaning(
-            "Order of the lanes' slices on compute workers; auto is rotational with one lane more than compute "
-            "workers, else fixed."
+            "Order of the lanes' slices on compute workers: fixed, or rotational; auto is rotational if there is one "
+            "lane more than compute workers, else fixed."
         ),
     ] = "auto"
     q_first: Annotated[
@@ -173,24 +172,21 @@ class EngineConfig:
     ] = 1
     prefix_cache: Annotated[
         bool,
-        Meaning(
-            "Keep the KV of ended requests in slots that no other needs, for requests that begin with the same tokens. "
-            "Without it, layers with a window forget what it has left, on CPUs."
-        ),
+        Meaning("Keep the KV of ended requests in otherwise free slots, for requests that begin with the same tokens."),
     ] = True
     balance: Annotated[
         Balance,
         Meaning(
-            "What moves KV between memory workers while it is in use: bandwidth evens out the time that they need to "
-            "read theirs, throughput and ledger are the policies of Infinite-LLM and DistKV-LLM; off: nothing does."
+            "Policy that moves KV between memory workers while it is in use: bandwidth evens out the time that they "
+            "need to read their KV; throughput and ledger are the policies of Infinite-LLM and DistKV-LLM; off: none."
         ),
     ] = "off"
     plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.")] = True
     max_restarts: Annotated[
         int,
         Meaning(
-            "Lost workers of each pool that are replaced within ten minutes, and engines of a server that are started "
-            "again. Beyond that the others go on alone, as long as each pool has one.",
+            "Most lost workers of each pool that are replaced within ten minutes, and most restarts of a server's "
+            "engine. Beyond that, the other workers continue alone while each pool has one.",
             unit="workers",
             ge=0,
         ),
@@ -198,15 +194,15 @@ class EngineConfig:
     autoscale: Annotated[
         str | None,
         Meaning(
-            "Let pools grow and shrink with their load, between a least and a most of workers: memory=1:4, or "
-            "memory=1:4,compute=1:2. Default: they keep the size that they are given."
+            "Let pools grow and shrink with their load, between a smallest and a largest number of workers: "
+            "memory=1:4, or memory=1:4,compute=1:2. Default: pools keep their size."
         ),
     ] = None
     transport: Annotated[
         TransportName,
         Meaning(
-            "Transport between workers; auto: shm on one host, else rdma if a trial transfer succeeds, else tcp. Any "
-            "other is used or the start fails."
+            "Transport between workers; auto: shm on one host, else rdma if a trial transfer succeeds, else tcp. If "
+            "another value cannot be used, the start fails."
         ),
     ] = "auto"
     tls: Annotated[
@@ -232,13 +228,13 @@ class EngineConfig:
     ] = None
     advertise: Annotated[
         str | None,
-        Meaning("Address of this machine for workers of others, if it is not the one that it listens on."),
+        Meaning("Address at which workers of other machines reach this one. Default: the address of listen."),
     ] = None
     ray: Annotated[
         str | None,
         Meaning(
-            "Ray cluster that places and starts all workers: auto for the one that this machine is part of, or the "
-            "HOST:PORT of its head. Default: no Ray."
+            "Ray cluster that places and starts all workers: auto for the cluster of this machine, or the HOST:PORT of "
+            "a cluster's head. Default: no Ray."
         ),
     ] = None
     kind: Annotated[
@@ -248,16 +244,16 @@ class EngineConfig:
     compute_cores: Annotated[
         str | None,
         Meaning(
-            "CPU list of this machine's compute workers, as 0-3,8, divided evenly among them. Default: all cores for "
-            "every worker."
+            "CPU list for this machine's compute workers, such as 0-3,8, divided evenly among them. Default: all cores "
+            "for every worker."
         ),
     ] = None
-    memory_cores: Annotated[str | None, Meaning("CPU list of the memory workers, as for the compute workers.")] = None
+    memory_cores: Annotated[str | None, Meaning("CPU list for this machine's memory workers, as compute_cores.")] = None
     trace: Annotated[
         str | os.PathLike[str] | None, Meaning("Write a timeline for Perfetto to this file when the engine ends.")
     ] = None
     seed: Annotated[
-        int, Meaning("Seed of dummy weights, and of requests without one (generate and chat: --seed is the draws').")
+        int, Meaning("Seed of dummy weights, and of requests without one (generate and chat: --seed is the request's).")
     ] = 0
 
     def __post_init__(self) -> None:
@@ -266,7 +262,7 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs {self.max_num_seqs}; "
-                "every sequence needs a row of its own in a step, so give max_num_batched_tokens at least "
+                "every sequence needs a row of its own in a step: give max_num_batched_tokens at least "
                 f"{self.max_num_seqs}"
             )
         if (self.kv_overcommit > 1) != (self.kv_spill_dir is not None):
@@ -276,8 +272,8 @@ class EngineConfig:
             )
         if self.kv_overcommit > 1 and self.partition == "head":
             raise ConfigError(
-                "kv_overcommit is for cached prefixes that a memory worker holds with all heads, which partition head "
-                "deals to several: leave out one of them"
+                "kv_overcommit needs cached prefixes with all heads on one memory worker, but partition head divides "
+                "heads among several: leave out one of them"
             )
         if self.partition == "request" and self.kv_tokens_per_worker is not None:
             raise ConfigError(
@@ -296,7 +292,7 @@ class EngineConfig:
 
 
 def overcommit(config: EngineConfig) -> float:
-    """How many times its slots a memory worker and its disk hold."""
+    """KV that a memory worker and its disk hold, as a multiple of the KV in memory."""
     return config.kv_overcommit if config.prefix_cache else 1.0
 
 

@@ -1,7 +1,7 @@
-"""Parts of tensors: which indices of which dimensions a rank holds. Pure.
+"""Parts of tensors: the indices of each dimension that a tensor-parallel rank holds. Pure.
 
-A part is a product of index sets, one per dimension; dimensions that are not named are whole. Index sets are sorted, so
-that views and slices of a part keep the order of the whole tensor.
+A part is a product of index sets, one per dimension; a dimension without a set is whole. Index sets are sorted, so that
+views and slices of a part keep the order of the whole tensor.
 """
 
 import itertools
@@ -35,16 +35,16 @@ ONLY = Rank(0, 1)
 
 
 class NotAPartError(ValueError):
-    """The result is not a product of index sets."""
+    """Raised if a view of a part is not a product of index sets."""
 
 
 def block(size: int, rank: int, ranks: int) -> Indices:
-    """The share of ``rank`` in ``size`` indices: contiguous, and of nearly the same length for all ranks."""
+    """The indices of ``rank`` among ``size``: contiguous, and nearly as many for every rank."""
     return np.arange(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def union(parts: Iterable[Part], shape: Sequence[Any]) -> Part:
-    """The smallest part of a tensor of ``shape`` that includes all of ``parts``, at least one."""
+    """The smallest part of a tensor of ``shape`` that includes all of ``parts``, of which there is at least one."""
     first, *others = parts
     joined = dict(first)
     for other in others:
@@ -58,9 +58,9 @@ def equal(a: Part, b: Part) -> bool:
 
 
 def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
-    """The part of a view of shape ``new`` that has the elements of ``part``, of a tensor of shape ``old``.
+    """The elements of ``part``, of a tensor of shape ``old``, as a part of a view of it with shape ``new``.
 
-    Sizes may be symbols: dimensions with them must be whole. Raises NotAPartError.
+    Dimensions whose size is a symbol must be whole. Raises NotAPartError.
     """
     result: dict[int, Indices] = {}
     for before, after in _groups(old, new):
@@ -81,7 +81,7 @@ def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
 
 
 def _groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
-    """Dimensions of ``old`` and of ``new`` that have the same elements between them, from the last to the first."""
+    """Groups of dimensions of ``old`` and of ``new`` with equal products of sizes, from the last to the first."""
     groups = []
     i, j = len(old), len(new)
     while i and j:
@@ -109,7 +109,7 @@ def _groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[int], lis
 
 
 def positions(held: Indices | None, wanted: Indices) -> Indices:
-    """Where the indices ``wanted`` are among those that are ``held`` (None: all)."""
+    """Positions of the indices ``wanted`` among those ``held`` (None: all)."""
     if held is None:
         return wanted
     places = np.searchsorted(held, wanted)
@@ -118,7 +118,7 @@ def positions(held: Indices | None, wanted: Indices) -> Indices:
 
 
 def runs(indices: Indices) -> Runs:
-    """The contiguous ranges that ``indices`` consists of."""
+    """The contiguous ranges of ``indices``."""
     if not len(indices):
         return ()
     ends = np.flatnonzero(np.diff(indices) != 1)

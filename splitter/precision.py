@@ -8,7 +8,7 @@ from lamina.types import DType
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: DType) -> None:
-    """Convert them back to float32 in ``model`` (mutated), which was built in ``dtype``, as ``from_pretrained`` does.
+    """Convert these parameters of ``model`` (mutated), built in ``dtype``, to float32, as ``from_pretrained`` does.
 
     ``_keep_in_fp32_modules`` applies to float16 only (bfloat16 has float32's range), the strict list to both.
     """

@@ -33,7 +33,7 @@ class Weight:
 
 @dataclass(frozen=True)
 class Crossing:
-    """One tensor [T, *shape] of a cut's context. ``name`` is the module and operator that made it."""
+    """One tensor [T, *shape] of a cut's context. ``name``: the module and operator that compute it."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,14 +47,14 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Cut:
-    """What crosses from slice ``index`` to the next besides q, k and v: the context."""
+    """The context: the tensors that slice ``index`` hands to the next one, besides q, k and v."""
 
     index: int
     context: tuple[Crossing, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of context one token carries to the next slice."""
+        """Bytes of context per token."""
         return sum(crossing.bytes_per_token for crossing in self.context)
 
 
@@ -65,7 +65,7 @@ Shard = Mapping[int, Runs]
 
 
 def cut(tensor: Tensor, shard: Shard) -> Tensor:
-    """The part of a whole weight that ``shard`` names; a view if it is one range."""
+    """The part of a whole weight that ``shard`` selects; a view if it is one range."""
     for dim, ranges in shard.items():
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -74,10 +74,10 @@ def cut(tensor: Tensor, shard: Shard) -> Tensor:
 
 @dataclass(frozen=True)
 class SliceOutput:
-    """What one slice's graph returned for T rows: (q, k, v, *context), or (logits,) from the last slice.
+    """The results of one slice's graph for T rows: (q, k, v, *context), or (logits,) from the last slice.
 
-    Tensors may be views of shared memory, not contiguous. The names below index ``results``: ask the last slice for
-    ``logits`` alone, and every other one for the rest.
+    Tensors may be views of shared memory, not contiguous. Only the last slice has ``logits``; only the others have the
+    other properties.
     """
 
     results: tuple[Tensor, ...]
@@ -99,7 +99,7 @@ class SliceOutput:
 
     @property
     def context(self) -> tuple[Tensor, ...]:
-        """For the next slice."""
+        """The tensors for the next slice."""
         return self.results[3:]
 
     @property
@@ -140,7 +140,7 @@ class Slice:
             returns (q, k, v, *context), or (logits,) from the last slice. Equal slices share one graph.
         weights: checkpoint names of its weights, in the graph's input order.
         constants: names of the ``SplitModel.constants`` it uses, in the graph's input order.
-        linears_before_q: (linear layers run until q exists, all linear layers): what sending q first can gain.
+        linears_before_q: (linear layers that run before q exists, all linear layers): the gain of sending q first.
     """
 
     index: int
@@ -163,8 +163,8 @@ class Slice:
         Args:
             ids, positions: [T] int64. attention: [T, Hq, Dv] from the attention before, None for slice 0.
                 Contiguous.
-            context: what the slice before returned. All four may be index-selected to fewer rows alike.
-            weights: must hold every name of ``self.weights`` and of ``self.constants``, on the device of the rows.
+            context: from the slice before. All four may be reduced to the same selection of rows.
+            weights: by name, all of ``self.weights`` and ``self.constants``, on the device of the rows.
         """
         arguments = [weights[name] for name in self.weights]
         arguments += [weights[name] for name in self.constants]
@@ -181,9 +181,9 @@ class SplitModel:
         slices: n + 1. cuts, attentions: n each; attention k and cut k lie between slices k and k + 1.
         sinks: for each attention the checkpoint name of its sink logits [Hq], or None.
         weights: shape and element type of every weight that slices or sinks use, by checkpoint name.
-        ties: other names under which a checkpoint may hold a weight -> the name used here.
+        ties: other names that checkpoints may use for a weight -> the name used here.
         constants: values that checkpoints do not hold (inv_freq), on the CPU.
-        shards: what a rank holds of the weights that it does not hold whole; empty for an unsharded model.
+        shards: by name, the part that a rank holds of each weight that is divided; empty for an unsharded model.
         whole: the attentions with the heads of all ranks.
     """
 

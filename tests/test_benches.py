@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 OPTIONAL = {"cupy", "gguf", "llama_cpp", "openvino"}
 """What only a machine with a GPU, or a peer's own environment, has installed."""
@@ -27,6 +29,7 @@ print(json.dumps(outcomes))
 """
 
 
+@pytest.mark.slow  # it imports everything
 def test_every_module_starts() -> None:
     sources = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path.read_text()

@@ -2,6 +2,7 @@
 
 import ast
 import fnmatch
+import functools
 import graphlib
 import os
 import subprocess
@@ -137,7 +138,12 @@ def source_files() -> list[str]:
 
 
 MODULES = {module_name(file) for file in source_files()} | {"lamina._native"}
-IMPORTS = [found for file in source_files() for found in read_imports(file, (ROOT / file).read_text())]
+
+
+@functools.cache  # not at import: every process that runs tests imports this file
+def imports() -> list[Import]:
+    """Those of all our files."""
+    return [found for file in source_files() for found in read_imports(file, (ROOT / file).read_text())]
 
 
 def our_module(target: str) -> str | None:
@@ -147,7 +153,9 @@ def our_module(target: str) -> str | None:
     return target or None
 
 
-OURS = [(found, module) for found in IMPORTS if (module := our_module(found.target)) is not None]
+def ours() -> list[tuple[Import, str]]:
+    """Imports of our own modules."""
+    return [(found, module) for found in imports() if (module := our_module(found.target)) is not None]
 
 
 def is_in_package(target: str, package: str) -> bool:
@@ -161,14 +169,14 @@ def test_every_room_has_a_level() -> None:
 
 def test_imports_go_down() -> None:
     level = {name: height for height, names in enumerate(LEVELS) for name in names}
-    upward = [str(found) for found, module in OURS if level[room(module)] > level[room(found.importer)]]
+    upward = [str(found) for found, module in ours() if level[room(module)] > level[room(found.importer)]]
     assert not upward
 
 
 @pytest.mark.parametrize("unit", [room, str], ids=["rooms", "modules"])
 def test_no_cycles(unit: Callable[[str], str]) -> None:
     graph: dict[str, set[str]] = {}
-    for found, module in OURS:
+    for found, module in ours():
         if unit(found.importer) != unit(module):
             graph.setdefault(unit(found.importer), set()).add(unit(module))
     try:
@@ -181,7 +189,7 @@ def test_no_cycles(unit: Callable[[str], str]) -> None:
 def test_package_is_imported_only_where_it_belongs(package: str) -> None:
     strays = [
         str(found)
-        for found in IMPORTS
+        for found in imports()
         if is_in_package(found.target, package)
         and not any(fnmatch.fnmatch(found.file, pattern) for pattern in ONLY_IN[package])
     ]
@@ -189,14 +197,14 @@ def test_package_is_imported_only_where_it_belongs(package: str) -> None:
 
 
 def test_optional_packages_are_imported_only_when_used() -> None:
-    at_top = [found for found in IMPORTS if not found.deferred]
+    at_top = [found for found in imports() if not found.deferred]
     special = {found.importer for found in at_top for package in OPTIONAL if is_in_package(found.target, package)}
     eager = [str(found) for found in at_top if our_module(found.target) in special and found.importer not in special]
     assert not eager, f"import {sorted(special)} inside the function that uses it"
 
 
 def test_imports_are_absolute_and_of_one_copy() -> None:
-    strays = [str(found) for found in IMPORTS if found.target.split(".")[0] in ("splitter", "transport")]
+    strays = [str(found) for found in imports() if found.target.split(".")[0] in ("splitter", "transport")]
     assert not strays, "say lamina.splitter and lamina.transport"
 
 

@@ -1,4 +1,4 @@
-"""Attention, its tilings and merging on a GPU. Every function returns the rows of one table."""
+"""Benchmarks of attention, its tilings, and merging on a GPU. Every function returns the rows of one table."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -24,7 +24,7 @@ NARROW = (KvElement.INT8, KvElement.FP8)
 
 
 def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int) -> None:
-    """Compile what tune tries, on all cores."""
+    """Compile all tilings that ``tune`` tries, on all cores."""
     programs = {
         attend_program(spec, element, tiling, decode_tile(spec)[0], np.uint16, capability)
         for spec, element in cases
@@ -35,7 +35,7 @@ def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int)
 
 
 def tune(gpu: Gpu) -> list[dict[str, Any]]:
-    """Measures tilings for every class of decode step and keeps the fastest for this and later processes."""
+    """Measure tilings for every class of decode step, and cache the fastest for this and later processes."""
     backend, choices, rows = gpu.backend, Choices.load(gpu.backend.name), []
     specs = [Step(backend, [1], group, KvElement.BFLOAT16, False).spec for group in GROUPS]
     cases = list(product(specs, (KvElement.BFLOAT16, *NARROW)))
@@ -51,7 +51,7 @@ def tune(gpu: Gpu) -> list[dict[str, Any]]:
 
 
 def attention(gpu: Gpu) -> list[dict[str, Any]]:
-    """KV bytes per second of decode over the copy's."""
+    """KV bytes per second of decode attention, and their ratio to those of a plain copy."""
     rows = []
     cases = list(product(BATCHES, GROUPS, (False, True), (KvElement.BFLOAT16, *NARROW)))
     for batch, group, scattered, element in track(cases, "attention", transient=True):
@@ -64,7 +64,7 @@ def attention(gpu: Gpu) -> list[dict[str, Any]]:
 
 
 def peer(gpu: Gpu, name: str) -> list[dict[str, Any]]:
-    """Another library at the same decode steps, and its time over ours; no rows for steps that it cannot do."""
+    """Time of another library for the same decode steps over ours. Steps that it cannot do have no rows."""
     rows = []
     for batch, group, scattered in product(BATCHES, GROUPS, (False, True)):
         step = Step(gpu.backend, BATCHES[batch], group, KvElement.BFLOAT16, scattered)
@@ -77,7 +77,7 @@ def peer(gpu: Gpu, name: str) -> list[dict[str, Any]]:
 
 
 def merge(gpu: Gpu) -> list[dict[str, Any]]:
-    """Merging 8 partials: as a share of one of the attentions that make them, and of all 8."""
+    """Time to merge 8 partials, as a share of one of the attentions that make them, and of all 8."""
     rows = []
     for batch, group in product(BATCHES, GROUPS):
         step = Step(gpu.backend, BATCHES[batch], group, KvElement.BFLOAT16, False)

@@ -13,7 +13,7 @@ TIMEOUT_S = 900
 
 @contextmanager
 def load(cell: Cell) -> Iterator[Generate]:
-    """Requests submitted to the engine as a server does."""
+    """An engine that gets requests in the way a server submits them."""
     with Lamina(cell.model, threads=cell.threads, max_num_batched_tokens=STEP_TOKENS, prefix_cache=False) as lamina:
 
         def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:

@@ -1,7 +1,7 @@
 """llama.cpp through its Python bindings: bfloat16 weights and KV, all requests in one batch. See ``offline.py``.
 
-Its flash attention takes bfloat16 KV at less than half the speed; without it, prefill and decode are as fast as with
-float16 KV and flash attention.
+Flash attention is off, since with bfloat16 KV it is less than half as fast. Without it, prefill and decode are as fast
+as with float16 KV and flash attention.
 """
 
 import json
@@ -34,7 +34,7 @@ OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def converted(model: Path) -> Path:
-    """The model as a GGUF file without a tokenizer, beside the original; made if it is not there."""
+    """Path of the model as a GGUF file without a tokenizer, beside the original. Written at the first call."""
     place = model.with_name(model.name + ".gguf")
     if not place.exists():
         write_gguf(model, place)
@@ -42,7 +42,7 @@ def converted(model: Path) -> Path:
 
 
 def write_gguf(model: Path, place: Path) -> None:
-    """Matrices in bfloat16 and norms in float32, as llama.cpp's own converter writes a Llama."""
+    """Write a Llama as llama.cpp's own converter does: matrices in bfloat16, norms in float32."""
     config = json.loads((model / "config.json").read_text())
     writer = gguf.GGUFWriter(place.with_suffix(".part"), "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -100,7 +100,7 @@ class Batch:
         self._wanted = view(self.native.logits, (capacity,))
 
     def fill(self, tokens: list[int], positions: list[int], sequences: list[int], wanted: list[bool]) -> None:
-        """Row i is ``tokens[i]`` of ``sequences[i]``; logits are made for ``wanted`` rows."""
+        """Fill row i with ``tokens[i]`` of ``sequences[i]``. Logits are computed for ``wanted`` rows."""
         rows = len(tokens)
         self.native.n_tokens = rows
         self._token[:rows], self._position[:rows], self._wanted[:rows] = tokens, positions, wanted
@@ -110,7 +110,7 @@ class Batch:
 
 
 def context_of(model: llama_cpp.llama_model_p, cell: Cell) -> llama_cpp.llama_context_p:
-    """A context with room for the cell's requests, each with KV of its own."""
+    """A context for the cell's requests, each with its own KV."""
     params = llama_cpp.llama_context_default_params()
     params.n_seq_max = cell.batch
     params.n_ctx = cell.batch * (-(-cell.longest // 256) * 256)
@@ -122,7 +122,7 @@ def context_of(model: llama_cpp.llama_model_p, cell: Cell) -> llama_cpp.llama_co
     params.kv_unified = False
     context = llama_cpp.llama_init_from_model(model, params)
     if not context:
-        raise RuntimeError(f"llama.cpp made no context of {params.n_ctx} tokens in {cell.batch} sequences")
+        raise RuntimeError(f"llama.cpp cannot make a context of {params.n_ctx} tokens in {cell.batch} sequences")
     return context
 
 
@@ -146,7 +146,7 @@ def load(cell: Cell) -> Iterator[Generate]:
         batch.fill(tokens, positions, sequences, wanted)
         code = llama_cpp.llama_decode(context, batch.native)
         if code != 0:
-            raise RuntimeError(f"llama_decode of {len(tokens)} rows gave {code}")
+            raise RuntimeError(f"llama_decode of {len(tokens)} rows returned {code}")
         if not any(wanted):  # then there is no array of logits
             return np.empty(0, np.int64)
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (sum(wanted), vocab))

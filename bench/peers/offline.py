@@ -1,4 +1,4 @@
-"""What all engines that ``serve.py`` measures share: arguments, prompts, rates. The standard library alone.
+"""Arguments, prompts and rates, shared by all engines that ``serve.py`` measures. Uses the standard library alone.
 
 Every engine is a module that runs in its own environment, measures one cell and prints one JSON object:
 
@@ -46,8 +46,8 @@ class Cell:
 def rates(start: float, arrivals: list[list[float]], context: int) -> tuple[float, float]:
     """(decode, prefill) tokens per second over all requests.
 
-    Prefill is all prompts over the time until the last of them gave its first token. Decode is counted from there to
-    the first request that ends, so that all requests decode all the time.
+    Prefill: all prompt tokens over the time until the last request has its first token. Decode: counted from then until
+    the first request ends, so that all requests decode throughout.
     """
     prompts_done = max(times[0] for times in arrivals)
     first_end = min(times[-1] for times in arrivals)

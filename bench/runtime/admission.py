@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from lamina import simulate
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -76,10 +77,11 @@ def measured(engine: Engine, trace: list[TracedRequest], asked: int) -> Figures:
     """The scaled requests, submitted at once; each client cancels when it has the tokens that it uses."""
     firsts: list[float] = []
     left, ended, before = set(range(len(trace))), threading.Event(), engine.stats()
-    drawn = [0] * len(trace)
+    drawn, failures = [0] * len(trace), Failures()
     begun = time.perf_counter()
 
     def on_update(update: RequestUpdate) -> None:
+        failures.note(update)
         index = int(update.request.request_id)
         if update.tokens and not drawn[index]:
             firsts.append(time.perf_counter() - begun)
@@ -97,6 +99,7 @@ def measured(engine: Engine, trace: list[TracedRequest], asked: int) -> Figures:
         engine.submit(str(index), [7 + index % 50] * scaled(request.prompt), params, on_update)
     if not ended.wait(TIMEOUT_S):
         raise SystemExit(f"error: {len(left)} requests have not ended within {TIMEOUT_S} s; {engine.stats()}")
+    failures.check()
     seconds = time.perf_counter() - begun
     useful = sum(scaled(request.output) for request in trace)
     after = engine.stats()

@@ -27,6 +27,7 @@ import zmq
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Wish
 from lamina.config import EngineConfig
@@ -166,10 +167,11 @@ def _done(plan: StepPlan) -> StepDone:
 
 
 class Load:
-    """As many requests at once as there is room for: a new one for each that ends."""
+    """``at_once`` requests at a time: each that ends is replaced by a new one."""
 
     def __init__(self, engine: Engine, at_once: int) -> None:
         self.tokens = 0
+        self.failures = Failures()
         self._engine = engine
         self._random = random.Random(0)
         self._number = 0
@@ -178,7 +180,7 @@ class Load:
             self._submit()
 
     def close(self) -> None:
-        """No new ones."""
+        """Submit no more requests."""
         self._closed = True
 
     def _submit(self) -> None:
@@ -187,6 +189,7 @@ class Load:
         self._engine.submit(str(self._number), PROMPT, params, self._take)
 
     def _take(self, update: RequestUpdate) -> None:
+        self.failures.note(update)
         self.tokens += len(update.completions[0].token_ids)
         if update.finished and not self._closed:
             self._submit()
@@ -257,6 +260,7 @@ def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
         spent, steps = time.process_time() - spent, engine.stats().steps - steps
         elapsed, tokens, sent = time.monotonic() - begun, load.tokens - tokens, control.sent - sent
         load.close()
+        load.failures.check()
         return Cost(1e6 * spent / steps, 1e6 * spent / tokens, sent / steps, steps / elapsed, 100 * idle)
 
 

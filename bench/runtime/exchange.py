@@ -2,10 +2,10 @@
 
     python -m bench.runtime.exchange [--layers 80] [--rounds 5]
 
-The exchange, its messages, credits and waits are real; what moves bytes is not: the transport writes headers alone, and
-the GPU is one whose kernels and copies do nothing. What is left is the time for which the host holds it up. On the CPU,
-rows are gathered and partials merged by the host: those times hold the bytes.
-Shapes are those of Llama-3-70B in bfloat16. Memory workers answer between the measured sections.
+The exchange, its messages, credits and waits are real. No payload is moved: the transport writes only headers, and the
+kernels and copies of the GPU do nothing. So the figures show for how long the host delays a GPU. Those for the CPU
+include moving bytes, since there the host gathers rows and merges partials. Shapes are those of Llama-3-70B in
+bfloat16. Memory workers answer between the measured sections.
 """
 
 import argparse
@@ -39,7 +39,7 @@ WAIT_S = 10.0
 
 
 class HeadersOnly(ShmEndpoint):
-    """Writes the first part of a message, its header, and rings."""
+    """An endpoint that writes only the first part of a message, its header, and rings."""
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """See ``Endpoint``."""
@@ -104,12 +104,12 @@ class Case:
         self.turn = 0
 
     def close(self) -> None:
-        """Give back all memory."""
+        """Free all memory."""
         for station in (self.compute, *self.memories):
             station.endpoint.close()
 
     def step(self, layers: int) -> list[float]:
-        """Seconds of host time of each attention of one step, without those that memory workers take."""
+        """Seconds of the compute worker's host time for each attention of one step."""
         rows = list(range(self.rows))
         plan = StepPlan(0, 0, self.turn, [], [], [], [], DecodeRows(rows, [CONTEXT] * self.rows, []))
         self.turn += layers
@@ -155,7 +155,7 @@ class Idle:
 
 
 def made(carrier: NativeRunner | GpuCarrier, what: str, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Where a slice leaves its result."""
+    """Tensors for the result of a slice."""
     if isinstance(carrier, GpuCarrier):
         return carrier.lines.at(what, rows, shape, torch.bfloat16)
     return torch.zeros(rows, *shape, dtype=torch.bfloat16)

@@ -3,10 +3,10 @@
     python -m bench.runtime.kv_types [--windows 16] [--threads 1]
 
 Runs the bundled model in float32 over windows of held-out text: files of Python's standard library that it was not
-trained on. Its attention is that of memory workers: K and V of every token are appended to a slab of the given type,
-and every token attends to what the slab holds, itself included, as if the text had been decoded token by token.
-(Prompts lose less: the tokens of a chunk attend to each other's K and V before these are rounded.) Errors are against a
-slab of float32.
+trained on. It uses the attention of memory workers: K and V of every token are appended to a slab of the given type,
+and every token attends to the slab, itself included, as if the text had been decoded token by token. (Prompts lose
+less: the tokens of a chunk attend to each other's K and V before these are rounded.) Errors are relative to a float32
+slab.
 """
 
 import argparse

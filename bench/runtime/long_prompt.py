@@ -27,6 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from bench.models import MODELS, model_directory
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -60,11 +61,12 @@ class Figures:
 
 
 class Running:
-    """Requests that decode until ``close``, and when each got its tokens."""
+    """Requests that decode until ``close``, and the times at which each got its tokens."""
 
     def __init__(self, engine: Engine, count: int, context: int, draw: random.Random) -> None:
         self._engine, self._ids = engine, [str(number) for number in range(count)]
         self._times: list[list[float]] = [[] for _ in range(count)]
+        self.failures = Failures()
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12_000)
         for number, name in enumerate(self._ids):
             prompt = [draw.randrange(3, 900) for _ in range(context)]
@@ -73,12 +75,13 @@ class Running:
 
     def _reader(self, times: list[float]) -> OnUpdate:
         def on_update(update: RequestUpdate) -> None:
+            self.failures.note(update)
             times.extend([time.monotonic()] * update.tokens)
 
         return on_update
 
     def gaps(self, begin: float, end: float) -> list[float]:
-        """Milliseconds between tokens of each request, of those that ended in this interval."""
+        """Milliseconds between consecutive tokens of a request, for tokens that came in this interval."""
         stamps = [list(times) for times in self._times]
         return [(two - one) * 1e3 for times in stamps for one, two in itertools.pairwise(times) if begin <= two <= end]
 
@@ -109,11 +112,18 @@ def measured(config: EngineConfig, running: int, context: int, prompt: int) -> F
         alone = requests.gaps(begun, arrived)
         tokens = [draw.randrange(3, 900) for _ in range(prompt)]
         params = SamplingParams(temperature=0.0, max_tokens=1)
-        engine.submit("long", tokens, params, lambda update: computed.set() if update.finished else None)
+
+        def on_long(update: RequestUpdate) -> None:
+            requests.failures.note(update)
+            if update.finished:
+                computed.set()
+
+        engine.submit("long", tokens, params, on_long)
         if not computed.wait(TIMEOUT_S):
             raise SystemExit(f"error: the prompt was not computed within {TIMEOUT_S:.0f} s")
         first = time.monotonic()
         beside = requests.gaps(arrived, first)
+        requests.failures.check()
         requests.close()
     finally:
         engine.close()

@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from bench.models import MODELS, model_directory
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -45,7 +46,7 @@ SPLITS = (1, 2, 4, 8)
 
 
 class Run:
-    """Requests that run together: their tokens a second from the first token of the last to begin to the first end."""
+    """Requests that run together. Tokens are counted while all of them decode."""
 
     def __init__(self, engine: Engine, prompts: list[int], answer: int) -> None:
         self._left = len(prompts)
@@ -53,15 +54,18 @@ class Run:
         self._ended: list[float] = []
         self._tokens: list[float] = []
         self._done = threading.Event()
+        self._failures = Failures()
         params = SamplingParams(temperature=0.0, max_tokens=answer, ignore_eos=True)
         draw = np.random.default_rng(1)
         for number, length in enumerate(prompts):
             engine.submit(str(number), draw.integers(3, 900, length).tolist(), params, self._on_update)
         if not self._done.wait(TIMEOUT_S):
             raise SystemExit(f"error: {self._left} requests have not ended within {TIMEOUT_S:g} s; {engine.stats()}")
+        self._failures.check()
 
     def _on_update(self, update: RequestUpdate) -> None:
         now = time.perf_counter()
+        self._failures.note(update)
         if update.tokens:
             self._first.setdefault(update.request.request_id, now)
             self._tokens += [now] * update.tokens
@@ -73,7 +77,7 @@ class Run:
 
     @property
     def tokens_s(self) -> float:
-        """While all run."""
+        """Tokens per second while all requests decode."""
         begin, end = max(self._first.values()), min(self._ended)
         return sum(begin <= moment < end for moment in self._tokens) / max(end - begin, 1e-9)
 

@@ -26,6 +26,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from bench.models import MODELS, model_directory
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -54,13 +55,16 @@ class Answer:
         self.found = 0
         self.ttft_s = 0.0
         self._ended = threading.Event()
+        self._failures = Failures()
         self._begun = time.perf_counter()
         params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, cache_salt=salt)
         engine.submit(f"{salt}{self._begun}", prompt, params, self._on_update)
         if not self._ended.wait(TIMEOUT_S):
             raise SystemExit(f"error: a request has not ended within {TIMEOUT_S:g} s; {engine.stats()}")
+        self._failures.check()
 
     def _on_update(self, update: RequestUpdate) -> None:
+        self._failures.note(update)
         if update.tokens and not self.drawn:
             self.ttft_s = time.perf_counter() - self._begun
         self.drawn += update.completions[0].token_ids

@@ -1,12 +1,12 @@
-"""Idle chats on disk: ten times as many as memory holds, and what it takes to go on with one.
+"""Idle chats on disk: ten times as many as fit in memory, and the time to the first token when one continues.
 
     python -m bench.runtime.sessions [--model 60m] [--folder .] [--tokens 2048] [--times 10] [--threads 1] [--json FILE]
 
-Chats begin one after another, each with a prompt of its own, until they have so many times the tokens that the memory
-worker has slots for. Then each goes on, in the same order, so that the next one is always the one used longest ago:
-nothing of it is in memory any more. Printed: the time to the first token with its KV from the disk, beside the same
-prompt with a salt, which is computed again, and beside a chat that goes on at once, from memory; tokens read from the
-disk per second; and the memory of the memory worker before and after. Answers are compared.
+Chats begin one after another, each with a prompt of its own, until they have ``--times`` as many tokens as the memory
+worker has slots. Then each continues, in the same order: the next one is always the least recently used, whose KV is on
+disk alone. Prints the time to the first token with KV from the disk; of the same prompt with a salt, which is computed
+again; and of a chat that continues at once, from memory. Also prints the tokens read from the disk per second and the
+memory of the memory worker before and after. Compares the answers.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from lamina.engine.engine import Engine
 from lamina.launch import launch
 
 MESSAGE = 40
-HELD = 4  # chats that memory holds
+HELD = 4  # chats that fit in memory
 SETTLE_S = 60.0
 
 
@@ -39,7 +39,7 @@ def kv_nbytes(model: str) -> int:
 
 
 def resident_nbytes(engine: Engine) -> int:
-    """Memory of the process of the memory worker, of which there is one."""
+    """Resident bytes of the only memory worker's process."""
     children = psutil.Process().children(recursive=True)
     (worker,) = [one for one in children if "lamina.memory" in " ".join(one.cmdline())]
     return int(worker.memory_info().rss)
@@ -54,7 +54,7 @@ def wait_until_copied(engine: Engine) -> None:
 
 
 def measure(engine: Engine, chats: int, tokens: int) -> dict[str, float]:
-    """Begin all chats and go on with each."""
+    """Begin all chats, then continue each."""
     draw = random.Random(0)
 
     def words(count: int) -> list[int]:
@@ -121,10 +121,10 @@ def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="60m")
-    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure")
-    parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
+    parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of each prompt")
     parser.add_argument("--times", type=float, default=10, help="tokens of all chats over slots in memory")
-    parser.add_argument("--threads", type=int, help="of each worker; 1 on a machine that does other things")
+    parser.add_argument("--threads", type=int, help="threads of each worker; 1 on a busy machine")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with model_directory(given.model) as model:

@@ -1,11 +1,11 @@
-"""What layers with a window save by forgetting: token slots in the same memory, and memory in use.
+"""Memory that layers with a sliding window save by forgetting: token slots gained, and bytes in use.
 
     python -m bench.runtime.windows [--tokens 2048] [--requests 8] [--json FILE]
 
 A small model like Gemma 3 (five of six layers see the last 256 tokens) serves chats of two turns with long prompts, all
-at once, with the prefix cache and without. Printed for both: token slots in the same ``kv_cache_memory_bytes``, and how
-much the memory worker grew in the first turn, beside the same if all layers kept every token; and the share of the
-second turn's prompts that was found in the cache. Answers are compared.
+at once, with the prefix cache and without. Prints for both: token slots in the same ``kv_cache_memory_bytes``, and how
+much the memory worker grew in the first turn, each beside the figure if all layers kept every token; and the share of
+the second turn's prompts that was found in the cache. Compares the answers of both.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from bench.runtime.sessions import resident_nbytes
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -53,7 +54,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Figures:
-    """Of a cluster. ``found``: share of the second prompts' tokens. ``answers``: to all first prompts, then others."""
+    """Results of one cluster. ``found``: share of the second prompts' tokens found in the cache. ``answers``: to all
+    first prompts, then to all second ones."""
 
     slots: int
     grown_nbytes: int
@@ -65,10 +67,12 @@ def run(engine: Engine, name: str, prompts: list[list[int]]) -> tuple[list[list[
     """The answers to prompts that are served together, and how many of their tokens were found in the cache."""
     greedy = SamplingParams(max_tokens=DRAWN, temperature=0.0, ignore_eos=True)
     answers, found, ended = [list[int]() for _ in prompts], [0] * len(prompts), threading.Semaphore(0)
+    failures = Failures()
 
     def note(number: int, update: RequestUpdate) -> None:
         answers[number] += update.completions[0].token_ids
         found[number] = update.cached_tokens
+        failures.note(update)
         if update.finished:
             ended.release()
 
@@ -77,11 +81,12 @@ def run(engine: Engine, name: str, prompts: list[list[int]]) -> tuple[list[list[
     for _ in prompts:
         if not ended.acquire(timeout=TIMEOUT_S):
             raise TimeoutError(f"no answer within {TIMEOUT_S} s")
+    failures.check()
     return answers, sum(found)
 
 
 def measure(model: Path, tokens: int, requests: int, nbytes: int, prefix_cache: bool) -> Figures:
-    """Serve all chats."""
+    """Serve all chats on a new cluster."""
     config = EngineConfig(
         model=str(model),
         load_format="dummy",
@@ -115,7 +120,7 @@ def measure(model: Path, tokens: int, requests: int, nbytes: int, prefix_cache: 
 def main() -> None:
     """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of each first prompt")
     parser.add_argument("--requests", type=int, default=8)
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()

@@ -1,7 +1,7 @@
-"""Which of several engines gets a request: the one that has computed its beginning before, unless others wait less.
+"""Chooses an engine for a request: the one that last got a prompt with the same beginning, unless it is busier. Pure.
 
-Pure. Engines keep the KV of prompts that have ended (`--prefix-cache`), so a conversation is cheapest where its earlier
-turns ran. What an engine still has is not known here: what was sent to it last is.
+Engines keep the KV of ended requests (`--prefix-cache`), so a conversation is cheapest where its earlier turns ran. The
+router does not know what an engine still has; it goes by the prompts that it sent there last.
 """
 
 import collections
@@ -10,15 +10,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BLOCK = 128  # characters, or token ids, by which prefixes are compared
-MOST_BLOCKS = 1 << 16  # that are remembered; the latest ones
-WORTH = 4.0  # requests that may be ahead on an engine which has the whole prompt, before another gets it
+BLOCK = 128  # characters or token ids; prefixes are compared block by block
+MOST_BLOCKS = 1 << 16  # remembered, the latest
+WORTH = 4.0  # an engine with the whole prompt is chosen with up to so many more requests than others
 
 
 def blocks(body: bytes) -> list[bytes]:
-    """Hashes of the beginnings of a request's prompt, each a block longer than the one before; the last may be shorter.
+    """Hashes of the beginnings of a request's prompt, each one block longer than the last; the last block may be short.
 
-    ``body``: of a completion or a chat request, as JSON. Empty if it is not one: the engine says what is wrong with it.
+    ``body``: of a completion or a chat request, as JSON. Empty if it is neither: the engine rejects it.
     """
     try:
         content = json.loads(body)
@@ -34,7 +34,7 @@ def blocks(body: bytes) -> list[bytes]:
 
 
 def _units(prompt: Any) -> Sequence[Any]:
-    """Characters or token ids: of a batch, those of its first prompt."""
+    """The characters or token ids of a prompt; for a batch, of its first prompt."""
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         return "".join(f"<{each.get('role')}>{json.dumps(each.get('content'))}" for each in prompt)
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -43,14 +43,14 @@ def _units(prompt: Any) -> Sequence[Any]:
 
 
 class Prefixes:
-    """Which beginnings of prompts were sent to which engines."""
+    """Remembers which engines got which beginnings of prompts."""
 
     def __init__(self) -> None:
         self._engines: collections.OrderedDict[bytes, set[str]] = collections.OrderedDict()
         self._kept: collections.Counter[str] = collections.Counter()  # blocks, by engine
 
     def note(self, found: Sequence[bytes], engine: str) -> None:
-        """A prompt with these ``blocks`` was sent to an engine."""
+        """Note that a prompt with these ``blocks`` was sent to an engine."""
         for block in found:
             known = self._engines.setdefault(block, set())
             self._kept[engine] += engine not in known
@@ -67,7 +67,7 @@ class Prefixes:
         return known / len(found) if found else 0.0
 
     def order(self, found: Sequence[bytes], loads: Mapping[str, float]) -> list[str]:
-        """Engines, the best first; among equals, the one that was sent least. ``loads``: requests that each has."""
+        """Engines, the best first; among equals, the one with fewest blocks. ``loads``: open requests of each."""
 
         def cost(engine: str) -> tuple[float, float, int]:
             return loads[engine] - WORTH * self.share(found, engine), loads[engine], self._kept[engine]

@@ -127,7 +127,7 @@ def _cells(trial: "Trial") -> tuple[str, ...]:
 
 
 def _broken(cell: str) -> str:
-    """A figure in several lines: the use of each pool, and a deviation, below each other."""
+    """Breaks a figure into lines: the use of each pool, and a deviation, below each other."""
     return re.sub(r"(?<=%) | (?=\()", "\n", cell)
 
 
@@ -168,7 +168,8 @@ def _compared(ratio: float) -> str:
 
 
 def front(trials: "Sequence[Trial]") -> "list[Trial]":
-    """The ways that no other beats in both dollars per request and p99 time between tokens; cheapest first."""
+    """The Pareto front: ways that no other beats in both dollars per request and p99 time between tokens; cheapest
+    first."""
     kept: list[Trial] = []
     for trial in sorted(trials, key=lambda one: one.usd_per_request):
         if not kept or trial.result.tbt_s.p99 < kept[-1].result.tbt_s.p99:
@@ -177,7 +178,7 @@ def front(trials: "Sequence[Trial]") -> "list[Trial]":
 
 
 def agreement(trials: "Sequence[Trial]") -> str:
-    """How far the closed form is off on the front."""
+    """Reports the error of the closed form on the front."""
     kept = front(trials)
     off = [one.capacity.requests_s / one.requests_s - 1 for one in kept]
     which = "the way" if len(kept) == 1 else f"each of the {len(kept)} ways"
@@ -209,7 +210,7 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
-    """The `lamina launch` command of a way, or what keeps Lamina from serving it yet."""
+    """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet."""
     from lamina.cluster.pool import CPU, RUNNABLE
     from lamina.plan.hardware import ALIASES
     from lamina.plan.ways import Kind
@@ -254,7 +255,7 @@ def type_options(shape: "ModelShape") -> str:
 
 
 def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
-    """Why kinds that were named do not appear: what of the workload or the weights does not fit them."""
+    """Explains why kinds of devices given do not appear: the workload or the weights do not fit them."""
     from lamina.plan.ways import Kind
 
     notes = []

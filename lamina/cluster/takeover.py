@@ -1,7 +1,7 @@
 """Takes over the workers of an engine that has ended: they keep weights and links, and forget all requests.
 
-The engine saves what the next one needs whenever the members change. It names only members that all others are linked
-to: a worker that was about to join, or to leave, when the engine ended is ended too.
+Whenever the members change, the engine saves the state that its successor needs. Only members that are linked to all
+others are saved: a worker that was joining or leaving when the engine ended is ended too.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from lamina.protocol.messages import ComputeSetup, EndEpoch, EpochEnded, Hello, 
 from lamina.topology import Epoch, Role, Topology
 
 REACH_S = 20.0  # for workers to connect to another engine
-END_S = 60.0  # for all of them to drop their steps: one may be inside a long slice
+END_S = 60.0  # for all workers to drop their steps: one may be inside a long slice
 POLL_S = 0.01
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A running cluster, as far as another engine cannot find it out."""
+    """The state of a running cluster that another engine cannot find out from its workers."""
 
     topology: Topology
     loaded: ModelLoaded
@@ -39,7 +39,7 @@ class Saved(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int) -> "Saved":
-        """The members of ``topology``, of as many workers as are ``wanted``; ``max_model_len``: see ``Limits``."""
+        """The state with the members of ``topology``. ``wanted``: target size of each pool."""
         names = topology.names
         links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
         offers = {name: offer for name, offer in fabric.offers.items() if name in names}
@@ -58,7 +58,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
-    """The cluster of the workers that are left; no worker knows a request.
+    """The cluster of the remaining workers, which have forgotten all requests.
 
     Raises TransportError if a role has no worker any more, or workers do not answer.
     """
@@ -98,7 +98,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
 
 
 def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> bool:
-    """Let all members drop what they did for the last engine. False if one of them exits meanwhile.
+    """Let all members drop the last engine's steps. Returns False if one of them exits meanwhile.
 
     Raises DeadlineError.
     """
@@ -119,7 +119,7 @@ def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Top
 
 
 def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
-    """Returns those that have not connected yet."""
+    """Returns the workers that have not connected yet."""
     try:
         control.send(sorted(workers), message)
     except UnreachableError as error:

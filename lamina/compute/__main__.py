@@ -1,6 +1,6 @@
 """The process of a compute worker: ``python -m lamina.compute``."""
 
-from lamina.compute.quick_start import before_imports
+from lamina.compute.quick_start import before_imports, end_process
 from lamina.protocol.process import read_bootstrap
 
 bootstrap = read_bootstrap()
@@ -8,4 +8,8 @@ before_imports(bootstrap.device)
 
 from lamina.compute.worker import main  # noqa: E402
 
-main(bootstrap)
+try:
+    main(bootstrap)
+except SystemExit:  # its reason has been reported
+    end_process(1)
+end_process(0)

@@ -36,16 +36,16 @@ from lamina.types import AttentionSpec, Overlap, Segment
 
 @dataclass(frozen=True)
 class Source:
-    """Where partials go: they become partial number ``part[i]`` of ``rows[i]``, which count shards of the step's rows
-    (``MessageRows``)."""
+    """A source of partials: a memory worker, local memory, or prompt chunks. Its partial i is for the shard ``rows[i]``
+    of the step's rows (numbered as in ``MessageRows``), and is number ``part[i]`` of the partials of that shard."""
 
     rows: npt.NDArray[np.int64]
     part: npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Remote:
-    """One memory worker's share of a step."""
+class RemoteShare:
+    """The part of a step that one memory worker does."""
 
     channel: Channel
     rows: MessageRows
@@ -54,18 +54,21 @@ class Remote:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """True if everything travels in one piece."""
+        """True if the request is sent in one piece."""
         return len(self.pieces) == 1 and not self.rows.pulled
 
     @property
     def queries_first(self) -> bool:
-        """True if k and v are the last piece, without queries; otherwise they are in the first piece."""
+        """True if k and v are the last piece, sent without queries. Otherwise they are in the first piece."""
         return not self.pieces[0].keeps
 
 
 @dataclass(frozen=True)
-class Local:
-    """Prompt chunks, ``rows`` of the step, attend to themselves here with all heads, while their K and V travel."""
+class LocalChunks:
+    """The prompt chunks of a step, which attend to themselves on the compute worker while their K and V are sent.
+
+    ``rows``: of the step. All heads of a row are attended here.
+    """
 
     segments: SegmentTable
     rows: npt.NDArray[np.int64]
@@ -73,12 +76,12 @@ class Local:
 
 
 class StepExchange:
-    """Planned once per step, run once per attention.
+    """The exchange of one step with its memory workers: planned once per step, run once per attention.
 
-    Tensors have ``rows`` rows, at least as many as the plan has tokens; the others are padding and attend to nothing.
+    Tensors have ``rows`` rows, at least as many as the plan has tokens; the rest are padding and attend to nothing.
 
     Attributes:
-        peers: the memory workers that reply to every attention.
+        peers: names of the memory workers that reply to every attention.
         sends_queries_first: True if ``send_queries`` has anything to send.
     """
 
@@ -94,37 +97,48 @@ class StepExchange:
         share: LocalShare | None = None,
         rank: Rank = ONLY,
     ) -> None:
-        """``carrier``: of the rows. ``share``: of the step in this worker's own memory. ``shards``: of all ``rank``s of
-        the replica; tensors have the heads of this one."""
+        """Plan the exchange.
+
+        Args:
+            plan: the step.
+            segments: by sequence, where its KV is.
+            mail: messages from memory workers.
+            overlap: whether to send queries first, and in how many mini-batches.
+            carrier: of the device that holds the rows.
+            rows: rows of each tensor.
+            shards: the heads' shards, over all ranks of the replica.
+            share: the part of the step in this worker's own memory.
+            rank: this worker's place in the replica. Tensors have its heads only.
+        """
         self.rows = rows
         self._shards = own = shards.of_rank(rank.count)
         self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
-        self._door = plan.lane * rank.count + rank.number  # memory workers serve each rank's messages as a lane
+        self._message_lane = plan.lane * rank.count + rank.number  # to memory workers, each rank is a lane of its own
         self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
-        self._parts = np.zeros(self._total * own.count, np.int64)  # partials each shard of a row has so far
-        self._local = self._plan_local(plan)
+        self._parts = np.zeros(self._total * own.count, np.int64)  # number of partials of each shard so far
+        self._chunks = self._plan_chunks(plan)
         self._share = share
         self._share_source = self._source(share.queries) if share is not None else None
-        self._partial_here: Partial | None = None
-        named = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
-        named = [worker for worker in named if share is None or worker != share.worker]
-        shares = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in named}
+        self._share_partial: Partial | None = None
+        workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
+        workers = [worker for worker in workers if share is None or worker != share.worker]
+        messages = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in workers}
         self._remotes = [
-            Remote(mail.channels[worker], share, pieces(share, overlap), self._source(share.queries))
-            for worker, share in shares.items()
-            if not share.empty
+            RemoteShare(mail.channels[worker], message, pieces(message, overlap), self._source(message.queries))
+            for worker, message in messages.items()
+            if not message.empty
         ]
         self.peers = [remote.channel.name for remote in self._remotes]
         self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
         self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
-        here = [] if self._local is None else [self._local.source]
+        local = [] if self._chunks is None else [self._chunks.source]
         if self._share_source is not None and len(self._share_source.rows):
-            here.append(self._share_source)
+            local.append(self._share_source)
         self._transfers = carrier.transfers(
             Moves(
                 self._total,
@@ -133,8 +147,8 @@ class StepExchange:
                 queries=[remote.rows.queries for remote in self._remotes],
                 appends=[remote.rows.appends for remote in self._remotes],
                 parts=[remote.source.part for remote in self._remotes],
-                here=[source.rows for source in here],
-                here_parts=[source.part for source in here],
+                here=[source.rows for source in local],
+                here_parts=[source.part for source in local],
             )
         )
 
@@ -143,7 +157,7 @@ class StepExchange:
         np.add.at(self._parts, rows, 1)
         return Source(rows, part)
 
-    def _plan_local(self, plan: StepPlan) -> Local | None:
+    def _plan_chunks(self, plan: StepPlan) -> LocalChunks | None:
         offsets, starts, rows = [0], [], []
         row = 0
         for step in plan.sequences:
@@ -162,7 +176,7 @@ class StepExchange:
             query_offsets=bounds, query_start=start, kv_offsets=bounds, kv_start=start, slots=indices.astype(np.int32)
         )
         count = self._shards.count
-        return Local(table, indices, self._source((indices[:, None] * count + np.arange(count)).ravel()))
+        return LocalChunks(table, indices, self._source((indices[:, None] * count + np.arange(count)).ravel()))
 
     def _of_shard(self, spec: AttentionSpec) -> AttentionSpec:
         """``spec`` with the heads of one shard."""
@@ -175,35 +189,35 @@ class StepExchange:
     @property
     def local_rows(self) -> int:
         """Rows of prompt chunks, for which ``attend_chunks`` computes partials."""
-        return 0 if self._local is None else len(self._local.rows)
+        return 0 if self._chunks is None else len(self._chunks.rows)
 
     def send_queries(self, index: int, spec: AttentionSpec, q: torch.Tensor) -> None:
-        """Send the queries of attention ``index`` ahead of k and v, where the step's overlap says so.
+        """Send the queries of attention ``index`` before its k and v, to the workers for which the overlap says so.
 
         q is [rows, Hq, D]. Raises PeerLostError.
         """
         queries, sizes = self._transfers.queries(q), self._sizes_of(spec)
         for remote, rows, nbytes in zip(self._remotes, queries, sizes, strict=True):
             if remote.queries_first:
-                message = remote.channel.begin(self._door, self._turn + index, *nbytes)
+                message = remote.channel.begin(self._message_lane, self._turn + index, *nbytes)
                 self._begun.append(message)
                 for piece in remote.pieces[:-1]:
                     message.send([rows[piece.start : piece.stop]])
 
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
-        """Send the rest: k, v and the queries not sent yet. Raises PeerLostError."""
+        """Send k, v and the queries that ``send_queries`` has not sent. Raises PeerLostError."""
         begun, self._begun = iter(self._begun), []
         if len(self._remotes) == sum(remote.queries_first for remote in self._remotes):
             keys, values = self._transfers.keys_values(output.k, output.v)
             queries: Sequence[Array] = keys  # not sent
         else:
             queries, keys, values = self._transfers.all(output.q, output.k, output.v)
-        door, turn, sizes = self._door, self._turn + index, self._sizes_of(spec)
+        lane, turn, sizes = self._message_lane, self._turn + index, self._sizes_of(spec)
         for remote, nbytes, rows, k, v in zip(self._remotes, sizes, queries, keys, values, strict=True):
             if remote.is_whole:
-                remote.channel.send(door, turn, nbytes[0], (k, v, rows))
+                remote.channel.send(lane, turn, nbytes[0], (k, v, rows))
                 continue
-            message = next(begun) if remote.queries_first else remote.channel.begin(door, turn, *nbytes)
+            message = next(begun) if remote.queries_first else remote.channel.begin(lane, turn, *nbytes)
             if remote.rows.pulled:
                 self._lay_out(remote, message, spec, output)
             if remote.queries_first:
@@ -213,7 +227,7 @@ class StepExchange:
                 message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _sizes_of(self, spec: AttentionSpec) -> list[tuple[int, int]]:
-        """By memory worker, bytes of a request and of what it leaves to be fetched."""
+        """By memory worker: bytes of a request, and of the k and v beside it that the memory worker fetches."""
         shape = spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim
         sizes = self._sizes.get(shape)
         if sizes is None:
@@ -225,47 +239,49 @@ class StepExchange:
             ]
         return sizes
 
-    def _lay_out(self, remote: Remote, message: Message, spec: AttentionSpec, output: SliceOutput) -> None:
-        """Put k and v of prompt chunks where the memory worker fetches them once the request has arrived."""
+    def _lay_out(self, remote: RemoteShare, message: Message, spec: AttentionSpec, output: SliceOutput) -> None:
+        """Put k and v of prompt chunks beside the request, from where the memory worker fetches them."""
         _, k, v = output.arrays
         nbytes, at = self._of_shard(spec).kv_bytes_per_token(self._dtype), 0
         count = self._shards.count
         for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
             rows = slice(piece.row, piece.row + piece.rows)
-            both = [k[rows], v[rows]]
+            arrays = [k[rows], v[rows]]
             if count > 1:
-                both = [np.ascontiguousarray(_sharded(one, count)[:, piece.shard % count]) for one in both]
-            message.lay_out(at, both)
+                arrays = [np.ascontiguousarray(_sharded(array, count)[:, piece.shard % count]) for array in arrays]
+            message.lay_out(at, arrays)
             at += piece.rows * nbytes
 
     def attend_chunks(self, spec: AttentionSpec, output: SliceOutput) -> Partial | None:
-        """Partials of the rows of prompt chunks over their own chunk; None if the step has none."""
-        if self._local is None:
+        """Attend prompt chunks to themselves. Returns a partial for each of their rows; None if the step has none."""
+        if self._chunks is None:
             return None
-        return self._carrier.attend(output, self._local.rows, self._local.segments, spec)
+        return self._carrier.attend(output, self._chunks.rows, self._chunks.segments, spec)
 
     def attend_here(self, index: int, output: SliceOutput) -> bool:
-        """Keep what belongs in this worker's own memory, and attend there; ``gather`` merges the result. False if the
-        step has nothing there."""
+        """Append k and v to this worker's own memory, and attend to it; ``gather`` merges the result.
+
+        Returns False if the step has no part there.
+        """
         if self._share is None:
             return False
         q, k, v = output.arrays
         total = self._total
-        found = self._share.attend(index, q[:total], k[:total], v[:total])
-        self._partial_here = None if found is None else (torch.from_numpy(found[0]), torch.from_numpy(found[1]))
+        partial = self._share.attend(index, q[:total], k[:total], v[:total])
+        self._share_partial = None if partial is None else (torch.from_numpy(partial[0]), torch.from_numpy(partial[1]))
         return True
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:
-        """Attention out [rows, Hq, Dv], merged from ``chunks`` and the replies, all of which must have arrived.
+        """Merge ``chunks``, the partial of ``attend_here`` and the replies, which must all have arrived.
 
-        The next call for the same shape of heads overwrites the tensor.
+        Returns attention out [rows, Hq, Dv]. The next call for the same numbers and sizes of heads overwrites it.
         """
         letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
-        here = [] if self._local is None or chunks is None else [chunks]
-        if self._partial_here is not None:
-            here.append(self._partial_here)
+        local = [] if self._chunks is None or chunks is None else [chunks]
+        if self._share_partial is not None:
+            local.append(self._share_partial)
         replies = [(letter.slot, letter.body) for letter in letters]
-        out = self._transfers.merged(spec, here, replies, sinks)
+        out = self._transfers.merged(spec, local, replies, sinks)
         for letter in letters:
             letter.free()
         return out

@@ -1,9 +1,10 @@
-"""Makes a compute worker's process start faster."""
+"""Makes a compute worker's process start and end faster."""
 
-import atexit
 import gc
 import logging
+import os
 import sys
+from typing import NoReturn
 
 _UNUSED = ("PIL", "scipy", "sklearn")
 _UNUSED_ON_CPU = ("triton",)
@@ -27,4 +28,11 @@ def once_set_up() -> None:
     """Collect garbage again, but only of objects made from now on: splitting a model leaves next to none."""
     gc.freeze()
     gc.enable()
-    atexit.register(gc.unfreeze)  # otherwise the exiting interpreter reports frozen objects as leaks
+
+
+def end_process(status: int) -> NoReturn:
+    """Exit at once. Everything a worker holds has been given back; taking apart a million objects takes a second."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from lamina.engine.stats import PlacementStats
+from lamina.placement.map import Placement
 from lamina.placement.prefix_cache import PrefixCache
 from lamina.schedule.lane import Lane
 from lamina.schedule.scheduler import Scheduler
@@ -27,7 +28,7 @@ class PlacementView:
             return
         self._looked = now
         moves, counts = self._scheduler.moves, self._scheduler.moves.counts
-        held = holdings(moves.lanes, self._scheduler.prefixes)
+        held = holdings(moves.lanes, self._scheduler.prefixes, self._scheduler.placement)
         self.stats = PlacementStats(
             {
                 worker: dict(sorted(tokens.items(), key=lambda one: -one[1])[:MOST_HELD])
@@ -41,14 +42,14 @@ class PlacementView:
         )
 
 
-def holdings(lanes: Sequence[Lane], prefixes: PrefixCache) -> dict[str, dict[str, int]]:
-    """Tokens of each running request, by memory worker and request; what it shares with cached prefixes included."""
+def holdings(lanes: Sequence[Lane], prefixes: PrefixCache, placement: Placement) -> dict[str, dict[str, int]]:
+    """Slots of each running request, by memory worker and request; what it shares with cached prefixes included."""
     held: dict[str, dict[str, int]] = {}
     for lane in lanes:
         for group in lane.running:
             tokens = dict(lane.held(group))
             for node in prefixes.path(group):
                 tokens[node.worker] = tokens.get(node.worker, 0) + len(node.tokens)
-            for worker, count in tokens.items():
+            for worker, count in placement.on_workers(tokens).items():
                 held.setdefault(worker, {})[group.request.request_id] = count
     return held

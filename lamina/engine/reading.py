@@ -73,7 +73,7 @@ class Reading:
         self._finished = update.finished or all(text.finish_reason is not None for text in self._texts)
         for index in () if update.finished else stopped:
             self._on_stop(self._request.request_id, index)
-        placement = _placement(update.group)
+        placement = () if update.group is None else segments_of(update.group)
         self._on_update(RequestUpdate(self._request, news, self._finished, error, placement, update.cached_tokens))
 
     def _read(self, part: CompletionTokens, news: CompletionUpdate) -> bool:
@@ -103,8 +103,9 @@ class Reading:
         return False
 
 
-def _placement(group: Group | None) -> tuple[Segment, ...]:
-    if group is None or group.lane < 0:
+def segments_of(group: Group) -> tuple[Segment, ...]:
+    """Where KV of a request is, on memory workers that take part: it may have lost some since its last token."""
+    if group.lane < 0:
         return ()
     return tuple(
         dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))

@@ -1,4 +1,4 @@
-"""Makes slices fast on a device: fused kernels, packed weights and native programs; and stores the result."""
+"""Lowers slices to a device: fused kernels, packed weights and native programs. Caches the result."""
 
 from lamina.lowering.lowered import LoweredModel, LoweredSlice, Target, lower
 from lamina.lowering.program import Workspace

@@ -1,13 +1,13 @@
-"""Where requests may go on from cached prefixes if layers with a window forget what it has left. Pure.
+"""Where requests may continue from cached prefixes if layers forget the tokens before their sliding window. Pure.
 
-Such layers have the K and V of a cached prefix only near *checkpoints*: nodes of the tree with a sequence of their own.
-Memory workers keep the window before the end of every sequence that nobody runs (``lamina.memory.device.windows``). A
-request that finds more of its tokens goes on from the last checkpoint among them, and computes the others again.
+Such layers have the K and V of a cached prefix only just before *checkpoints*: nodes of the tree with a sequence of
+their own. Memory workers keep the last window of every cached sequence (``lamina.memory.device.windows``). A request
+whose first tokens are cached continues from the last checkpoint among them, and recomputes the tokens after it.
 
-Checkpoints are made at the ends of prompts and of answers, and where a request left a prefix that others began with:
-the first such request computes these tokens again, and the next one finds a checkpoint. Those used least recently are
-given up once all of a tree need more rows than ``most_rows``. Marconi (Pan et al., MLSys 2025) has checkpoints at the
-same places, for layers with a recurrent state.
+Checkpoints are made at the ends of prompts and of answers, and where a request diverges from a cached prefix: the first
+request that diverges there recomputes the common tokens and leaves a checkpoint for the next. The least recently used
+checkpoints are given up once those of a tree need more rows than ``most_rows``. Marconi (Pan et al., MLSys 2025) places
+checkpoints in the same way, for layers with a recurrent state.
 """
 
 import collections
@@ -24,14 +24,14 @@ def most_rows(slots: int) -> int:
 
 
 class Checkpoints:
-    """Those of one tree, for layers whose largest ``window`` is this; with 0, nothing is forgotten.
+    """The checkpoints of one tree. ``window``: the largest of layers that forget; 0 if no layer forgets.
 
     Attributes:
-        rows: at most so many does each layer need for all of them.
+        rows: upper bound of the rows that each such layer needs for all checkpoints.
     """
 
     def __init__(self, window: int = 0, most: int = 0) -> None:
-        """``most``: rows that they may need together."""
+        """``most``: limit of ``rows``."""
         self.window = window
         self.rows = 0
         self._most = most
@@ -41,19 +41,19 @@ class Checkpoints:
         return node in self._nodes
 
     def oldest(self, fixed: Collection[Node]) -> Node | None:
-        """If all need too many rows, the one to give up: that used least recently, but for those ``fixed`` and leaves
+        """The least recently used checkpoint if all need too many rows, else None. Skips those in ``fixed`` and leaves
         that requests hold."""
         if self.rows <= self._most:
             return None
         return next((one for one in self._nodes if one not in fixed and (one.children or not one.holders)), None)
 
     def last(self, node: Node | None, most: int) -> int:
-        """Tokens up to the last checkpoint among the first ``most`` tokens of those that end with ``node``."""
+        """Position of the last checkpoint on the path to ``node`` that is at most ``most``; 0 if there is none."""
         path = [] if node is None else node.path()
         return next((one.stop for one in path if one.stop <= most and one in self._nodes), 0)
 
     def use(self, node: Node) -> None:
-        """A node is a checkpoint, or has been used as one."""
+        """Make a node a checkpoint, or note that it has been used as one."""
         new = node not in self._nodes
         self._nodes[node] = self._nodes.get(node, 0)
         self._nodes.move_to_end(node)
@@ -61,13 +61,13 @@ class Checkpoints:
             self._count([node, *self._next(node)])
 
     def discard(self, node: Node) -> None:
-        """A node is not a checkpoint any more, if it was one."""
+        """Make a node an ordinary one, if it was a checkpoint."""
         if node in self._nodes:
             self.rows -= self._nodes.pop(node)
             self._count(self._next(node))
 
     def _next(self, node: Node) -> Iterator[Node]:
-        """The first checkpoints on every way down."""
+        """The first checkpoint on every path down from a node."""
         nodes = [*node.children.values()]
         while nodes:
             node = nodes.pop()
@@ -77,7 +77,7 @@ class Checkpoints:
                 nodes += node.children.values()
 
     def _count(self, nodes: Iterable[Node]) -> None:
-        """Each needs rows for its window, or those that follow the checkpoint before it."""
+        """Count the rows of checkpoints: for a window each, or for the tokens since the checkpoint before, if fewer."""
         for node in list(nodes):
             before = self.last(node.parent, node.stop)
             rows = min(self.window, node.stop - before)

@@ -42,6 +42,7 @@ class Placement:
         idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
         local: compute workers' own memory: what is there does not move, and nothing moves there.
         crowded: workers with more slots reserved and idle than they have: what is idle must make way.
+        stalled: lanes that wait for slots (``lamina.schedule.growth``).
         promised: slots in all before workers were lost whose successors are on their way; else 0.
     """
 
@@ -66,7 +67,7 @@ class Placement:
         self.idle = dict.fromkeys(capacities, 0)
         self.crowded = set[str]()
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
-        self.closed = set[str]()
+        self.closed, self.stalled = set[str](), set[int]()
         self._roomiest: dict[frozenset[str], tuple[int, str]] = {}  # by excluded workers, until something changes
         self.largest = self.total = self.promised = 0
         self.left_in_all = sum(capacities.values())
@@ -109,11 +110,15 @@ class Placement:
 
     def idle_on(self, worker: str) -> int:
         """Slots of a memory worker that only hold what is cached."""
-        return self.idle.get(worker, 0)
+        return self.on_workers(self.idle).get(worker, 0)
+
+    def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
+        """Slots by memory worker, for tokens by place."""
+        return tokens
 
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
-        """Segments on memory workers, for those on places."""
-        return list(segments)
+        """Segments on memory workers, for those on places; what was on a place that is lost is left out."""
+        return [segment for segment in segments if segment.worker in self.capacities]
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
         """Tokens of sequences by memory worker, for those by place."""
@@ -288,8 +293,8 @@ class Placement:
         self._roomiest.clear()
 
     def is_empty(self, worker: str) -> bool:
-        """True if nothing is reserved on a worker, and no sequence is about to grow there."""
-        return not self.reserved[worker] and not self.sequences[worker]
+        """True if nothing is reserved on a worker, and no sequence is to grow there, or waits to grow anywhere."""
+        return not self.stalled and not self.reserved[worker] and not self.sequences[worker]
 
     def excess(self, worker: str) -> int:
         """Idle slots of a worker that must make way."""

@@ -1,18 +1,17 @@
 """Prefixes of earlier requests whose KV memory workers keep, and the requests that share them. Pure.
 
-A cached prefix is a sequence that nobody runs. A request whose first tokens it has is admitted as a fork of it, and
-computes only the rest. Prefixes come from prompts once their steps have completed, and from completions once no step
-runs them any more. For each memory worker, a radix tree over token ids says which tokens are kept for requests placed
-there; shared slots are nodes shared in the tree, so every slot that is kept counts once. The tokens of a node are on
-one worker: usually that of the tree, unless they have moved. Trees of requests with different salts have nothing in
-common.
+A cached prefix is a sequence that no request runs. A request that begins with the same tokens is admitted as a fork of
+it, and computes only the rest. Prompts become cached prefixes once their steps have completed, completions once no step
+runs them any more. Each memory worker has a radix tree over token ids of the prefixes kept for requests placed there.
+Prefixes that share slots share nodes, so every kept slot counts once. All tokens of a node are on one worker: the
+tree's own, unless they have moved. Requests with different salts share nothing.
 
-Tokens that some request shares are reserved in ``Placement``. All others are idle: they count as free, and the least
-recently used ones are evicted as soon as a request's own tokens need their slots. So KV is dropped only where nothing
-idle is left.
+Cached tokens that a request uses are reserved in ``Placement``. All others are idle: they count as free, and the least
+recently used ones are evicted as soon as a request's own tokens need their slots. So no request loses KV on a worker
+that still has idle tokens.
 
-If layers forget what their ``window`` has left, requests go on from ``lamina.placement.checkpoints``, and compute again
-what comes after them.
+If layers forget the tokens before their sliding window, requests continue from ``lamina.placement.checkpoints`` and
+recompute the tokens after them.
 
 The radix tree and its eviction from the leaves: SGLang (Zheng et al., NeurIPS 2024). Here a leaf may be evicted in
 part, since slots are allocated by token.
@@ -32,31 +31,31 @@ from lamina.segments import moved
 from lamina.steps import Fork
 from lamina.types import Segment
 
-SHORTEST = 16  # tokens: a shorter prefix, as the first words of every chat, is not worth a fork
+SHORTEST = 16  # tokens; shorter common prefixes are not worth a fork
 
 
 class PrefixCache:
-    """The prefixes of all memory workers. Changes are collected for the next plan; ``changes`` hands them over.
+    """The cached prefixes of all memory workers. Collects changes for the next plan; ``changes`` returns them.
 
     Attributes:
-        queried: tokens of requests that were admitted. hit: those of them that were found.
-        is_moving: whether some tokens are on their way to another worker, with what layers have not forgotten of them.
-        on_kept, on_evicted: called with each new leaf of a tree, and each that is given up.
+        queried: tokens that admitted requests looked up. hit: how many of them were found.
+        is_moving: tells whether tokens of any of these nodes are being copied to another worker.
+        on_kept, on_evicted: called with each leaf that is added to a tree or removed from it.
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True, window: int = 0) -> None:
-        """``sequences``: numbers of new sequences. Without ``enabled`` nothing is kept and nothing found. ``window``:
-        the largest of layers that forget what it has left; 0 if none do."""
+        """``sequences``: numbers for new sequences. ``enabled=False``: keeps and finds nothing. ``window``: the largest
+        sliding window of layers that forget the tokens before it; 0 if no layer forgets."""
         self.queried = self.hit = 0
         self._placement = placement
         self._sequences = sequences
         self._enabled = enabled
         self._window = window
         self._trees = {worker: self._new_tree(worker) for worker in placement.capacities} if enabled else {}
-        self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the end of what each request shares
+        self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the last node that each request shares
         self._grown = set[PrefixTree]()  # trees with new checkpoints
-        self._dealt: dict[Group, Node] = {}  # the same, of those that no plan has admitted
-        self._branches: dict[Group, int] = {}  # tokens that requests have in common with others, and compute again
+        self._dealt: dict[Group, Node] = {}  # the same, for requests that no plan has admitted yet
+        self._branches: dict[Group, int] = {}  # tokens in the tree that requests recompute
         self._forks: list[Fork] = []
         self._released: list[int] = []
         self.is_moving: Callable[[Collection[Node]], bool] = _nothing_moves
@@ -67,7 +66,7 @@ class PrefixCache:
         return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
 
     def lose(self, places: Collection[str]) -> None:
-        """KV on these places of the placement is lost, and no request may share any of it. ``follow`` comes next."""
+        """Forget the KV on these places, which is lost and which no request may share. Call ``follow`` next."""
         self._branches.clear()  # their last tokens may be forgotten before the next plan
         idle = self._placement.idle
         for tree in self._trees.values():
@@ -76,27 +75,27 @@ class PrefixCache:
             idle[worker] = sum(tree.idle[worker] for tree in self._trees.values())
 
     def follow(self) -> None:
-        """The places of the placement have changed."""
+        """Follow a change of the placement's places."""
         if self._enabled:
-            # What is left of the tree of a lost place is found no more, and goes once its slots are needed.
+            # Requests no longer find the tree of a lost place; its remaining tokens are evicted like others.
             left = {worker: tree for worker, tree in self._trees.items() if tree.sequence_count}
             new = {worker: self._trees.get(worker) or self._new_tree(worker) for worker in self._placement.capacities}
             self._trees = left | new
 
     def idle(self, worker: str) -> tuple[int, int]:
-        """Tokens that a worker keeps although no request uses them, and the sequences that hold what it keeps."""
+        """Idle tokens on a worker, and how many cached sequences have tokens there."""
         trees = [tree for place in self._placement.places_on(worker) if (tree := self._trees.get(place)) is not None]
         return self._placement.idle_on(worker), sum(tree.sequence_count for tree in trees)
 
     def sequences(self, worker: str) -> dict[int, int]:
-        """What a worker keeps some of: tokens by sequence."""
+        """Length of every cached sequence that has tokens on a worker."""
         ends = self.ends()
         return {end.any_sequence: end.stop for end in ends if any(one.worker == worker for one in end.path())}
 
     def changes(self) -> tuple[list[Fork], list[int]]:
-        """Forks and released sequences for the next plan; first, what is idle makes way for what is reserved.
+        """Evict idle tokens whose slots are reserved now; return forks and released sequences for the next plan.
 
-        Workers that take no more requests keep nothing.
+        Workers that are closed to requests keep no idle tokens.
         """
         placement = self._placement
         self._give_up_checkpoints()
@@ -112,9 +111,9 @@ class PrefixCache:
     # -- requests that share ------------------------------------------------------------------------------------
 
     def find(self, group: Group) -> dict[str, Found]:
-        """By worker, the longest prefix that a request could share: its last token is computed in any case.
+        """By worker, the longest cached prefix of a request, without its last token, which is always computed.
 
-        A request for more than one worker shares none.
+        A request that is split over several workers shares no prefix.
         """
         if not self._trees or group.completions[0].goal <= SHORTEST or self._placement.splits(group.to_run):
             return {}
@@ -131,7 +130,7 @@ class PrefixCache:
         return found
 
     def share(self, group: Group) -> None:
-        """A request is dealt to ``group.home``, and shares what ``find`` found there.
+        """Let a request, which has been placed on ``group.home``, share the prefix that ``find`` finds there.
 
         The caller has reserved slots for its other tokens.
         """
@@ -164,7 +163,7 @@ class PrefixCache:
                     completion.segments = moved(completion.segments, part)
 
     def admit(self, group: Group) -> None:
-        """A plan admits a request: its first sequence begins with what it shares."""
+        """Note that a plan admits a request: its first sequence is forked from the prefix that it shares."""
         if not self._trees:
             return
         self.queried += group.completions[0].goal
@@ -177,19 +176,19 @@ class PrefixCache:
             self._forks.append(Fork(parent, group.completions[0].sequence, group.hit))
 
     def shared(self, group: Group) -> int:
-        """Tokens of a request that are in the tree: not reserved for it alone."""
+        """Tokens of a request that are in the tree, and so not reserved for it alone."""
         return self._shared[group][1].stop if group in self._shared else 0
 
     def path(self, group: Group) -> list[Node]:
-        """What a request shares, its first tokens first."""
+        """The nodes that a request shares, from its first token on."""
         return list(self._shared[group][1].path())[::-1] if group in self._shared else []
 
     def exclusive(self, group: Group, worker: str) -> int:
-        """Tokens in the tree that would be idle on a worker without this request."""
+        """Tokens on a worker that would be idle without this request."""
         return sum(len(one.tokens) for one in self.path(group) if one.users == 1 and one.worker == worker)
 
     def leave(self, group: Group) -> None:
-        """A request has ended; ``let_go`` follows once it is released."""
+        """Note that a request has ended. Call ``let_go`` once its sequences are released."""
         self._dealt.pop(group, None)
         self._branches.pop(group, None)
         if group in self._shared:
@@ -202,7 +201,7 @@ class PrefixCache:
                 self._placement.will_release(one.worker, len(one.tokens))
 
     def let_go(self, group: Group) -> None:
-        """A request that has left is released: what only it shared is idle."""
+        """Note that a request that has left is released: tokens that only it used become idle."""
         if group in self._shared:
             self._let_go(*self._shared.pop(group))
 
@@ -215,7 +214,7 @@ class PrefixCache:
         tree.note(node)
 
     def hold(self, tree: PrefixTree, node: Node) -> None:
-        """One more uses the tokens up to ``node``."""
+        """Add a user of the tokens up to the end of ``node``."""
         for one in node.path():
             if not one.holders:
                 self._add_idle(tree, one.worker, -len(one.tokens))
@@ -233,8 +232,8 @@ class PrefixCache:
     # -- ranges that move ---------------------------------------------------------------------------------------
 
     def pin(self, group: Group, node: Node, stop: int) -> tuple[PrefixTree, Node]:
-        """Keep the tokens up to ``stop`` of a node that a request shares, which becomes a node of its own, until
-        ``unpin``."""
+        """Keep the tokens up to ``stop`` of a node that a request shares until ``unpin``. Splits the node there, and
+        returns the upper part."""
         tree = self._shared[group][0]
         if stop < node.stop:
             node = tree.split(node, stop)
@@ -247,8 +246,8 @@ class PrefixCache:
         self._let_go(tree, node)
 
     def sharers(self, tree: PrefixTree, node: Node, start: int) -> tuple[dict[Group, int], dict[int, int | None]]:
-        """Who has tokens from ``start`` on of those that end with ``node``, and up to which: requests, and sequences of
-        cached prefixes; None: these are the last of a prefix."""
+        """The users of the tokens from ``start`` to the end of ``node``, requests and cached sequences, each with the
+        position up to which it has these tokens; None for a prefix that ends within them."""
         top = next(one for one in node.path() if one.start == start)
         within = {id(one): one.stop for one in node.path() if one.start >= start}
 
@@ -260,7 +259,7 @@ class PrefixCache:
         return groups, {leaf.any_sequence: stop if stop < leaf.stop else None for leaf, stop in ends.items()}
 
     def relocate(self, node: Node, start: int, worker: str) -> None:
-        """The tokens from ``start`` on that end with ``node`` are on another worker now; the caller reserves there."""
+        """Note that the tokens from ``start`` to the end of ``node`` are on ``worker``. The caller reserves them."""
         for one in node.path():
             if one.start >= start:
                 one.worker = worker
@@ -268,16 +267,16 @@ class PrefixCache:
     # -- prefixes that come from elsewhere -----------------------------------------------------------------------
 
     def ends(self) -> Iterator[Node]:
-        """The ends of all prefixes that are kept."""
+        """The last nodes of all cached prefixes."""
         return itertools.chain.from_iterable(tree.ends() for tree in self._trees.values())
 
     def beginning(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node | None, int]:
-        """The tree of a worker, and what it has of these tokens: the end, and how many."""
+        """The tree of a worker, the deepest node in it with some of these tokens, and how many of them it has."""
         tree = self._trees[worker]
         return tree, *tree.find(salt, ids)
 
     def take(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
-        """Keep these tokens, which the tree of a worker has, until ``unpin``. Returns their end."""
+        """Keep these tokens, which the tree of a worker has, until ``unpin``. Returns the tree and their last node."""
         tree, node, _ = self.beginning(worker, salt, ids)
         assert node is not None
         if len(ids) < node.stop:
@@ -287,9 +286,9 @@ class PrefixCache:
         return tree, node
 
     def adopt(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
-        """Keep the tokens of a sequence that no request has, and that a worker lacks. The caller releases it.
+        """Add the tokens of a sequence that no request runs to the tree of a worker. The caller releases the sequence.
 
-        If the worker's tree has got some of them on other workers meanwhile, it goes on with these.
+        Does nothing if the tree already has a beginning of them that is partly on other workers.
         """
         tree, node, found = self.beginning(worker, salt, ids)
         if node is not None and node.home != worker:
@@ -305,14 +304,14 @@ class PrefixCache:
         tree.use(node)
 
     def release(self, sequence: int) -> None:
-        """Let the next plan release a sequence that no request has."""
+        """Let the next plan release a sequence that no request runs."""
         self._released.append(sequence)
 
     # -- prefixes that are kept ---------------------------------------------------------------------------------
 
     def keep_computed(self, lane: int, prompts: Iterable[Group], ran: Callable[[Completion], int]) -> None:
-        """Keep what requests of a lane have computed: ``prompts``, and what others began with before, of which they
-        ``ran`` so many tokens again."""
+        """Keep what requests of a lane have computed: whole ``prompts``, and prefixes that the tree has and that a
+        request has recomputed. ``ran``: how many tokens of a completion have run."""
         for group in prompts:
             self._keep_prompt(group)
         for group in [one for one in self._branches if one.lane == lane]:
@@ -320,9 +319,9 @@ class PrefixCache:
                 self._keep_branch(group, self._branches.pop(group))
 
     def _keep_prompt(self, group: Group) -> None:
-        """The prompt of a running request has been computed: others may share it now, and it does so itself.
+        """Add the computed prompt of a running request to the tree, so that others and the request itself share it.
 
-        If the tree has got some of it from another request meanwhile, it waits until this one ends.
+        Does nothing if another request has added some of it meanwhile; ``keep`` then adds the rest when this one ends.
         """
         first, stop = group.completions[0], group.prompt_length
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
@@ -330,8 +329,8 @@ class PrefixCache:
         if self._is_leaving(first):
             return
         if self._window:
-            stop -= 1  # the same prompt may come again, whose last token must be computed
-            ran_on = first.known and len(group.completions) == 1  # with what it had drawn: the window is forgotten
+            stop -= 1  # the same prompt may come again, and must compute its last token
+            ran_on = first.known and len(group.completions) == 1  # past the prompt, so its last window is forgotten
             if stop <= group.hit or ran_on:
                 return
         ids = ids_of(group.request.prompt_token_ids[:stop]) if group.ids is None else group.ids[:stop]
@@ -350,7 +349,7 @@ class PrefixCache:
         group.ids = None
 
     def _keep_branch(self, group: Group, length: int) -> None:
-        """Let others go on from the first tokens of a request, if the tree still has them."""
+        """Make the first ``length`` tokens of a request a checkpoint, if the tree still has them."""
         tree, first = self._tree(group), group.completions[0]
         ids = ids_of(group.known_tokens(first, 0, length))
         node, found = tree.find(group.request.params.cache_salt, ids)
@@ -358,7 +357,7 @@ class PrefixCache:
             self._add_checkpoint(tree, node, length, first.sequence)
 
     def _add_checkpoint(self, tree: PrefixTree, node: Node, length: int, source: int) -> None:
-        """Requests may go on from the first ``length`` tokens up to ``node``, whose last ones ``source`` brings."""
+        """Make the first ``length`` tokens up to ``node`` a checkpoint, with the last window of ``source``."""
         if length < node.stop:
             node = tree.split(node, length)
         if node not in tree.checkpoints:
@@ -371,10 +370,10 @@ class PrefixCache:
         tree.checkpoints.use(node)
 
     def keep(self, group: Group, completion: Completion) -> None:
-        """A completion is being released: keep the tokens that it has and that the tree lacks.
+        """Keep those tokens of a completion that is being released that the tree lacks.
 
-        The request's reservations are not changed: at least as many of them end with this completion. A prompt that
-        the tree has from elsewhere is the request's until its last completion is released: only that one is kept.
+        Leaves the request's reservations as they are: at least as many of them end with this completion. If the tree
+        has the prompt from another request, only the last completion of this one is kept.
         """
         length = self.keepable(group, completion)
         if not length or (group.unshared and group.holders > 1):
@@ -392,9 +391,8 @@ class PrefixCache:
             if self._window and node is not None:
                 self._add_checkpoint(tree, node, length, completion.sequence)
             return
-        beginning = (
-            node if found > self.shared(group) else None
-        )  # computed twice: what the tree has takes the place of the other
+        # Tokens computed twice: the kept sequence takes the slots of those in the tree.
+        beginning = node if found > self.shared(group) else None
         leaf = self._add(tree, node, salt, ids[found:], completion.sequence, completion.segments, beginning)
         for one in leaf.path():
             if one.start >= found:
@@ -403,7 +401,7 @@ class PrefixCache:
         self.on_kept(leaf)
 
     def _brings(self, node: Node | None, completion: Completion) -> bool:
-        """True if what a completion has of the tokens up to ``node`` may take the place of what the tree has."""
+        """True if the tree's KV for the tokens up to ``node`` and the completion's are interchangeable."""
         moving = self._window and node is not None and self.is_moving(list(node.path()))
         return not moving and alike(node, completion)
 
@@ -416,7 +414,7 @@ class PrefixCache:
         return length if exists else 0
 
     def _is_leaving(self, completion: Completion) -> bool:
-        """True if some of its workers keep nothing."""
+        """True if a worker with some of its KV is closed, and so keeps no idle tokens."""
         return any(segment.worker in self._placement.closed for segment in completion.segments)
 
     def _tree(self, group: Group) -> PrefixTree:
@@ -432,8 +430,8 @@ class PrefixCache:
         segments: Sequence[Segment],
         beginning: Node | None = None,
     ) -> Node:
-        """Keep ``tokens`` of sequence ``source``, which has these ``segments``, behind ``node``, with the slots of
-        ``beginning`` for those before."""
+        """Add ``tokens`` of sequence ``source``, which has these ``segments``, as a child of ``node``. The new sequence
+        has the slots of ``beginning`` for the tokens before; None: those of ``source``."""
         sequence = next(self._sequences)
         if beginning is not None:
             self._forks.append(Fork(beginning.any_sequence, sequence, beginning.stop))
@@ -446,8 +444,8 @@ class PrefixCache:
         return leaf
 
     def _evict(self, worker: str, lacking: int) -> None:
-        """Drop at least so many idle tokens of a worker: first those of its own tree; what is idle elsewhere, and comes
-        after them, goes first."""
+        """Drop at least ``lacking`` idle tokens on a worker, first from its own tree, then from others. Tokens after
+        them, on whichever worker, are dropped first."""
         while lacking > 0:
             trees = (self._trees[worker], *self._trees.values())
             tree = next(one for one in trees if one.idle[worker] > 0)
@@ -458,7 +456,8 @@ class PrefixCache:
             lacking -= self._drop(tree, leaf)[worker]
 
     def _drop(self, tree: PrefixTree, leaf: Node) -> Counter[str]:
-        """Drop an idle leaf, with those above it that would end in no checkpoint. Returns the tokens, by worker."""
+        """Drop an idle leaf and, if layers forget, the idle nodes above it up to a checkpoint. Returns the dropped
+        tokens by worker."""
         sequence, dropped = leaf.any_sequence, Counter[str]()
         self._released.append(sequence)
         while True:
@@ -480,7 +479,7 @@ class PrefixCache:
         return dropped
 
     def _give_up_checkpoints(self) -> None:
-        """Those used least recently, as long as all need more rows than there are for them."""
+        """Give up the least recently used checkpoints until the others fit the rows there are."""
         while self._grown:
             tree = self._grown.pop()
             while (node := tree.checkpoints.oldest(self._dealt.values())) is not None:
@@ -496,4 +495,4 @@ def _nothing_moves(nodes: Collection[Node]) -> bool:
 
 
 def _ignore(leaf: Node) -> None:
-    """Nobody wants to know."""
+    """Used while nothing observes the cache."""

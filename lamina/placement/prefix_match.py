@@ -1,4 +1,4 @@
-"""How much of a request a tree of cached prefixes has. Pure."""
+"""How many tokens of a request a tree of cached prefixes can serve. Pure."""
 
 from collections import Counter
 
@@ -10,21 +10,21 @@ from lamina.segments import by_worker
 
 
 def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tuple[Node | None, int]:
-    """The deepest node of the tree of worker ``home`` with tokens of a request, and how many of these it has for it:
-    its last token is computed in any case."""
+    """The deepest node of the tree of worker ``home`` with tokens of a request, and how many tokens the request can
+    share: never its last token, which must be computed."""
     first = group.completions[0]
     if group.ids is None:
         group.ids = ids_of(group.known_tokens(first, 0, first.goal))
     most = first.goal - 1
     if group.request.params.penalizes:
-        most = min(most, group.prompt_length)  # replicas learn from the chunks that run what has been generated
+        most = min(most, group.prompt_length)  # replicas count generated tokens for penalties as they run
     node, length = tree.find(group.request.params.cache_salt, group.ids)
     return node, min(length, most, _usable(node, home, placement))
 
 
 def _usable(node: Node | None, home: str, placement: Placement) -> int:
-    """How many tokens up to ``node`` a request on ``home`` could share, as far as other workers are concerned: what is
-    idle there needs room again, and some may be about to leave."""
+    """How many tokens up to ``node`` a request on ``home`` can share, given that some are on other workers: those that
+    are idle need room there, and a worker may be about to leave."""
     rooms = Counter[str]()
     for one in reversed(list(node.path())) if node is not None else ():
         if one.worker != home:
@@ -35,7 +35,7 @@ def _usable(node: Node | None, home: str, placement: Placement) -> int:
 
 
 def alike(node: Node | None, completion: Completion) -> bool:
-    """True if a completion has the tokens up to ``node`` on the same workers, if not in the same slots."""
+    """True if a completion has each token up to ``node`` on the same worker as the tree, perhaps in another slot."""
     return node is None or all(
         by_worker(completion.segments, one.start, one.stop) == {one.worker: len(one.tokens)} for one in node.path()
     )

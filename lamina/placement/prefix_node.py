@@ -11,11 +11,12 @@ class Node:
     """Tokens [stop - len(tokens), stop) of every prefix that goes through it.
 
     Attributes:
-        key: in the parent's children: the first token, or the salt. worker: that holds its tokens.
-        sequence: with these tokens on the worker; leaves and checkpoints have one, the others share that of any below.
-        users: requests that share it and go on. holders: the same with those that have ended but not been released.
-        used: when it was used last, counted in uses. copied: all of its blocks are on the worker's disk.
-        fixed: how many fetches from a disk continue it: its tokens may not move meanwhile.
+        key: the node's key in the parent's children: its first token, or the salt. worker: holds its tokens.
+        sequence: that has these tokens on the worker. Only leaves and checkpoints have their own; for other nodes, see
+            ``any_sequence``.
+        users: running requests that share it. holders: users, and ended requests that have not been released yet.
+        used: time of the last use, counted in uses. copied: all of its blocks are on the worker's disk.
+        fixed: number of fetches from a disk that continue it; its tokens must not move while there are any.
     """
 
     key: int | str
@@ -38,7 +39,7 @@ class Node:
 
     @property
     def any_sequence(self) -> int:
-        """A sequence with its tokens on the worker."""
+        """A sequence that has its tokens on the worker: its own, or that of a node below."""
         node = self
         while node.sequence is None:
             node = next(iter(node.children.values()))
@@ -46,12 +47,12 @@ class Node:
 
     @property
     def home(self) -> str | None:
-        """The worker that alone has its tokens and all before them, if there is one."""
+        """The worker that has its tokens and all before them; None if they are on several."""
         workers = {node.worker for node in self.path()}
         return workers.pop() if len(workers) == 1 else None
 
     def whole(self) -> tuple[str, Ids]:
-        """Its salt, and its tokens with all before them."""
+        """Its salt, and all tokens from the first to its last."""
         *_, first = nodes = list(self.path())
         assert first.parent is not None
         ids = ids_of([])
@@ -60,7 +61,7 @@ class Node:
         return str(first.parent.key), ids
 
     def path(self) -> "Iterator[Node]":
-        """It and those above it that have tokens."""
+        """The node and its ancestors that have tokens, from the node upwards."""
         node: Node | None = self
         while node is not None and node.stop:
             yield node

@@ -11,18 +11,18 @@ from lamina.placement.prefix_node import Node
 from lamina.segments import holding
 from lamina.types import Segment
 
-GRAIN = 64  # tokens evicted at once, at least
+GRAIN = 64  # least number of tokens evicted at once
 
 
 class PrefixTree:
     """The prefixes kept for requests placed on one memory worker; ``sequence_count`` sequences hold them.
 
-    ``idle``: by worker, the tokens that no request uses. ``checkpoints``: where requests may go on from them; anywhere
-    if that has no window.
+    ``idle``: by worker, the tokens that no request uses. ``checkpoints``: the nodes from which requests may
+    continue, if layers forget; otherwise they may continue from any token.
     """
 
     def __init__(self, window: int = 0, most_rows: int = 0) -> None:
-        """For layers that forget what this window has left; ``most_rows``: of checkpoints."""
+        """``window``, ``most_rows``: see ``Checkpoints``."""
         self._top = Node("", ids_of([]))
         self._uses = itertools.count(1)
         self._tickets = itertools.count()
@@ -43,7 +43,7 @@ class PrefixTree:
         return (node, found) if found else (None, 0)
 
     def split(self, node: Node, stop: int) -> Node:
-        """Divide a node at position ``stop``; returns the new upper part. ``node`` stays what it was at its end."""
+        """Divide a node at position ``stop``; returns the new upper part. ``node`` keeps its end and its sequence."""
         cut = stop - node.start
         upper = Node(
             node.key,
@@ -67,11 +67,10 @@ class PrefixTree:
     def add(
         self, node: Node | None, salt: str, tokens: Ids, sequence: int, segments: Sequence[Segment]
     ) -> tuple[Node, int | None]:
-        """A new leaf with ``sequence``, which has these ``segments``, behind ``node``, which has none that begins like
-        it; None: the beginning. A leaf on several workers becomes several nodes.
+        """Add a leaf with ``sequence``, which has these ``segments``, below ``node``; None: below the salt.
 
-        Returns the leaf, and the sequence of ``node`` if it is not needed any more. A leaf becomes a checkpoint if
-        there are any.
+        No child of ``node`` may begin with the same token. A leaf on several workers becomes several nodes. If layers
+        forget, the leaf becomes a checkpoint. Returns the leaf, and the sequence of ``node`` if it is no longer needed.
         """
         if node is None:
             node = self._top.children.setdefault(salt, Node(salt, ids_of([]), self._top))
@@ -89,19 +88,19 @@ class PrefixTree:
         return leaf, superseded
 
     def give_sequence(self, node: Node, sequence: int) -> None:
-        """``node``, which has none, has this sequence of its own."""
+        """Give ``node`` a sequence of its own. It must have none."""
         node.sequence = sequence
         self.sequence_count += 1
 
     def take_sequence(self, node: Node) -> int | None:
-        """``node`` has no sequence of its own any more, and is no checkpoint. Returns that which it had."""
+        """Take away the sequence of ``node`` and return it; None if it had none. The node ceases to be a checkpoint."""
         sequence, node.sequence = node.sequence, None
         self.sequence_count -= sequence is not None
         self.checkpoints.discard(node)
         return sequence
 
     def remove(self, leaf: Node) -> Node | None:
-        """Remove a leaf. Returns its parent if that is a leaf now: it needs a sequence, if it is not a checkpoint."""
+        """Remove a leaf. Returns its parent if that becomes a leaf, which needs a sequence unless it has one."""
         node, parent = leaf, leaf.parent
         assert parent is not None and not leaf.children
         self.take_sequence(leaf)
@@ -112,8 +111,10 @@ class PrefixTree:
         return parent if parent.stop and not parent.children else None
 
     def cut(self, lost: Collection[str]) -> None:
-        """Forget the tokens of these workers, and all behind them, which no request uses. A sequence whose end is
-        forgotten may go on as that of what came before."""
+        """Forget the tokens of ``lost`` workers, and all tokens after them. No request may use these.
+
+        The sequence of a removed leaf goes to its parent if the parent needs one.
+        """
         leaves = [node for node in self.ends() if not node.children]
         while leaves:
             leaf = leaves.pop()
@@ -138,14 +139,14 @@ class PrefixTree:
                 yield node
 
     def use(self, node: Node) -> None:
-        """A prefix has been used: it and what it begins with are evicted last."""
+        """Note a use of a node and its ancestors: they are evicted last."""
         now = next(self._uses)
         for one in node.path():
             one.used = now
         self.note(node)
 
     def note(self, node: Node) -> None:
-        """A node may be an idle leaf now: then it can be evicted."""
+        """Make a node a candidate for eviction if it is an idle leaf now."""
         if not node.children and not node.holders:
             heapq.heappush(self._oldest, (node.used, next(self._tickets), node))
             if len(self._oldest) > 4 * self.sequence_count + GRAIN:
@@ -154,7 +155,7 @@ class PrefixTree:
                 heapq.heapify(self._oldest)
 
     def oldest(self) -> Node:
-        """The idle leaf used least recently, which the caller removes. There must be one."""
+        """The least recently used idle leaf, which must exist. The caller removes it."""
         while True:
             used, _, node = heapq.heappop(self._oldest)
             if not node.children and not node.holders and node.used == used and node.sequence is not None:
@@ -166,7 +167,7 @@ class PrefixTree:
 
 
 def _common(edge: Ids, ids: Ids, start: int) -> int:
-    """How many tokens of ``edge`` are those of ``ids`` from ``start`` on."""
+    """Length of the common prefix of ``edge`` and ``ids[start:]``."""
     most = min(len(edge), len(ids) - start)
     if edge[:most] == ids[start : start + most]:
         return most

@@ -1,12 +1,12 @@
-"""Placement by heads: requests whose KV heads are dealt to several memory workers. Pure.
+"""Placement by heads: the KV heads of a request are divided among several memory workers. Pure.
 
-A *stripe* is several memory workers with some of the heads each, all heads together. For whoever places tokens it is
-one place more, beside each worker alone: it has a capacity, takes a number of tokens of a request, and what it takes is
-reserved on all of its workers. Stripes overlap, since every worker is the first of one: so heads that do not divide
-evenly, and workers with less room, even out over requests.
+A *stripe* is a group of memory workers, each with some of the heads, that have all heads together. Stripes are places
+like single workers: a stripe has a capacity in tokens, and tokens placed on it are reserved on all of its workers.
+Stripes overlap, since every worker is the first of one. So uneven divisions of heads, and workers with less room, even
+out over requests.
 
-Head-level partition balances what each request reads, whatever its length, and reads it with several workers at once
-(Lamina, section 4.3); but every row then travels to as many workers.
+Dividing heads balances the KV that workers read for each request, whatever its length, and reads it on several workers
+at once (Lamina, section 4.3). In exchange, each row is sent to all workers of its stripe.
 """
 
 import dataclasses
@@ -20,9 +20,10 @@ from lamina.types import Segment
 
 
 def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range], ...]]:
-    """The shards of heads that workers have in each stripe: as evenly as possible, the first of a stripe most.
+    """The workers of each stripe with their shards of heads: as even as possible, with the larger parts first.
 
-    A stripe is a run of neighbours in a ring, as many as there are shards. Fewer workers than two make none.
+    A stripe is a run of neighbours in the ring of workers, with at most one worker per shard. At least two workers are
+    needed for a stripe.
     """
     count = min(len(workers), shards)
     if count < 2:
@@ -30,7 +31,7 @@ def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range]
     each, more = divmod(shards, count)
     bounds = list(itertools.accumulate([each + (place < more) for place in range(count)], initial=0))
     parts = [range(*pair) for pair in itertools.pairwise(bounds)]
-    turns = len(workers) if more or count < len(workers) else 1  # else all would be the same, but for the order
+    turns = len(workers) if more or count < len(workers) else 1  # otherwise all stripes have the same parts
     return [
         tuple((workers[(first + place) % len(workers)], part) for place, part in enumerate(parts))
         for first in range(turns)
@@ -38,24 +39,24 @@ def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range]
 
 
 class StripedPlacement(Placement):
-    """Reserves tokens on stripes, and on workers alone what a stripe has no room for: slots hold a shard of a token.
+    """Reserves tokens on stripes, and on single workers once no stripe has room. A slot holds one shard of a token.
 
-    What ``Placement`` says of workers here holds for places: figures are tokens with all heads.
+    Where ``Placement`` speaks of workers, read places: stripes and single workers. Figures count tokens with all heads.
     """
 
     moves = False
 
     def __init__(self, capacities: Mapping[str, int], shards: HeadShards, longest: int | None = None) -> None:
-        """``capacities``: tokens with all heads by memory worker, which slots for as many shards hold."""
+        """``capacities``: by memory worker, the tokens with all heads that fit it."""
         self._shards = shards
         self._parts: dict[str, tuple[tuple[str, range], ...]] = {}  # of every place, by worker
         self._slots: dict[str, int] = {}
-        self._current: list[str] = []  # the stripes that requests are dealt to
+        self._current: list[str] = []  # the stripes on which requests are placed
         self._leaving = set[str]()  # workers
         super().__init__(self._follow(capacities), longest)
 
     def _follow(self, workers: Mapping[str, int]) -> dict[str, int]:
-        """The places of these workers, with their capacities. Other stripes stay while something is on them."""
+        """The places of these workers, with their capacities. Earlier stripes stay while they have tokens."""
         self._slots = {worker: tokens * self._shards.count for worker, tokens in workers.items()}
         found = stripes(list(workers), self._shards.count)
         self._current = ["+".join(f"{worker}[{part.start}:{part.stop}]" for worker, part in parts) for parts in found]
@@ -99,7 +100,7 @@ class StripedPlacement(Placement):
     def _note_open(self) -> None:
         staying = [self._slots[worker] // self._shards.count for worker in self._alone]
         if staying:
-            # Slots that are left over where heads do not divide evenly are fewer than a token's on each worker.
+            # If heads do not divide evenly, slots for less than one token are left over on each worker.
             self.total = sum(staying) - (len(staying) if len(staying) > 1 else 0)
             self.largest = max(self.capacities[place] for place in self._open)
         self.left_in_all = self._left_of_all()
@@ -113,15 +114,14 @@ class StripedPlacement(Placement):
         """See ``Placement``."""
         return self._touching([worker])
 
-    def idle_on(self, worker: str) -> int:
-        """See ``Placement``: slots for tokens with all heads, rounded up as the memory worker reports those in use."""
-        shards = sum(
-            self.idle.get(place, 0) * len(part)
-            for place, parts in self._parts.items()
-            for name, part in parts
-            if name == worker
-        )
-        return -(-shards // self._shards.count)
+    def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
+        """See ``Placement``: in tokens with all heads, rounded up like the usage that memory workers report."""
+        shards: dict[str, int] = {}
+        for place, parts in self._parts.items():
+            if count := tokens.get(place, 0):
+                for worker, part in parts:
+                    shards[worker] = shards.get(worker, 0) + count * len(part)
+        return {worker: -(-slots // self._shards.count) for worker, slots in shards.items()}
 
     def _touching(self, workers: Collection[str]) -> set[str]:
         return {place for place, parts in self._parts.items() if any(worker in workers for worker, _ in parts)}
@@ -131,7 +131,7 @@ class StripedPlacement(Placement):
         return [
             dataclasses.replace(segment, worker=worker, heads=self._shards.range_of(part.start, part.stop))
             for segment in segments
-            for worker, part in self._parts[segment.worker]
+            for worker, part in self._parts.get(segment.worker, ())
         ]
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
@@ -142,10 +142,10 @@ class StripedPlacement(Placement):
                 found[worker] |= sequences
         return found
 
-    # -- room, from that of workers -----------------------------------------------------------------------------
+    # -- room of places, from the room of workers ---------------------------------------------------------------
 
     def _free(self, tokens: Mapping[str, int]) -> dict[str, int]:
-        """Slots of every worker that are left beside so many tokens of each place."""
+        """Slots left on every worker once each place has so many ``tokens``."""
         free = dict(self._slots)
         for place, count in tokens.items():
             if count:
@@ -154,11 +154,11 @@ class StripedPlacement(Placement):
         return free
 
     def _fitting(self, place: str, free: Mapping[str, int]) -> int:
-        """Tokens that fit a place; negative if it lacks as many."""
+        """Tokens that fit a place, given the ``free`` slots of workers; negative if it lacks slots."""
         return min(free[worker] // len(part) for worker, part in self._parts[place])
 
     def _roomy(self) -> dict[str, int]:
-        """Slots of every worker for other requests: sequences that are there can grow."""
+        """Slots of every worker for further requests, without those kept free so that sequences there can grow."""
         free = self._free({place: self.reserved[place] + AHEAD * self.sequences[place] for place in self._parts})
         return {worker: slots - int(WATERMARK * self._slots[worker]) for worker, slots in free.items()}
 
@@ -188,7 +188,7 @@ class StripedPlacement(Placement):
 
     @property
     def _open(self) -> list[str]:
-        """The places for requests: stripes, or workers alone if there are too few for one."""
+        """The places for requests: stripes, or single workers if there are no stripes."""
         return [place for place in self._current if place not in self.closed] or self._alone
 
     @property
@@ -206,7 +206,7 @@ class StripedPlacement(Placement):
 
     def is_empty(self, place: str) -> bool:
         """See ``Placement``."""
-        return not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
+        return not self.stalled and not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
         places = [place for place in dict.fromkeys([*self._open, *self._alone]) if place not in besides]
@@ -221,7 +221,7 @@ class StripedPlacement(Placement):
         return kept
 
     def _spans(self, tokens: int, places: Sequence[str], free: dict[str, int]) -> list[tuple[str, int]]:
-        """Tokens for several places, each time the one with most room; empty if they do not fit."""
+        """Divide tokens among places, the one with most room first; empty if they do not fit."""
         spans: list[tuple[str, int]] = []
         while tokens:
             rooms = {place: self._fitting(place, free) for place in places}
@@ -235,7 +235,7 @@ class StripedPlacement(Placement):
                 free[worker] -= part * len(shards)
         return spans
 
-    # -- slots that are taken and come back ---------------------------------------------------------------------
+    # -- taking and releasing slots -----------------------------------------------------------------------------
 
     def fits(self, change: Mapping[str, int]) -> bool:
         """See ``Placement``."""

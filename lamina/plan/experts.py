@@ -21,11 +21,11 @@ _DENSE = ("first_k_dense_replace", "moe_layer_start_index")
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Feed-forward networks of which each token takes a few.
+    """A mixture of experts: feed-forward networks, of which each token uses a few.
 
     Attributes:
-        count, active: experts of a layer, and those that each token takes. intermediate: width of one.
-        shared: width of what every token takes besides. layers: that have experts; the others are dense.
+        count: experts of a layer. active: how many of them each token uses. intermediate: width of one expert.
+        shared: width of the experts that every token uses. layers: number of layers with experts; others are dense.
     """
 
     count: int
@@ -53,7 +53,7 @@ class Experts:
         active, width = _first(config, _ACTIVE), _first(config, _WIDTH)
         if active is None or width is None or active > count:
             raise ModelError(
-                f"the config of {name} has {count} experts, of which each token takes {active}, {width} wide; give "
+                f"the config of {name} has {count} experts, of which each token uses {active}, {width} wide; give "
                 f"one of {', '.join(_ACTIVE)}, at most {count}, and one of {', '.join(_WIDTH)}"
             )
         shared = _first(config, ("shared_expert_intermediate_size",)) or width * (_first(config, _SHARED) or 0)
@@ -69,17 +69,17 @@ class Experts:
 
     @property
     def width(self) -> int:
-        """Of all experts of a layer together."""
+        """Width of all experts of a layer together."""
         return self.count * self.intermediate + self.shared
 
     def touched(self, rows: ArrayLike) -> Floats:
-        """Experts that ``rows`` tokens take, on average, if they choose independently and evenly."""
+        """Mean number of experts that ``rows`` tokens use, if they choose independently and uniformly."""
         missed = (1 - self.active / self.count) ** np.asarray(rows, dtype=np.float64)
         return np.asarray(self.count * (1 - missed))
 
 
 def _step(config: Mapping[str, Any]) -> int:
-    """Every how many layers one has experts."""
+    """The period of layers with experts: 1 if all have them."""
     return _first(config, ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")) or 1
 
 

@@ -1,9 +1,9 @@
-"""A worker between two epochs: from when it loses a peer until nothing of the old epoch can arrive any more.
+"""A worker between two epochs: from the loss of a peer until no message of the old epoch can arrive any more.
 
 A worker that has lost a peer stops its steps and tells the engine. The engine ends the epoch (``EndEpoch``): every
-worker that stays drops what is in flight and rings every peer that stays, on each link behind everything sent before.
-Once all those peers have rung too, slots and doorbells may be used again. Of a lost worker nothing may arrive at all:
-links to it are cut, and the engine ends its process before it ends the epoch.
+remaining worker drops what is in flight and rings every remaining peer, on each link after everything sent before.
+Once all peers have rung, slots and doorbells may be used again. Nothing may arrive from a lost worker: links to it are
+cut, and the engine ends its process before it ends the epoch.
 """
 
 from lamina.errors import DeadlineError, PeerLostError
@@ -17,16 +17,16 @@ _INCARNATION_BITS = 32  # above the number of an epoch; both above the rounds of
 
 
 class Fence:
-    """Whether steps may run at one worker, and what the engine hears of it.
+    """Says whether a worker may run steps, and reports lost peers and ended epochs to the engine.
 
     Attributes:
-        epoch: the current one. Plans of earlier ones are not for this worker any more.
+        epoch: the current epoch. The worker ignores plans of earlier ones.
     """
 
     def __init__(self, control: ControlClient, links: Links, epoch: Epoch) -> None:
         self._control, self._links = control, links
         self.epoch = epoch
-        self._lost = False  # a peer is: no step may run before the epoch ends
+        self._lost = False  # a peer is lost: no step may run before the epoch ends
         self._missing: list[str] = []  # peers from which something of an earlier epoch may still arrive
 
     @property
@@ -35,9 +35,9 @@ class Fence:
         return not self._lost and not self._missing
 
     def lose(self, error: PeerLostError) -> None:
-        """A peer is lost: cut the link to it and tell the engine. Steps stop until the epoch ends.
+        """Cut the link to a lost peer and tell the engine. Steps stop until the epoch ends.
 
-        One that has not become a member yet is only disconnected: the engine sees its process end.
+        A peer that has not become a member yet is only disconnected: the engine sees its process end.
         """
         if error.peer not in self._links.peers:
             self._links.disconnect(error.peer)
@@ -46,7 +46,7 @@ class Fence:
         self._stop(error)
 
     def miss(self, peer: str) -> None:
-        """There is no link to a peer that has become a member: tell the engine. Steps stop until the epoch ends."""
+        """Tell the engine that there is no link to a new member. Steps stop until the epoch ends."""
         self._stop(PeerLostError(peer, "it was lost while it joined"))
 
     def _stop(self, error: PeerLostError) -> None:
@@ -54,7 +54,7 @@ class Fence:
         self._control.send(PeerLost(error.peer, str(error)))
 
     def begin(self, topology: Topology) -> None:
-        """The caller has dropped its steps and sends nothing of them any more: go on to the epoch of ``topology``."""
+        """Begin the epoch of ``topology``. The caller has dropped its steps and sends nothing more of them."""
         self.epoch, self._lost = topology.epoch, False
         self._links.apply(topology)
         self._missing = list(self._links.peers)
@@ -63,7 +63,7 @@ class Fence:
         self._report()
 
     def stand_by(self, wait: Wait) -> ToWorker | None:
-        """While not ``open``: wait for a peer's ring, or for a control message, which is returned.
+        """While not ``open``: wait for a ring or a control message. Returns the message, or None.
 
         Raises PeerLostError.
         """

@@ -18,6 +18,7 @@ from lamina.groups import Group
 from lamina.placement.map import NOWHERE, Placement
 from lamina.placement.prefix_cache import PrefixCache
 from lamina.placement.relocation import Relocations
+from lamina.schedule.limits import Limits
 from lamina.schedule.seats import Seats
 from lamina.schedule.waiting import WaitingQueue
 from lamina.types import Client
@@ -47,13 +48,10 @@ class Admissions:
         only: the requests that may be admitted; None: all may.
     """
 
-    def __init__(
-        self, max_sequences: int, rows: int, placement: Placement, relocations: Relocations, prefixes: PrefixCache
-    ) -> None:
-        """``max_sequences`` of all lanes together; ``rows`` of a step, and so the sequences that fit one lane."""
+    def __init__(self, limits: Limits, placement: Placement, relocations: Relocations, prefixes: PrefixCache) -> None:
         self.only: Collection[str] | None = None
-        self._max_sequences = max_sequences
-        self._rows = rows
+        self._max_sequences = limits.max_sequences
+        self._rows = limits.max_num_batched_tokens  # of a step, and so the sequences that fit one lane
         self._placement = placement
         self._relocations = relocations
         self._prefixes = prefixes

@@ -1,4 +1,4 @@
-"""The sequences of a lane that draw a token in every step. Pure."""
+"""The decoding sequences of a lane: each draws one token per step. Pure."""
 
 from collections.abc import Mapping
 
@@ -8,15 +8,15 @@ from lamina.steps import LAST_DRAWN, DecodeRows
 
 
 class DecodeBatch:
-    """The sequences that decode, and their positions.
+    """The decoding sequences of a lane, and their positions.
 
-    All advance by one token a step, so counting steps is enough: sequences are visited one by one only after one has
-    joined or left. A sequence leaves by itself when its last token is being drawn.
+    All advance by one token a step, so that a step costs one increment of a counter. Sequences are visited one by one
+    only after one has joined or left. A sequence leaves by itself in the step that draws its last token.
 
-    Segments end too: where they are closed, or ``longest`` tokens behind their first one, if that is given.
+    Segments fill up: at their end, if they are closed, or ``longest`` tokens after their first one, if given.
 
     Attributes:
-        steps: of the lane so far, including those without decoding sequences.
+        steps: number of steps of the lane so far, including those without decoding sequences.
         workers: the tokens that the next step adds to each memory worker.
     """
 
@@ -26,28 +26,28 @@ class DecodeBatch:
         self.workers: dict[str, int] = {}
         self._owners: dict[int, Owner] = {}
         self._joined: dict[int, int] = {}  # by sequence: its position less the steps before it joined
-        self._leaving: dict[int, list[int]] = {}  # by number of steps: sequences that then have no more to run
+        self._leaving: dict[int, list[int]] = {}  # by number of steps: sequences that end then
         self._places: dict[int, str] = {}  # by sequence: the worker that takes its next token
-        self._ends: dict[int, int] = {}  # by sequence: the number of steps at which its segment ends, if it does
-        self._full: dict[int, list[int]] = {}  # by that number: the sequences; some are out of date
+        self._ends: dict[int, int] = {}  # by sequence: the number of steps at which its segment is full, if ever
+        self._full: dict[int, list[int]] = {}  # by that number: the sequences; some entries are stale
         self._members: dict[int, Owner] | None = {}  # None: a sequence has joined or left
         self._sequences: list[int] = []
         self._offsets: list[int] = []
-        self._resumed: set[int] = set()  # since the last step: their last token was drawn some steps ago
+        self._resumed: set[int] = set()  # since the last step; their last token was drawn earlier
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._owners
 
     @property
     def members(self) -> Mapping[int, Owner]:
-        """Owners by sequence, in the order of joining: the same object until one joins or leaves."""
+        """Owners by sequence, in the order of joining. The same object until a sequence joins or leaves."""
         if self._members is None:
             self._members = self._owners.copy()
             self._sequences, self._offsets = list(self._joined), list(self._joined.values())
         return self._members
 
     def join(self, group: Group, completion: Completion, position: int) -> None:
-        """A completion starts to decode, if it has a token to draw; its next row is at ``position``."""
+        """Start to decode a completion, if it has a token to draw. Its next row is at ``position``."""
         rows = group.prompt_length + group.own_tokens - position
         if rows > 0:
             self._owners[completion.sequence] = group, completion
@@ -57,7 +57,7 @@ class DecodeBatch:
             self._members = None
 
     def leave(self, sequence: int) -> None:
-        """A sequence stops decoding. Does nothing if it does not decode."""
+        """Stop decoding a sequence, if it decodes."""
         if sequence in self._owners:
             group, completion = self._owners.pop(sequence)
             completion.until = self.steps
@@ -66,8 +66,8 @@ class DecodeBatch:
             self._members = None
 
     def _settle(self, completion: Completion, position: int, first: int) -> None:
-        """The next tokens of a sequence go to the worker that holds this position, where ``longest`` counts from
-        position ``first`` on."""
+        """Send the next tokens of a sequence to the worker that holds this position. ``first``: position from which
+        ``longest`` counts."""
         segment = holding(completion.segments, position)
         self._places[completion.sequence] = segment.worker
         self.workers[segment.worker] = self.workers.get(segment.worker, 0) + 1
@@ -85,27 +85,27 @@ class DecodeBatch:
         self._ends.pop(sequence, None)
 
     def turn_over(self, completion: Completion) -> None:
-        """A sequence continues in another of its segments, the one that holds its position."""
+        """Continue a sequence in that of its segments which holds its position."""
         self._unsettle(completion.sequence)
         position = self.position(completion.sequence)
-        self._settle(completion, position, position)  # the segment may have begun before, and ended, and come back
+        self._settle(completion, position, position)  # counts from here, wherever the segment began
 
     def postpone(self, sequence: int, steps: int) -> None:
-        """The segment of a sequence takes tokens for so many steps more."""
+        """Let the segment of a sequence take tokens for ``steps`` more steps."""
         self._ends[sequence] = self.steps + steps
         self._full.setdefault(self.steps + steps, []).append(sequence)
 
     def full(self) -> list[Owner]:
-        """The sequences whose segments have ended, each once: the caller turns them over or postpones that."""
+        """The sequences whose segments are full now. The caller calls ``turn_over`` or ``postpone`` for each."""
         ended = self._full.pop(self.steps, ())
         return [self._owners[one] for one in ended if self._ends.get(one) == self.steps]
 
     def on(self, worker: str) -> list[Owner]:
-        """The sequences whose next tokens go to this worker, in the order in which they came there."""
+        """The sequences whose next tokens go to this worker, in order of arrival there."""
         return [self._owners[sequence] for sequence, place in self._places.items() if place == worker]
 
     def pause(self, sequence: int) -> int:
-        """A sequence stops decoding for a while. Returns the position at which it is to resume."""
+        """Stop decoding a sequence for a while. Returns the position at which to resume it."""
         group, _ = self._owners[sequence]
         position = self.position(sequence)
         self._leaving[self.steps + group.prompt_length + group.own_tokens - position].remove(sequence)
@@ -113,21 +113,21 @@ class DecodeBatch:
         return position
 
     def resume(self, group: Group, completion: Completion, position: int) -> None:
-        """A paused completion continues at this position."""
+        """Continue to decode a paused completion at this position."""
         self.join(group, completion, position)
         self._resumed.add(completion.sequence)
 
     def position(self, sequence: int) -> int:
-        """Of the next row of a sequence that decodes."""
+        """Position of the next row of a decoding sequence."""
         return self._joined[sequence] + self.steps
 
     def let_go(self) -> None:
-        """Sequences whose last token is being drawn, or has been, leave: before ``workers`` and ``rows`` are used."""
+        """Remove sequences whose last token is being or has been drawn. Call before using ``workers`` or ``rows``."""
         for sequence in self._leaving.pop(self.steps, ()):
             self.leave(sequence)
 
     def rows(self, still_drawn: bool) -> DecodeRows:
-        """Rows of the lane's next step. ``still_drawn``: its last step, and so its tokens, are still in flight."""
+        """Rows of the lane's next step. ``still_drawn``: the step before is in flight, so its tokens are not known."""
         members, steps = self.members, self.steps
         resumed, self._resumed = self._resumed, set()
         tokens = [

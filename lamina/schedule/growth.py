@@ -1,4 +1,19 @@
-"""Where the sequences of a lane go on when their segments end, or when a memory worker runs out of slots. Pure."""
+"""Where the sequences of a lane go on when their segments end, or when a memory worker runs out of slots. Pure.
+
+A lane whose next tokens do not all fit is *stalled*: it runs nothing until slots have come back. Every stall ends, and
+so does every request:
+
+1. What is admitted meanwhile leaves slots free, for ``AHEAD`` tokens of each sequence on its worker: only an empty
+   worker gives its last slots to a request, and none counts as empty while a lane is stalled. The stalled lane uses
+   what is free in its next plan.
+2. If nothing is free, requests that run only grow, each up to its ``max_tokens``, or end, or are dropped: at the latest
+   when only the earliest is left it has room, as no request is accepted that all workers together cannot hold.
+3. The earliest request with KV on a worker is never dropped for its slots (``recovery.victims``). So the earliest of
+   all that run keeps what it has, and every step of its lane runs more of it.
+
+Others may be dropped again and again, but each time the earliest has come closer to its end; and as a dropped request
+keeps its place in the order of arrival, it is the earliest sooner or later.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -54,9 +69,19 @@ class Growth:
         lane.grown.append(new)
         return True
 
-    def make_way(self, lane: Lane) -> None:
+    def make_way(self, lane: Lane) -> bool:
         """Where memory workers are about to run out of slots for the sequences of this lane, let these go on elsewhere;
-        drop KV if there is no room either."""
+        drop KV if there is no room either. True if the lane was stalled and is not any more."""
+        self._find_slots(lane)
+        stalled = self._placement.stalled
+        before = lane.number in stalled
+        if not self._placement.fits(lane.decoding.workers):
+            stalled.add(lane.number)
+            return False
+        stalled.discard(lane.number)
+        return before
+
+    def _find_slots(self, lane: Lane) -> None:
         placement, needed = self._placement, lane.decoding.workers
         for worker, tokens in placement.shortages(needed).items():
             lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))

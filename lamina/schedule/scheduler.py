@@ -97,9 +97,7 @@ class Scheduler:
         self.moves = Moves(placement, self.prefixes, self._relocations, self._lanes, self._sequences, numbers)
         self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
         self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
-        self._admissions = Admissions(
-            limits.max_sequences, limits.max_num_batched_tokens, placement, self._relocations, self.prefixes
-        )
+        self._admissions = Admissions(limits, placement, self._relocations, self.prefixes)
         moving, queue = self.moves.touches_any, self._admissions.add
         self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
         self._holding = Holding(self._admissions, self.drop)
@@ -264,6 +262,7 @@ class Scheduler:
         self._seats = Seats(self.active)
         deal_again(self._lanes, self._seats, self._relocations.is_paused, self._holding.may_run)
         self.moves.restart()
+        self.placement.stalled.clear()
         self._admissions.given_back()
         self._ready.restart()
         for lane, own in enumerate(self._lanes):
@@ -296,7 +295,8 @@ class Scheduler:
         moved = self.moves.relocated(lane)
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
-        self._growth.make_way(own)
+        if self._growth.make_way(own):
+            self._admissions.given_back()
         if self.placement.closed:
             self._relocations.drain()
         self._share_seats()

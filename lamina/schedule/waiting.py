@@ -1,10 +1,10 @@
-"""Requests that wait to be admitted, in an order that is fair to clients. Pure: no clock, no threads.
+"""The queue of requests that wait for admission, fair to clients. Pure: no clock, no threads.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996), counted in tokens as in "Fairness in Serving Large
-Language Models" (Sheng et al., OSDI 2024). Every client has a tag: the tokens it has received so far, where a new
-client starts at the queue's current tag. The lowest tag is next. Deficit round robin takes constant time, but needs a
-quantum: too small, it takes many rounds for a large request; too large, small requests wait. Here a new client comes
-before any other client's second request, however large.
+Language Models" (Sheng et al., OSDI 2024). Every client has a tag: the tokens it has received so far, plus, for a new
+client, the queue's tag when it came. The client with the lowest tag is served next, so a new client comes before any
+other client's second request. Deficit round robin would take constant time, but needs a quantum: a small one makes
+large requests take many rounds, a large one makes small requests wait.
 
 Between two clients that always have requests waiting, the service received differs by at most one request of each. A
 client is charged for all KV tokens that its request reserves, since others cannot have them.
@@ -18,14 +18,14 @@ from lamina.errors import OverloadedError
 from lamina.groups import Group
 from lamina.types import Client
 
-MAX_WAITING = 16384  # requests of one client, besides those that run
+MAX_WAITING = 16384  # requests of one client that wait
 
 
 class _Line:
     """The requests of one connection, in order of arrival."""
 
     def __init__(self) -> None:
-        self._groups = OrderedDict[Group, None]()  # unlike in a dict, the first is found in constant time
+        self._groups = OrderedDict[Group, None]()  # finds its first key in constant time, unlike dict
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -52,14 +52,14 @@ class WaitingQueue:
     a connection in order of arrival.
 
     A change costs O(log clients), whatever the number of requests. A client without requests keeps its tag until the
-    others have caught up with it, so that it gains nothing by leaving and returning. Tags are dropped when none waits.
+    others have caught up, so that leaving and returning gains nothing. Tags are dropped when the queue is empty.
     """
 
     def __init__(self, level: int = 0) -> None:
         """``level``: the field of ``Client`` that distinguishes the clients of this queue."""
         self._level = level
         self._lines: dict[str, WaitingQueue | _Line] = {}
-        self._order: list[tuple[int, int, str]] = []  # a heap of (tag, joined, name): one for each of the lines
+        self._order: list[tuple[int, int, str]] = []  # a heap of (tag, joined, name), one per line
         self._now = 0  # the tag of the client served last
         self._joined = 0
         self._length = 0
@@ -116,14 +116,14 @@ class WaitingQueue:
 
 
 class Places:
-    """Bounds how many requests an engine holds, by client.
+    """Bounds how many requests of each client an engine holds.
 
     A client may hold as many places as are still free (the dynamic thresholds of Choudhury and Hahne, IEEE/ACM
-    Transactions on Networking 1998). Alone it gets half of all; whatever some hold, others still find places.
+    Transactions on Networking 1998). So a single client gets half of all places, and others always find some.
     """
 
     def __init__(self, most: int) -> None:
-        """``most``: places that a client gets if it is alone."""
+        """``most``: places that a single client may hold."""
         self._free = 2 * most
         self._clients: dict[str, Client] = {}  # by request
         self._taken: dict[Client, int] = {}
@@ -135,8 +135,10 @@ class Places:
         return len(self._clients)
 
     def take(self, request_id: str, client: Client, again: bool = False) -> None:
-        """Raises OverloadedError, with the figures, if this client already holds its share, unless the request had a
-        place ``again``: it was within the share at its time, which depends on the order in which clients come."""
+        """Take a place for a request. Raises OverloadedError, with the figures, if its client already holds its share.
+
+        ``again``: the request had a place before the engine was restarted, and gets it whatever the share is now.
+        """
         taken = self._taken.get(client, 0)
         if taken >= self._free and not again:
             raise OverloadedError(
@@ -148,7 +150,7 @@ class Places:
         self._free -= 1
 
     def leave(self, request_id: str) -> None:
-        """A request has ended. Does nothing if it holds no place."""
+        """Free the place of a request, if it holds one."""
         client = self._clients.pop(request_id, None)
         if client is not None:
             self._free += 1

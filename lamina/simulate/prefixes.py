@@ -1,7 +1,8 @@
-"""Automatic prefix caching of one baseline engine, as in vLLM: blocks of equal prefixes are shared, idle ones evicted.
+"""Prefix caching of one baseline engine, as in vLLM: blocks of equal prefixes are shared, idle blocks evicted.
 
-Here a unit is a run of a trace's tokens (``lamina.plan.reuse``), in two parts, instead of a block of 16: it takes the
-blocks that end in it. Idle units count as free blocks; the least recently used are evicted when blocks are needed.
+To be fast, it keeps books by *unit* instead of by block of 16 tokens: a run of tokens of a trace
+(``lamina.plan.reuse``) without its last token, or that token. A unit owns the blocks that end in it. Idle units count
+as free blocks; the least recently used are evicted when blocks are needed.
 """
 
 from collections import OrderedDict
@@ -14,17 +15,17 @@ BLOCK = 16  # tokens of KV per block
 
 @dataclass(slots=True)
 class _Unit:
-    """Blocks of one unit behind all units before it, and the sequences that hold them."""
+    """The number of blocks of a unit, and of the sequences that hold them."""
 
     blocks: int
     holders: int = 0
 
 
 class Prefixes:
-    """Which runs have their KV in an engine.
+    """The units that have KV in an engine.
 
     Attributes:
-        idle: blocks of units that no sequence holds. queried, hit: tokens of admitted prompts, and those found.
+        idle: blocks of units that no sequence holds. queried: tokens of admitted prompts. hit: how many were found.
     """
 
     def __init__(self) -> None:
@@ -34,9 +35,9 @@ class Prefixes:
         self._keys: dict[tuple[int, tuple[int, int]], int] = {}
 
     def keys(self, content: Content) -> list[tuple[int, int]]:
-        """(key, last block) of every unit: keys are equal where all tokens up to the unit's end are.
+        """(key, last block) of every unit. Two keys are equal if all tokens up to the ends of their units are.
 
-        The last token of a run is a unit of its own: that of an answer has no KV when its request ends.
+        The last token of a run is a unit of its own, since the last token of an answer has no KV when its request ends.
         """
         keys, key, end = [], 0, 0
         for name, tokens in content:
@@ -47,7 +48,7 @@ class Prefixes:
         return keys
 
     def find(self, content: Content, most: int) -> list[int]:
-        """Keys of the longest prefix that is kept, of at most ``most`` tokens."""
+        """Keys of the longest cached prefix of at most ``most`` tokens."""
         found = []
         for key, last in self.keys(content):
             if key not in self._units or last * BLOCK > most:
@@ -64,7 +65,7 @@ class Prefixes:
         return sum(self._units[key].blocks for key in keys)
 
     def take(self, keys: list[int]) -> int:
-        """Another sequence holds ``keys``. Returns how many blocks were idle until now."""
+        """Let another sequence hold ``keys``. Returns how many blocks were idle until now."""
         woken = 0
         for key in keys:
             unit = self._units[key]
@@ -75,9 +76,9 @@ class Prefixes:
         return woken
 
     def let_go(self, keys: list[int]) -> int:
-        """A sequence no longer holds ``keys``. Returns how many blocks are idle from now on."""
+        """Let a sequence no longer hold ``keys``. Returns how many blocks become idle."""
         idle = 0
-        for key in reversed(keys):  # the end of a prefix is evicted before what it begins with
+        for key in reversed(keys):  # the end of a prefix is evicted before its beginning
             unit = self._units[key]
             unit.holders -= 1
             if not unit.holders:
@@ -87,9 +88,10 @@ class Prefixes:
         return idle
 
     def publish(self, content: Content, held: list[int], tokens: int) -> list[int]:
-        """The first ``tokens`` of ``content`` have KV: what lies behind ``held`` can be found, and is held too.
+        """Publish the first ``tokens`` of ``content``, which now have KV: units after ``held`` can be found.
 
-        Returns all that the sequence holds. What another sequence has published meanwhile stays this one's own.
+        Returns all keys that the sequence holds. Stops at a unit that another sequence has published: this one then
+        keeps its own copy of the rest.
         """
         keys = self.keys(content)
         blocks = [last for _, last in keys]

@@ -1,8 +1,8 @@
-"""The runtime under a virtual clock: its own turn, scheduler, placement and pipeline; its workers are models.
+"""The runtime under a virtual clock: the real turn, scheduler, placement and pipeline; workers are models.
 
-``Simulation`` drives the turn as ``Engine._step`` does. Tokens have no value here; a request ends when it has drawn as
-many as its arrival says. Decisions take no virtual time (``Result.decisions`` says what they cost in CPU time), and the
-control plane has no latency. All slowness of workers and all messages between the pools are the virtual cluster's.
+``Simulation`` drives the turn as ``Engine._step`` does. Tokens have no values; a request ends when it has drawn as many
+as its arrival specifies. Decisions take no virtual time (``Result.decisions`` has their CPU time), and the control
+plane has no latency. The virtual cluster models the times of workers and of messages between the pools.
 """
 
 import bisect
@@ -44,7 +44,7 @@ Sequences = TypeVar("Sequences")
 
 
 class _Numbers(Generic[Sequences]):
-    """One number for each of a lane's sequences, looked up again only if these are another object than the last."""
+    """Caches one number for each of a lane's sequences until it is given another object of sequences."""
 
     def __init__(self, look_up: Callable[[Sequences], list[int]]) -> None:
         self._look_up = look_up
@@ -52,7 +52,7 @@ class _Numbers(Generic[Sequences]):
         self._last: Ints = np.zeros(0, np.int64)
 
     def of(self, sequences: Sequences) -> Ints:
-        """``sequences`` must not change while they are the same object."""
+        """The numbers of ``sequences``, an object that must not be mutated."""
         if sequences is not self._sequences:
             self._sequences = sequences
             self._last = np.array(self._look_up(sequences), np.int64)
@@ -68,7 +68,7 @@ def _requests(drawn: Mapping[int, Owner]) -> list[int]:
 
 
 class _Drawn(list[int]):
-    """Generated tokens that all have one value: as many as the log has of a request."""
+    """The generated tokens of a request: as many as the log says, all with the same value."""
 
     def __init__(self, log: RequestLog, index: int, value: int = 0) -> None:
         super().__init__([value])  # for plans that must name the last one
@@ -297,13 +297,13 @@ class Simulation:
 
     def _submit(self, plan: StepPlan, now: float) -> None:
         for segment in (segment for switch in plan.switches for segment in switch.segments):
-            if segment.sequence in self._segments:  # else it only holds a cached prefix
+            if segment.sequence in self._segments:  # otherwise it is only a cached prefix
                 self._place(segment.sequence, moved(self._segments[segment.sequence], segment))
         if plan.switches:
             for numbers in self._decoding:
                 numbers.forget()
         for sequence in plan.released:
-            if self._homes.pop(sequence, None) is not None:  # else it only held a cached prefix, or was a carrier
+            if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
                 del self._segments[sequence]
                 self._split.pop(sequence, None)
         for segment in plan.moved:

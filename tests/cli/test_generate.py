@@ -1,4 +1,4 @@
-"""`lamina generate`, `chat` and `bench` as people run them: processes, pipes and exit statuses."""
+"""`lamina generate`, `chat` and `bench` run as real processes: output, pipes and exit statuses."""
 
 import io
 import json

@@ -118,7 +118,7 @@ def poison(cluster: Connected) -> None:
             slab.k[:] = slab.v[:] = np.nan
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     model=models(),

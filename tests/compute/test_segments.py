@@ -117,7 +117,7 @@ class Sequences:
             assert sum(by_worker(segments, 0, tokens).values()) == tokens
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     overlap=overlaps,

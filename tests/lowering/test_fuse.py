@@ -34,7 +34,7 @@ def operators(graph: fx.Graph) -> Counter[str]:
     return names
 
 
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize("dtype", [pytest.param(DType.FLOAT32, marks=pytest.mark.slow), DType.BFLOAT16])
 @pytest.mark.parametrize(
     ("name", "expected"),
     [

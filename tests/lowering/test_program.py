@@ -11,10 +11,14 @@ from lamina.lowering import LoweredModel, LoweredSlice, Workspace, elementwise, 
 from lamina.splitter import SliceOutput, SplitModel, split
 from lamina.types import DType
 from tests.random_models import variant
+from tests.sweep import sweep
 
 pytestmark = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
 
-PROGRAMS = ["llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "seed_oss"]
+PROGRAMS = sweep(
+    ["llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "seed_oss"],
+    ["llama3-rope", "gemma2", "phi3"],
+)
 
 
 def random(seed: int, *shape: int) -> Tensor:
@@ -80,7 +84,7 @@ def test_logits_are_those_of_the_graph(name: str) -> None:
     assert by_program is not None and by_graph is not None and torch.equal(by_program, by_graph)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("name", sweep(["llama", "qwen3", "phi3"], ["phi3"]))
 def test_the_first_slice_is_that_of_the_graph(name: str) -> None:
     _, slices = loaded(name)
     first, ids, positions = slices[0], torch.tensor([5, 0, 5, 91]), torch.arange(4)
@@ -91,7 +95,7 @@ def test_the_first_slice_is_that_of_the_graph(name: str) -> None:
     assert all(map(torch.equal, tensors(by_program), tensors(by_graph)))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi", "mixtral", "olmo2", "gptj"])
+@pytest.mark.parametrize("name", sweep(["gpt2", "phi", "mixtral", "olmo2", "gptj"], ["gptj"]))
 def test_what_a_program_cannot_express_stays_a_graph(name: str) -> None:
     """Other norms and activations, routed experts, norms of all heads together, interleaved rotations."""
     assert Inner(name, 2).slice.program is None

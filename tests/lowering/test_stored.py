@@ -52,12 +52,12 @@ def assert_same(name: str, dtype: DType) -> None:
     assert all(torch.equal(restored.constants[key], value) for key, value in lowered.constants.items())
 
 
-@pytest.mark.parametrize("name", sweep(NAMES, ["llama", "gemma2", "bloom", "gpt_oss", "deepseek_v3"]))
+@pytest.mark.parametrize("name", sweep(NAMES, ["gemma2", "deepseek_v3"]))
 def test_every_family_is_the_same_when_read_again(name: str) -> None:
     assert_same(name, DType.FLOAT32)
 
 
-@pytest.mark.parametrize("name", sweep(["llama", "gemma2", "gpt_oss", "deepseek_v3"], ["llama", "gpt_oss"]))
+@pytest.mark.parametrize("name", sweep(["llama", "gemma2", "gpt_oss", "deepseek_v3"], ["gpt_oss"]))
 def test_low_precision_is_the_same_when_read_again(name: str) -> None:
     assert_same(name, DType.BFLOAT16)
 

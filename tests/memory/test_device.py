@@ -35,7 +35,7 @@ SPECS = [
 
 
 @pytest.mark.parametrize("name", DEVICES)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     pairs=st.lists(
         st.one_of(

@@ -44,6 +44,7 @@ class Pool:
         self.workers = {f"memory{index}": capacity for index, capacity in enumerate(capacities)}
         self.placement = StripedPlacement(self.workers, HeadShards(shards, shards), longest)
         self.held: list[tuple[str, int, int]] = []  # place, tokens, sequences
+        self.joined = 0
 
     def reserve(self, tokens: int, sequences: int) -> None:
         placement = self.placement
@@ -83,7 +84,8 @@ class Pool:
 
     def change(self, tokens: int, sequences: int) -> None:
         """One joins, or one is lost with everything that it holds a part of."""
-        one = {f"memory{len(self.workers) + 5}": tokens}
+        self.joined += 1
+        one = {f"later{self.joined}": tokens}
         now = {**self.workers, **one} if sequences > 1 else dict(list(self.workers.items())[1:])
         if len(now) > 1:
             lost = self.placement.lost(topology(now))

@@ -45,7 +45,7 @@ def test_a_config_with_experts() -> None:
     assert models.from_config("glm", glm).experts == Experts(
         count=64, active=8, intermediate=768, layers=45, shared=768
     )
-    with pytest.raises(ModelError, match="has 128 experts, of which each token takes None"):
+    with pytest.raises(ModelError, match="has 128 experts, of which each token uses None"):
         models.from_config("broken", {**QWEN, "num_experts_per_tok": None})
     assert models.from_config("dense", {**QWEN, "num_experts": None}).experts is None
 

@@ -1,4 +1,4 @@
-"""The queue of prompts: played against queueing theory, and the formula against what was played."""
+"""The queue of prompts: its simulation against queueing theory, and the formula against the simulation."""
 
 import math
 
@@ -20,7 +20,7 @@ def test_one_server_and_exponential_times(busy: float) -> None:
 
 
 def test_a_trace_is_stretched_and_not_reordered() -> None:
-    """Requests of 1 s, four at once and a long time nothing: one server takes them in turn, two share them."""
+    """Bursts of four requests of 1 s, far apart: one server takes them in turn, two share them."""
     arrivals, seconds = np.array([0.0, 0.0, 0.0, 0.0, 1e3]), np.ones(5)
     assert sojourn(arrivals, seconds, 1, 0.1, 1.0) == pytest.approx(4.0)
     assert sojourn(arrivals, seconds, 2, 0.1, 1.0) == pytest.approx(2.0)

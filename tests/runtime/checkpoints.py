@@ -19,11 +19,10 @@ def write_prepared(
     target: Target = Target.CPU,
     ranks: int = 1,
 ) -> PreTrainedModel:
-    """As ``write_checkpoint``, and the model is split here, once, for an engine with this ``dtype`` and replicas of so
-    many ``ranks``.
+    """Write a checkpoint as ``write_checkpoint`` does, and split the model into the cache, so that workers need not.
 
-    This process has imported transformers anyway. Workers, each of which would import it and split, recall the result;
-    tests/cli and tests/compute start workers that split.
+    ``dtype``, ``ranks``: of the engine. Saves time: this process has imported transformers already, and each worker
+    would import it to split. tests/cli and tests/compute cover workers that split.
     """
     model = write_checkpoint(config, place)
     for number in range(ranks):

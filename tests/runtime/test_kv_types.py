@@ -1,4 +1,4 @@
-"""The whole runtime with KV as int8 and fp8 codes: the tokens of Hugging Face's model with K and V rounded alike."""
+"""The whole runtime with int8 and fp8 KV gives the tokens of Hugging Face's model with K and V rounded alike."""
 
 import random
 from pathlib import Path
@@ -22,7 +22,7 @@ PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
 
 
 class RoundingCache(DynamicCache):  # type: ignore[misc]  # mypy reads no transformers: pyproject.toml
-    """Keeps K and V rounded; a prompt's chunk attends to itself as it is, a single token to what is kept of it."""
+    """Keeps rounded K and V. A prompt's chunk attends to its own K and V unrounded; a single token's are rounded."""
 
     def __init__(self, element: KvElement) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]  # mypy reads no transf
 
 
 def greedy_rounding(model: PreTrainedModel, prompt: list[int], tokens: int, element: KvElement) -> list[int]:
-    """As ``greedy`` with rounded K and V."""
+    """Like ``greedy``, with rounded K and V."""
     run: Any = model.generate
     cache = RoundingCache(element)
     settings = {"do_sample": False, "max_new_tokens": tokens, "eos_token_id": None, "pad_token_id": PAD}

@@ -63,6 +63,7 @@ def test_a_lost_compute_worker_takes_its_memory_with_it_and_is_replaced(
         engine.close()
 
 
+@pytest.mark.slow  # test_pools.py does the same without local memory
 def test_memory_workers_join_local_memory_are_lost_and_leave(
     checkpoint: Path,  # noqa: F811
     undisturbed: list[list[CompletionOutput]],  # noqa: F811

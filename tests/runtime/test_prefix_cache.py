@@ -127,6 +127,7 @@ def test_a_hit_gives_the_same_tokens_as_a_miss(model: Path) -> None:
     assert any(lost) and not all(lost)
 
 
+@pytest.mark.slow  # tests/schedule/test_prefixes.py checks it without workers
 def test_prefixes_make_way_for_requests_and_the_least_recently_used_go_first(model: Path) -> None:
     engine = start(model, memory="cpu:1", compute="cpu:1", kv_cache_memory_bytes=300_000)
     capacity = engine.cluster.capacities["memory0"]

@@ -1,4 +1,4 @@
-"""Two engines behind one address on a Ray cluster of this machine, by Ray Serve: deploy/ray/lamina_serve.py."""
+"""deploy/ray/lamina_serve.py: two engines behind one address by Ray Serve, on a Ray cluster of this machine."""
 
 import contextlib
 import json
@@ -54,7 +54,7 @@ def served() -> Iterator[httpx.Client]:
 
 
 def worker_processes(module: str = "lamina.") -> list[psutil.Process]:
-    """Those of this cluster: raylets are children of this process, and actors theirs."""
+    """Worker processes of this cluster: descendants of this process, through raylets and actors."""
     return [one for one in psutil.Process().children(recursive=True) if module in command(one).partition(" -m ")[2]]
 
 
@@ -98,7 +98,7 @@ def test_answers_are_those_of_a_server(served: httpx.Client) -> None:
 
 
 def test_conversations_stay_with_their_engine_and_are_spread_over_both(served: httpx.Client) -> None:
-    """Each goes on four times; what the engine has of it is found in its prefix cache."""
+    """Each conversation has four turns, all on one engine, whose prefix cache has the earlier turns."""
 
     def converse(number: int) -> tuple[set[str], int]:
         said, engines, cached = f"{number}: {SYSTEM * 8}", set(), 0
@@ -109,7 +109,7 @@ def test_conversations_stay_with_their_engine_and_are_spread_over_both(served: h
             said += answer.json()["choices"][0]["text"] + f" and {turn}"
         return engines, cached
 
-    with ThreadPoolExecutor(3) as pool:  # of more, some would move to an engine that is idle
+    with ThreadPoolExecutor(3) as pool:  # with more at once, some would move to an idle engine
         each = list(pool.map(converse, range(8)))
     assert all(len(engines) == 1 for engines, _ in each), "a conversation has moved"
     assert len(set.union(*(engines for engines, _ in each))) == 2, "one engine has all conversations"

@@ -118,6 +118,7 @@ def test_chats_come_back_from_the_disk_with_the_same_tokens(model: Path, folder:
         assert drawn(outputs) == drawn(expected)
 
 
+@pytest.mark.slow  # it starts three clusters
 def test_a_folder_that_cannot_be_used_is_refused_at_the_start(model: Path, folder: Path, tmp_path: Path) -> None:
     def refused(text: str, **settings: Any) -> None:
         with pytest.raises(ConfigError, match=text):

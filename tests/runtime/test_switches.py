@@ -1,4 +1,4 @@
-"""Every switch of the runtime, alone and together, leaves the tokens alone: those of Hugging Face, or of the seed."""
+"""No optimisation changes the tokens: whatever is on, they equal Hugging Face's, or depend on the seed alone."""
 
 import itertools
 import os
@@ -39,15 +39,13 @@ DRAWN = SamplingParams(n=2, seed=5, repetition_penalty=1.3, presence_penalty=0.5
 
 
 class Switched:
-    """A model with windows, sinks and experts, and what it answers with nothing switched on or off."""
+    """A model with windows, sinks and experts, and its answers with the default settings."""
 
     def __init__(self, place: Path) -> None:
         self.model = str(place)
         reference = write_prepared(served("gpt_oss"), place)
         draw = random.Random(3)
-        self.prompts = [
-            [draw.randrange(3, SERVED_VOCABULARY) for _ in range(n)] for n in (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)
-        ]
+        self.prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(n)] for n in (1, 3, 8, 21, 55, 7)]
         self.greedy = [[greedy(reference, prompt, TOKENS)] for prompt in self.prompts]
         outputs = self.run({})
         assert outputs[: len(self.prompts)] == self.greedy
@@ -77,7 +75,7 @@ def switched(tmp_path_factory: pytest.TempPathFactory) -> Switched:
 
 @pytest.mark.parametrize("switches", sweep(SWITCHES, ["everything over TCP"]))
 def test_every_optimisation_leaves_the_tokens_alone(switched: Switched, switches: dict[str, Any]) -> None:
-    """Greedy ones equal Hugging Face; drawn ones, with penalties, depend on the seed alone, whichever replica draws."""
+    """Greedy tokens equal Hugging Face's. Sampled tokens, with penalties, depend on the seed alone, on any replica."""
     outputs = switched.run(switches)
     assert outputs[: len(switched.prompts)] == switched.greedy
     assert outputs[len(switched.prompts) :] == switched.drawn
@@ -87,7 +85,7 @@ def test_every_optimisation_leaves_the_tokens_alone(switched: Switched, switches
 def test_lanes_that_change_replicas_and_order_leave_the_tokens_alone(
     switched: Switched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every few steps another arrangement: sequences go to replicas that have not run them, and back."""
+    """The arrangement of lanes changes every few steps: sequences go to replicas that have not run them, and back."""
     steps = itertools.count(1)
     seen = set()
 

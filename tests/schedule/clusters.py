@@ -1,4 +1,4 @@
-"""Model workers under a scheduler: a brute-force account of slabs, segments and tokens, which checks every plan."""
+"""A brute-force model of a cluster, which checks every plan of a scheduler against slabs, segments and tokens."""
 
 import dataclasses
 import itertools
@@ -21,7 +21,7 @@ MANY = Limits(max_sequences=16, max_num_batched_tokens=16, max_model_len=32)  # 
 
 
 class MemoryModel:
-    """What a memory worker does with a plan, on a real slab, checking every position it is given."""
+    """A memory worker: applies plans to a real slab and checks every position."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class MemoryModel:
                 self.slab.open((segment.sequence, start))
 
     def end(self, sequence: int, position: int) -> None:
-        """Another segment takes the tokens from this position on."""
+        """End a sequence's segments here at this position: another worker takes the tokens from there on."""
         for start, stop in list(self.here.get(sequence, {}).items()):
             if start >= position:
                 assert not len(self.slab.slots((sequence, start)))
@@ -93,7 +93,7 @@ class MemoryModel:
                 self.here[sequence][start] = min(stop, position)
 
     def switch(self, carrier: int, new: Segment) -> None:
-        """Token by token: a sequence has the range in the carrier's slots, here or elsewhere."""
+        """Give a sequence the carrier's slots for a range of tokens, here or on another worker. Token by token."""
         sequence, (first, last) = new.sequence, new.tokens
         before = self.here.pop(sequence, {})
         if not before and new.worker != self.name:
@@ -101,7 +101,7 @@ class MemoryModel:
         closes, last = last is not None, sys.maxsize if last is None else last
         if not closes and new.worker == self.name:
             last = first + len(self.slab.slots((carrier, 0)))
-        places = {}  # by position: what holds it, and where in that
+        places = {}  # by position: the key in the slab that holds it, and the index there
         for start in before:
             for index in range(len(self.slab.slots((sequence, start)))):
                 places[start + index] = (sequence, start), index
@@ -146,7 +146,7 @@ class MemoryModel:
                 self.slab.append(key, migration.stop - migration.start)
 
     def carry(self, migration: Migration) -> None:
-        """Let a carrier have slots for its range: those of its parent, or new ones."""
+        """Give a carrier slots for its range: those of its parent, or new ones."""
         if migration.source == self.name:
             ((first, _),) = [
                 (start, stop)
@@ -175,7 +175,7 @@ requests = st.lists(
         st.integers(1, 20),  # prompt
         st.integers(1, 12),  # max_tokens
         st.integers(1, 3),  # n
-        st.lists(st.integers(0, 14), min_size=3, max_size=3),  # a completion stops by itself after that many tokens
+        st.lists(st.integers(0, 14), min_size=3, max_size=3),  # tokens after which each completion stops by itself
         st.one_of(st.none(), st.integers(0, 25)),  # aborted at this turn
         st.integers(0, 10),  # arrives at this turn
     ),
@@ -185,7 +185,7 @@ requests = st.lists(
 
 @dataclass(frozen=True)
 class Course:
-    """How large a cluster is, and what happens to it: arguments of its methods, by turn and the method's name."""
+    """The size of a cluster, and its events: by turn and by method name, the arguments of the call."""
 
     memories: int
     lanes: int
@@ -203,7 +203,7 @@ class Course:
 
 
 def courses(**events: st.SearchStrategy[dict[int, Any]]) -> st.SearchStrategy[Course]:
-    """Courses with these events, and changes of the number of lanes."""
+    """A strategy for courses with these events, and with changes of the number of lanes."""
     return st.builds(
         Course,
         memories=st.integers(1, 3),
@@ -223,7 +223,7 @@ def turns(arguments: st.SearchStrategy[Any], most: int, last: int = 30) -> st.Se
 
 
 class Cluster:
-    """Compute workers that take their time, and memory workers, under a scheduler; checks every plan."""
+    """Slow compute workers and memory workers under a scheduler. Checks every plan."""
 
     prefix_cache = False
     overcommit = 1.0
@@ -251,13 +251,13 @@ class Cluster:
         self._in_flight: list[list[StepPlan]] = [[] for _ in range(lanes)]
         self._turns = [0] * lanes
         self._computed: dict[int, int] = {}  # tokens whose steps have completed, by sequence
-        self._migrations: list[Migration] = []  # that have begun and are not done
+        self._migrations: list[Migration] = []  # begun and not done
         self._owners: dict[int, tuple[int, int]] = {}  # by sequence: its request and completion
         self._drawn: dict[tuple[int, int], list[int]] = {}  # by request and completion
         self.moved = self.grown = self.turn = 0
 
     def play(self, course: Course, least: int) -> None:
-        """All turns of a course, ``least`` or more, until nothing is left to do."""
+        """Play all turns of a course, at least ``least``, until nothing is left to do."""
         for self.turn in itertools.count():
             assert self.turn < 2000, "the scheduler does not come to rest"
             self.arrive(self.turn)
@@ -275,7 +275,7 @@ class Cluster:
                 return
 
     def check_ends(self) -> None:
-        """Completions that were served and not aborted ended where they were to."""
+        """Check that completions that were served and not aborted ended after the right number of tokens."""
         for index, (_, _, n, stops, aborted, _) in enumerate(self.requests):
             if aborted is None and index not in self.unservable:
                 most = self.groups[index].max_tokens
@@ -285,16 +285,16 @@ class Cluster:
         self.scheduler.use_lanes(min(active, len(self._in_flight)))
 
     def leave(self) -> None:
-        """Workers that nothing is on any more leave."""
+        """Let empty workers that are to leave do so."""
 
     def drop(self, number: int) -> None:
-        """The KV of one of the requests that have any is dropped."""
+        """Drop the KV of a request that has some."""
         holders = [group for memory in self.memories for group in self.scheduler.holders(memory.name)]
         if holders:
             self.scheduler.drop(holders[number % len(holders)])
 
     def migrate(self) -> None:
-        """The oldest migration is done, be its sequence still there or not."""
+        """Complete the oldest migration, whether its sequence still exists or not."""
         if self._migrations:
             self.scheduler.migrated(self._migrations.pop(0).number)
 
@@ -313,7 +313,7 @@ class Cluster:
         return list(range(self.requests[index][0]))
 
     def complete(self, lane: int) -> None:
-        """The oldest step of a lane ends."""
+        """Complete the oldest step of a lane."""
         steps, stops = self._in_flight[lane].pop(0).sequences, dict[int, int]()
         for step in steps:
             self._computed[step.sequence] = step.stop
@@ -324,7 +324,7 @@ class Cluster:
             self.take(group, completion)
 
     def take(self, group: Group, completion: Completion) -> None:
-        """A completion has drawn a token."""
+        """Note that a completion has drawn a token."""
         token = 100 * completion.index + len(completion.generated)
         completion.generated.append(token)
         self._drawn.setdefault((int(group.request.request_id), completion.index), []).append(token)
@@ -334,7 +334,7 @@ class Cluster:
             self.scheduler.finish(group, completion)
 
     def plan(self, lane: int) -> None:
-        """All the steps a lane may have in flight begin."""
+        """Begin all steps that a lane may have in flight."""
         while self.scheduler.in_flight(lane) < self._depth and (plan := self.scheduler.plan(lane)) is not None:
             assert plan.turn == self._turns[lane]
             self._turns[lane] += ATTENTIONS if plan.sequences else 0

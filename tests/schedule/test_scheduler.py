@@ -45,6 +45,17 @@ def test_what_was_dropped_leaves_the_room_to_what_goes_on_there() -> None:
     cluster.check_ends()
 
 
+def test_what_was_dropped_leaves_the_room_to_a_sequence_that_goes_on_from_another_worker() -> None:
+    """Two requests fill a worker each. The later one is dropped, and is not admitted before the other has its slots."""
+    short = (1, 1, 1, [0, 0, 0], None, 0)
+    many = [*2 * [(1, 1, 1, [0, 0, 0], None, 1)], (17, 7, 2, [0, 0, 0], None, 0), (1, 2, 2, [0, 0, 0], None, 0), short]
+    many += [(1, 6, 1, [6, 0, 0], None, 0), *5 * [short], (15, 7, 2, [0, 0, 0], None, 0)]
+    course = Course(2, 2, 1, MANY, 27, None, 1, {"drop": {0: 0, 6: 0, 10: 0, 2: 0}})
+    cluster = Cluster(many, *course.sizes)
+    cluster.play(course, 20)
+    cluster.check_ends()
+
+
 def test_a_completion_that_ended_goes_to_another_lane_with_those_to_be_forked_from_it() -> None:
     larger, smaller = (4, 8, 3, [0, 0, 0], None, 0), (4, 8, 2, [1, 0, 0], None, 0)
     cluster = Cluster([larger, smaller], memories=1, lanes=2, depth=1, limits=MANY)

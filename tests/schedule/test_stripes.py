@@ -8,6 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.engine.placement import holdings
+from lamina.engine.reading import segments_of
 from lamina.errors import RequestError
 from lamina.heads import HeadShards
 from lamina.memory.store import KvStore
@@ -71,7 +73,7 @@ class Striped(Driver):
 
     def check(self, resting: bool = False) -> None:
         """Slots that are in use are reserved or idle, and all of them at rest, when only what is idle is left; running
-        sequences are all there."""
+        sequences are all there; callers and operators are told of memory workers that take part."""
         taken = Counter[str]()
         for place in self.placement.capacities:
             tokens = self.placement.reserved[place] + self.placement.idle[place]
@@ -85,6 +87,11 @@ class Striped(Driver):
             for step in plan.sequences:
                 held = [one for store in self.stores.values() for one in store._segments.get(step.sequence, [])]
                 check_segments(step.sequence, held, SHARDS)
+        for group in self.live.values():  # as they were when they drew their last tokens: some have lost KV since
+            assert {segment.worker for segment in segments_of(group)} <= self.stores.keys()
+        scheduler = self.turn.scheduler
+        for name, requests in holdings(scheduler.moves.lanes, scheduler.prefixes, self.placement).items():
+            assert max(requests.values()) <= self.stores[name].slab.capacity // SHARDS.count
 
     def lose(self) -> None:
         """A memory worker with everything on it."""

@@ -18,7 +18,8 @@ from tests.cli.commands import END_S, RUN_S, Server, start
 
 PROMPT = "def fibonacci(n):"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
-LONG = GREEDY | {"max_tokens": 400, "stream": True}
+LONG = GREEDY | {"max_tokens": 150, "stream": True}
+ENDLESS = LONG | {"max_tokens": 800, "n": 4}
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +113,9 @@ def test_a_stop_string_cuts_what_the_engine_had_drawn_already(server: Server) ->
     stop = text[20:27]  # over the bounds of tokens, most likely
     expected = text[: text.index(stop)]
     assert expected
-    (stopped,) = ask(server, **GREEDY | {"max_tokens": 400, "stop": [stop]})["choices"]
+    (stopped,) = ask(server, **GREEDY | {"max_tokens": 100, "stop": [stop]})["choices"]
     assert (stopped["text"], stopped["finish_reason"]) == (expected, "stop")
-    answer = ask(server, **GREEDY | {"max_tokens": 400, "stop": [stop], "n": 3, "temperature": 1.0, "seed": 5})
+    answer = ask(server, **GREEDY | {"max_tokens": 100, "stop": [stop], "n": 3, "temperature": 1.0, "seed": 5})
     assert all(stop not in choice["text"] for choice in answer["choices"])
     with httpx.Client(timeout=RUN_S) as client, stream(client, server, **LONG | {"stop": [stop]}) as (found, _):
         *_, last = found
@@ -137,7 +138,7 @@ def test_refusals_of_the_engine_reach_clients(server: Server) -> None:
 
 
 def test_a_client_that_leaves_frees_its_kv(server: Server) -> None:
-    with httpx.Client(timeout=RUN_S) as client, stream(client, server, **LONG | {"n": 4}):
+    with httpx.Client(timeout=RUN_S) as client, stream(client, server, **ENDLESS):
         assert not idle(server)
     wait_until(lambda: idle(server))
 
@@ -148,7 +149,7 @@ def test_a_killed_frontend_takes_its_own_requests_with_it_and_no_others(server: 
     counted = values(httpx.get(f"{server.url}/metrics").text)["lamina_generated_tokens_total"]
     before = {one.pid for one in frontends(server)}
     assert len(before) == 2
-    with httpx.Client(timeout=RUN_S) as first, stream(first, server, **LONG | {"n": 4}) as (broken, port):
+    with httpx.Client(timeout=RUN_S) as first, stream(first, server, **ENDLESS) as (broken, port):
         victim = owner(server, port)
         for _ in range(200):  # until a connection goes to the other frontend
             other = httpx.Client(timeout=RUN_S)
@@ -188,7 +189,7 @@ def workers_of(server: Server) -> dict[int, str]:
 )
 def test_clients_notice_an_engine_that_is_killed_as_a_pause(server: Server, also: str) -> None:
     """Also if a worker dies with it. The others keep what they have loaded, unless it was the last compute worker."""
-    one_long = LONG | {"max_tokens": 200}
+    one_long = LONG | {"max_tokens": 100}
     many = one_long | {"n": 3, "temperature": 1.0, "seed": 5, "logprobs": 0, "frequency_penalty": 0.3}
     expected = [ask(server, **body | {"stream": False})["choices"] for body in (one_long, many)]
     before, old = workers_of(server), engine_of(server)

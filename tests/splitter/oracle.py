@@ -1,4 +1,4 @@
-"""A reference runtime: slices composed with a slow, obvious attention in float64."""
+"""A reference runtime: runs slices with a slow, simple attention in float64."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,10 @@ from lamina.types import AttentionSpec
 
 
 def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, sinks: Tensor | None) -> Tensor:
-    """q [T, Hq, D] at positions start.., k [S, Hkv, D], v [S, Hkv, Dv] at positions 0.. -> [T, Hq, Dv]."""
+    """Causal attention of q [T, Hq, D], at positions from ``start`` on, to k [S, Hkv, D] and v [S, Hkv, Dv], from 0 on.
+
+    Returns [T, Hq, Dv].
+    """
     group = spec.query_heads // spec.kv_heads
     keys = k.double().repeat_interleave(group, dim=1)
     values = v.double().repeat_interleave(group, dim=1)

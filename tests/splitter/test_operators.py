@@ -15,7 +15,7 @@ WIDTH = 6
 
 
 class Model(torch.nn.Module):
-    """``function`` of itself, hidden states [1, T, WIDTH] and positions [T]."""
+    """A model that calls ``function`` with itself, hidden states [1, T, WIDTH] and positions [T]."""
 
     def __init__(self, function: Function) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The benchmarks of the transport run. The figures of such short runs mean nothing."""
+"""Smoke tests of the transport's benchmarks: they run and report figures, which mean nothing in such short runs."""
 
 import json
 import subprocess
@@ -20,7 +20,7 @@ def figures(tmp_path: Path, program: str, *arguments: str) -> Any:
     return json.loads(file.read_text())
 
 
-@pytest.mark.parametrize("bulk", ["prompts", "migrations"])
+@pytest.mark.parametrize("bulk", ["prompts", pytest.param("migrations", marks=pytest.mark.slow)])
 def test_decode_beside_bulk(tmp_path: Path, bulk: str) -> None:
     (result,) = figures(tmp_path, "bulk", "--transports", "shm", "--bulk", bulk, "--rounds", "100")
     assert 0 < result["alone_p50"] <= result["alone_p99"]

@@ -1,4 +1,4 @@
-"""The Ray actor that supervises one worker on its node. Imports Ray nowhere: Ray makes an actor of the class."""
+"""The Ray actor that supervises one worker on its node. Does not import Ray, which makes an actor of the class."""
 
 import platform
 
@@ -16,8 +16,8 @@ from lamina.version import __version__
 class SupervisorActor:
     """Supervises one worker, whose process ends with the actor's.
 
-    What Ray carries is public: the actor makes its key pair itself and returns the public key. Everything else reaches
-    the worker over the connection to the engine that this pair encrypts.
+    No secret goes through Ray: the actor generates its key pair and returns the public key. Everything else reaches the
+    worker over its connection to the engine, encrypted with that pair.
     """
 
     def __init__(self) -> None:
@@ -29,13 +29,13 @@ class SupervisorActor:
 
     def run(self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str) -> str:
         """Supervise worker ``name`` until it has ended. Returns why it could not; empty if it could."""
-        environment()  # a wrong variable of this node is reported, not raised in the worker
+        environment()  # report invalid variables of this node here, not from the worker
         about = Apply(__version__, role, kind, host(), platform.node(), name)
         keys = Keys(engine_key, self._public, self._secret)
         try:
             Supervisor(engine, keys, about, Place(device)).run()
         except WorkerError:
-            return ""  # its supervisor has told the engine
+            return ""  # the supervisor has told the engine
         except LaminaError as error:
             return str(error)
         return ""

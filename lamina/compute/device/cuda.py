@@ -1,4 +1,4 @@
-"""A card through torch: CUDA graphs, FlashAttention, memory."""
+"""An NVIDIA GPU through torch: CUDA graphs, FlashAttention, memory."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from lamina.kernels.gpu.device import count_by_bus
 
 
 class Cuda:
-    """A ``Kit``: GPU ``index`` of those that this process may use, counted by their PCI bus addresses."""
+    """A ``Kit``: GPU ``index`` of those visible to this process, in the order of their PCI bus addresses."""
 
     def __init__(self, index: int) -> None:
         """Raises ConfigError if torch cannot use the GPU."""
@@ -38,13 +38,13 @@ class Cuda:
             begin()
 
         with torch.cuda.stream(self._stream):
-            work(lambda: None)  # libraries allocate and load at their first call, which cannot be recorded
+            work(lambda: None)  # libraries load and allocate at their first call, which cannot be recorded
             self._stream.synchronize()
             begin()
             try:
                 work(cut)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # of an invalidated recording; the first error says why
+                with contextlib.suppress(RuntimeError):  # the recording is invalid; the first error says why
                     graphs[-1].capture_end()
                 raise
             graphs[-1].capture_end()
@@ -73,7 +73,7 @@ class Cuda:
 
 
 def require_torch(index: int) -> None:
-    """Raises ConfigError, saying what was found, unless torch can run slices on GPU ``index``."""
+    """Raises ConfigError with what was found, unless torch can run slices on GPU ``index``."""
     found = f"PyTorch {torch.__version__}"
     remedy = "install a PyTorch with CUDA, or use --compute cpu:1"
     if torch.version.hip:

@@ -1,4 +1,4 @@
-"""Writes to a memory worker's GPU memory in Triton: rows of K and V to a slab, changed words to its page tables."""
+"""Triton kernels that write to a memory worker's slab (rows of K and V) and to its page tables (changed words)."""
 
 import triton
 import triton.language as tl

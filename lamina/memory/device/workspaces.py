@@ -1,6 +1,6 @@
-"""What attention on a GPU needs beside slabs: bounded, and taken before the capacity of slabs is computed.
+"""Memory that attention on a GPU needs beside slabs: bounded, and allocated before slabs are sized.
 
-Allocations come from the backend's pool, which keeps what is freed: what was taken once is used again.
+Allocations come from the backend's pool, which keeps freed memory for the next allocation.
 """
 
 import collections
@@ -19,7 +19,7 @@ from lamina.kernels.gpu.specialize import append_program, power_of_two, write_wo
 from lamina.memory.device.base import Largest
 from lamina.types import AttentionSpec, KvElement
 
-MOST_TABLES = 64  # kept for later steps, unless ``reserve`` says how many
+MOST_TABLES = 64  # kept for later steps, before ``reserve`` says how many
 
 
 class Workspaces:
@@ -30,10 +30,10 @@ class Workspaces:
         self._choices = Choices.load(backend.name)
         self._scratch = Scratch(backend)
         self._most_tables, self._used = MOST_TABLES, 0
-        self._unused = collections.deque[Attention]()  # those used last come last
+        self._unused = collections.deque[Attention]()  # in order of last use
 
     def take(self, pairs: int, rows: int) -> Attention:
-        """For a step of so many pairs and query rows; ``give`` it back."""
+        """Tables for a step of so many pairs and query rows. The caller returns them with ``give``."""
         capacity = StepCapacity(power_of_two(pairs), power_of_two(rows))
         found = next((each for each in reversed(self._unused) if each.capacity == capacity), None)
         if found is not None:
@@ -43,7 +43,8 @@ class Workspaces:
         return found or Attention(self._backend, capacity, self._choices, self._scratch)
 
     def give(self, attention: Attention) -> None:
-        """Use this again for later steps. Work that was launched with it may still run: they are of one stream."""
+        """Return tables for use by later steps. Kernels launched with them may still run: later ones follow in the same
+        stream."""
         self._used -= 1
         self._unused.append(attention)
         self._shrink()
@@ -55,7 +56,7 @@ class Workspaces:
     def reserve(
         self, attentions: Sequence[AttentionSpec], element: KvElement, query: npt.DTypeLike, largest: Largest
     ) -> None:
-        """Compile what steps up to the ``largest`` launch, for messages of type ``query``, and take their memory.
+        """Compile the kernels of steps up to the ``largest``, for messages of type ``query``; allocate their memory.
 
         Raises MemoryError if the GPU has too little.
         """
@@ -67,7 +68,7 @@ class Workspaces:
         programs = {write_words_program()}
         for spec in specs:
             programs.add(append_program(element, query, spec.kv_heads, spec.qk_dim, spec.v_dim))
-        # Tables of smaller steps take no more than those of the largest, in whose memory they are made later.
+        # Tables of smaller steps fit in the memory of those of the largest, which is freed for them.
         tables = [Attention(self._backend, sizes[-1], self._choices, self._scratch) for _ in range(largest.tables)]
         few = [Attention(self._backend, size, self._choices, self._scratch) for size in sizes[:-1]]
         for attention, spec in itertools.product(tables + few, specs):
