@@ -178,7 +178,7 @@ def _one_large(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Co
     ]
     return [
         Comparison(
-            "copies that lend over one TP group, Traces 3, 4 and 6",
+            "two copies that lend over one TP group, Traces 3 and 4",
             "times",
             setup["source"],
             tuple(setup["times"]),
@@ -197,7 +197,7 @@ def _some_long(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Co
         ]
         rows.append(
             Comparison(
-                f"copies that lend over one TP group, {row['share']:.0%} long requests",
+                f"two copies that lend over one TP group, {row['share']:.0%} long requests",
                 "times",
                 published["some_long"]["source"],
                 tuple(row["times"]),

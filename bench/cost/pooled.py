@@ -65,8 +65,8 @@ class Lender(Instance):
 
     @property
     def spare(self) -> int:
-        """Blocks that others may borrow: not those that this engine owes, or debts would go round in circles."""
-        return max(0, self.free - sum(self.borrowed.values()) - self._watermark)
+        """Blocks that others may borrow."""
+        return max(0, self.free - self._watermark)
 
     def _borrow(self, blocks: int) -> None:
         for lender in sorted(self.others, key=lambda one: one.spare, reverse=True):
