@@ -57,8 +57,9 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         [(row["figure"], row["published"], row["needs"]) for row in published["missing"]],
     )
     section.text(
-        "Nothing of ours stands beside these: in the simulator, as in the runtime, a prompt is computed on one "
-        "replica, and replicas do not change while requests run."
+        "Nothing of ours stands beside these: in the runtime, as in the simulator, one replica computes a chunk of a "
+        "prompt. The runtime adds and removes replicas and memory workers while requests run; simulated pools do not "
+        "change."
     )
     return section
 
@@ -177,7 +178,7 @@ def _one_large(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Co
     ]
     return [
         Comparison(
-            "copies that lend over one TP group, Traces 3, 4 and 6",
+            "two copies that lend over one TP group, Traces 3 and 4",
             "times",
             setup["source"],
             tuple(setup["times"]),
@@ -196,7 +197,7 @@ def _some_long(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Co
         ]
         rows.append(
             Comparison(
-                f"copies that lend over one TP group, {row['share']:.0%} long requests",
+                f"two copies that lend over one TP group, {row['share']:.0%} long requests",
                 "times",
                 published["some_long"]["source"],
                 tuple(row["times"]),

@@ -16,14 +16,18 @@ from lamina.simulate.instance import Batch, Instance, Running, blocks_of
 from lamina.simulate.prefixes import BLOCK
 
 MOST_BUSY = 0.9
-"""Share of a lender's time that attention for others may take: more of it does not slow the lender further."""
+"""Share of the time of a prompt that attention for others may take."""
+
+OUTPUT = 256
+"""Most output tokens of a request; short ones generate half of their context. The papers do not say."""
 
 
 class Lender(Instance):
     """An engine that borrows blocks.
 
     Attributes:
-        others: engines to borrow from. borrowed: blocks from each of them. step_s: of the last step with decoding.
+        others: engines to borrow from. borrowed: blocks from each of them.
+        step_s: seconds of the last step if it decoded, for which others attended to what they lend; else 0.
         stuck: the first waiting request if it found no room: later ones, of all engines, wait behind it.
     """
 
@@ -78,7 +82,8 @@ class Lender(Instance):
             del self.borrowed[lender]
 
     def seconds(self, batch: Batch) -> float:
-        """A step: attention to KV elsewhere runs beside that to KV here, and attention for others takes its share."""
+        """A step: attention to KV elsewhere runs beside that to KV here. Copies that decode keep pace, and attend once
+        a step for each that borrows; beside a prompt, as often as these decode, for at most ``OUTPUT`` tokens."""
         seconds = super().seconds(batch)
         if batch.decoding:
             rows, tokens = len(batch.decoding), sum(one.cached + 1 for one in batch.decoding)
@@ -87,14 +92,18 @@ class Lender(Instance):
                 here = self._attention(max(0, tokens - sum(away.values())), rows)
                 there = max(one._attention(share, rows) for one, share in away.items()) + self._messages(rows)
                 seconds += max(here, there) - self._attention(tokens, rows)
-            self.step_s = seconds
-        busy = sum(self._for(one) for one in self.others)
-        return seconds / (1 - min(busy, MOST_BUSY))
+        each = {one: self._for(one) for one in self.others if one.step_s}
+        if batch.decoding:
+            self.step_s = seconds + sum(each.values())
+            return self.step_s
+        self.step_s = 0.0
+        busy = min(sum(own / one.step_s for one, own in each.items()), MOST_BUSY)
+        return seconds + min(seconds * busy / (1 - busy), OUTPUT * sum(each.values()))
 
     def _for(self, debtor: "Lender") -> float:
-        """Share of the time for which this engine attends for ``debtor``."""
+        """Seconds of attention here for a step of ``debtor``."""
         blocks = debtor.borrowed.get(self, 0)
-        return self._attention(BLOCK * blocks, 1) / debtor.step_s if blocks and debtor.step_s else 0.0
+        return self._attention(BLOCK * blocks, 1) if blocks else 0.0
 
     def _attention(self, tokens: int, rows: int) -> float:
         return self._cost.shape.layers * float(self._cost.attention_seconds(tokens, rows, 1 / self._tp))
@@ -125,9 +134,6 @@ class Pooled(BaselineSimulation):
 
 
 REQUESTS = 200
-OUTPUT = 256
-"""Most output tokens of a request; short ones generate half of their context. The papers do not say."""
-
 DONE = 0.7
 """Share of requests that come at once which end while engines are full: throughput is that until then."""
 

@@ -208,8 +208,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
-    offered = f"; they arrived at {result.offered_requests_s:.2f} a second" if result.offered_requests_s else ""
-    table.add_row("requests", f"{ended}, in {result.seconds:.0f} s{offered}")
+    table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
     if lost and result.log.count(State.FINISHED) < len(result.log.arrivals):
         table.add_row("lost", "a lost worker stops its engine: running requests fail, later ones are refused")
     elif result.log.count(State.REFUSED):
@@ -239,8 +238,8 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
 
 def _sustained(result: "Result") -> str:
     """The rate at which requests end while others arrive, and what each costs then: as in `lamina plan`."""
-    rate = result.sustained_requests_s
-    text = f"{rate:.2f} requests/s while the second half of them arrived"
+    rate, offered = result.served_requests_s, result.offered_requests_s
+    text = f"{rate:.2f} requests/s" + (f", of {offered:.2f} that arrived" if offered else "")
     if result.usd_per_hour is None or not rate:
         return text
     return f"{text}: ${result.usd_per_hour / 3.6 / rate:.2f} per 1,000 requests"

@@ -204,7 +204,7 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
         f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
         f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
         f"--trace {shlex.quote(str(trace))} {chosen} "
-        f"--rate-scale {course.rate_scale(trial.requests_s, trial.requests)} --prices {course.prices}"
+        f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {course.prices}"
         + type_options(deployment.model)
     )
 

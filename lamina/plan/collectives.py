@@ -7,8 +7,9 @@ from numpy.typing import ArrayLike
 
 from lamina.plan.gemm import Floats
 
-CUSTOM_BYTES = {2: 4 * 2**20, 4: 4 * 2**20, 8: 2**20}
-"""Largest all-reduce, by devices, that vLLM leaves to its own kernel; seen in the measurements on an A100."""
+CUSTOM_BYTES, CUSTOM_DEVICES = 8 * 2**20, 8
+"""vLLM leaves all-reduces of fewer bytes to its own kernel, on up to so many devices: its defaults, as on the A100 that
+was measured. On Hopper, another kernel takes over from smaller sizes on, which was not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +53,9 @@ class PeerReadFit:
     phase_s: float
 
     def seconds(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
-        """Seconds of summing ``nbytes`` over ``devices``; infinite beyond CUSTOM_BYTES."""
+        """Seconds of summing ``nbytes`` over ``devices``; infinite where vLLM does not use this kernel."""
         sizes, rate = np.asarray(nbytes, dtype=np.float64), self.link_share * link_bytes_s
         once = (devices - 1) * sizes / rate
         twice = 2 * (devices - 1) / devices * sizes / rate + self.phase_s
         found = self.latency_s + (devices - 1) * self.hop_s + np.minimum(once, twice)
-        return np.where(sizes <= CUSTOM_BYTES.get(devices, 0), found, np.inf)
+        return np.where((sizes < CUSTOM_BYTES) & (devices <= CUSTOM_DEVICES), found, np.inf)

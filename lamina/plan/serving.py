@@ -33,6 +33,9 @@ from lamina.plan.workload import Workload
 MARGIN = 0.9
 """Share of the SLO on TBT that a step of the mean batch may take: batches and lengths vary."""
 
+SEATED = 0.97
+"""The same for workers that only decode: ``Capacity.seats`` bounds their batch, and only lengths vary."""
+
 POINTS = 80
 """Batches to try. Near the SLOs, a fraction of a sequence more counts: batches are means."""
 
@@ -169,7 +172,7 @@ class Server:
         if not len(rows):
             return None
         steps = self._group_step(decode, degree, rows)
-        within = steps <= MARGIN * self.slo.tbt_s
+        within = steps <= SEATED * self.slo.tbt_s
         rates = np.where(within, groups * rows / (self.workload.output * steps), 0.0)
         most = rates.max()
         if not most:
@@ -199,6 +202,7 @@ class Server:
             usd_per_hour=sum(usd),
             prompt_usd=usd[0] / sum(usd),
             found=found,
+            seats=max(1, int(rows[within].max())),
         )
 
     # -- parts -----------------------------------------------------------------------------------------------------

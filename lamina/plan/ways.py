@@ -107,6 +107,7 @@ class Capacity:
         prompt_share: share of the compute pool's time that prompts take.
         compute_busy, memory_busy: share of the time for which each pool works at that rate.
         usd_per_hour: of all pools. usd_per_request: of one request. prompt_usd: the share of it that its prompt costs.
+        seats: sequences of one group that decode at once within the SLO on TBT, if that bounds them; None: it does not.
     """
 
     way: Way
@@ -120,6 +121,7 @@ class Capacity:
     usd_per_hour: float
     prompt_usd: float
     found: float = 0.0
+    seats: int | None = None
 
     @property
     def usd_per_request(self) -> float:

@@ -266,9 +266,7 @@ def reducing(times: Reduction, name: str, kind: str, start: Any) -> Part:
 
 def own_kernel(times: Reduction) -> Reduction:
     """The sizes that vLLM leaves to its own kernel."""
-    return times.where(
-        np.array([size <= CUSTOM_BYTES[int(n)] for size, n in zip(times.sizes, times.devices, strict=True)])
-    )
+    return times.where(times.sizes < CUSTOM_BYTES)
 
 
 def parts(directory: Path, fitted: PointwiseFit | None = None) -> list[Part]:
@@ -333,17 +331,22 @@ def _across_devices(directory: Path) -> Iterator[tuple[str, Floats]]:
 
 def _without_a_count(directory: Path) -> Iterator[tuple[str, Floats]]:
     """All-reduces on a number of devices that was not fitted, and on another machine (a DGX A100, older NCCL)."""
-    for file, name, kind, start in (
-        ("a100_all_reduce_nccl.csv", "nvlink", KIND, START_NVLINK),
-        ("l40s_all_reduce_nccl.csv", "pcie", "l40s", replace(START_PCIE, sharing=1.0)),
-    ):
-        times = read_reductions(directory / file)
+    nccl, custom, bus = (
+        read_reductions(directory / f"{name}.csv")
+        for name in ("a100_all_reduce_nccl", "a100_all_reduce_custom", "l40s_all_reduce_nccl")
+    )
+    starts: tuple[tuple[Reduction, str, str, Any], ...] = (
+        (nccl, "nvlink", KIND, START_NVLINK),
+        (own_kernel(custom), "peer_read", KIND, START_PEER_READ),
+        (bus, "pcie", "l40s", replace(START_PCIE, sharing=1.0)),
+    )
+    for times, name, kind, start in starts:
         for count in np.unique(times.devices):
             without = reducing(times.where(times.devices != count), name, kind, start)
             left = times.where((times.devices == count) & times.usual)
             errors = reducing(left, name, kind, start).errors(fit_part(without, starts=2))
             yield f"{name} all-reduce without {count:.0f} devices, on those", errors
-    fitted = fit_part(reducing(read_reductions(directory / "a100_all_reduce_nccl.csv"), "nvlink", KIND, START_NVLINK))
+    fitted = fit_part(reducing(nccl, "nvlink", KIND, START_NVLINK))
     dgx = read_reductions(directory / "a100_dgx_all_reduce.csv")
     for count in np.unique(dgx.devices):
         left = dgx.where((dgx.devices == count) & dgx.usual)

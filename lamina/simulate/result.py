@@ -192,9 +192,21 @@ class Result:
         return float(((ended > middle) & (ended <= last)).sum()) / (last - middle)
 
     @property
+    def served_requests_s(self) -> float:
+        """What is sustained, or the rate of all arrivals if that is lower: more came in the second half by chance."""
+        return min(self.sustained_requests_s, self.offered_requests_s or math.inf)
+
+    @property
     def ttft_s(self) -> Percentiles:
         """From a request's arrival to its first token."""
         waits = self.log.first_s - self.log.arrivals.arrival_s
+        return _percentiles(waits[~np.isnan(waits)])
+
+    @property
+    def stalled_s(self) -> Percentiles:
+        """From a request's arrival to its first token, and its longest later wait for one. A system that keeps requests
+        between prefill and decoding stalls each of them once, which the percentiles of all gaps do not show."""
+        waits = self.log.first_s - self.log.arrivals.arrival_s + np.nan_to_num(self.log.longest_gap_s)
         return _percentiles(waits[~np.isnan(waits)])
 
     @property
@@ -238,8 +250,11 @@ class Result:
             "tokens": self.tokens,
             "tokens_s": self.tokens_s,
             "requests_s": self.requests_s,
+            "offered_requests_s": self.offered_requests_s,
             "sustained_requests_s": self.sustained_requests_s,
+            "served_requests_s": self.served_requests_s,
             "ttft_s": {share: _finite(seconds) for share, seconds in vars(self.ttft_s).items()},
+            "stalled_s": {share: _finite(seconds) for share, seconds in vars(self.stalled_s).items()},
             "tbt_s": {share: _finite(seconds) for share, seconds in vars(self.tbt_s).items()},
             "pools": [vars(pool) for pool in self.pools],
             "bottleneck": self.bottleneck,

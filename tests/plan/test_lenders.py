@@ -5,11 +5,11 @@ import pytest
 
 from bench.cost import kv_parallel
 from bench.cost.lamina_paper import cost_model
-from bench.cost.pooled import Lender, Pooled, lengths, ranges
+from bench.cost.pooled import OUTPUT, Lender, Pooled, lengths, ranges
 from lamina.plan import hardware, models
 from lamina.simulate import Arrivals, Deployment, Result, State, System
 from lamina.simulate.baselines import BaselineSimulation
-from lamina.simulate.instance import Batch, Running
+from lamina.simulate.instance import Batch, Chunk, Running
 from lamina.simulate.prefixes import BLOCK
 
 A100 = hardware.load()["a100"]
@@ -61,11 +61,21 @@ def test_a_step_waits_for_the_longer_attention_and_the_lender_works_for_it() -> 
     debtor.borrowed[lender] = 30_000 // BLOCK
     there = SMALL.layers * (float(model.attention_seconds(60_001, 1)) - float(model.attention_seconds(90_001, 1)))
     assert debtor.seconds(batch) == pytest.approx(alone + there)
-    share = SMALL.layers * float(model.attention_seconds(30_000, 1)) / debtor.step_s
-    debtor.borrowed, borrowed = {}, debtor.borrowed
-    usual = lender.seconds(batch)
-    debtor.borrowed = borrowed
-    assert lender.seconds(batch) == pytest.approx(usual / (1 - share))
+    helped = SMALL.layers * float(model.attention_seconds(30_000, 1))
+    decoding, computing = lender.seconds(batch), debtor.step_s
+    assert decoding == pytest.approx(alone + helped)
+    # A short prompt shares all of its time with the debtor; a long one, only while that decodes.
+    taken, debtor.borrowed = debtor.borrowed, {}
+    for tokens, busy in ((2000, helped / computing), (90_000, 0.0)):
+        prompt = Batch([], [Chunk(sequence, 0, tokens)])
+        usual = lender.seconds(prompt)
+        debtor.borrowed = taken
+        slower = usual / (1 - busy) if busy else usual + OUTPUT * helped
+        assert lender.seconds(prompt) == pytest.approx(slower)
+        debtor.borrowed = {}
+    debtor.borrowed = taken
+    debtor.seconds(prompt)  # while it computes a prompt, it decodes nothing
+    assert lender.seconds(batch) == pytest.approx(alone)
 
 
 def test_drawn_contexts_are_as_published() -> None:

@@ -84,6 +84,15 @@ def test_measured_all_reduces(file: str, kind: str, kernel: str, median: float) 
     assert all(row.median < median for row in rows)
 
 
+def test_the_sizes_that_vllm_leaves_to_nccl_are_known() -> None:
+    """From one band of sizes to the next, another kernel takes over: no median hides that one is taken too early."""
+    device = CATALOGUE["a100"]
+    rows = errors(MEASUREMENTS / "a100_all_reduce_custom.csv", CostModel(SHAPELESS, device, Fits.load(device)))
+    bands = [row for row in rows if row.operator.startswith("fastest kernel") and not row.is_total]
+    assert len(bands) == 15
+    assert all(row.median < 0.12 for row in bands)
+
+
 def test_bands_do_not_hide_each_other() -> None:
     """Every measurement is in one band, and the sign of an error is kept."""
     device = CATALOGUE["a100"]
