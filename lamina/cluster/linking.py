@@ -1,14 +1,15 @@
 """Links workers: selects a transport for every pair, which the two test before the cluster relies on it."""
 
+import contextlib
 import logging
 from collections.abc import Collection, Mapping
 
 from lamina.cluster.gather import Ask, Conversation
-from lamina.errors import TransportError
+from lamina.errors import TransportError, UnreachableError
 from lamina.protocol.choice import Choice, Offer, Transport, choose
 from lamina.protocol.control import ControlServer
 from lamina.protocol.leases import Lease
-from lamina.protocol.messages import Grant, Granted, Link, Linked, Way
+from lamina.protocol.messages import Grant, Granted, Link, Linked, ToWorker, Way
 from lamina.types import TransportName
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def link(
         workers = sorted({name for pair in pending for name in pair})
         for name in workers:
             ways = _ways(name, {pair: chosen[pair] for pair in pending}, offers, leases)
-            control.send([name], Link(round_, ways, len(workers)))
+            _send(control, name, Link(round_, ways, len(workers)))
         linked = yield Ask(Linked, workers, LINK_TIMEOUT_S * len(workers))
         failed = {pair: reason for pair in pending if (reason := _failure(pair, linked))}
         for pair, reason in failed.items():
@@ -60,6 +61,12 @@ def link(
     return chosen
 
 
+def _send(control: ControlServer, name: str, message: ToWorker) -> None:
+    """Send to a worker that may be lost: others answer, and it is named with them when the answers are waited for."""
+    with contextlib.suppress(UnreachableError):
+        control.send([name], message)
+
+
 def _leases(
     control: ControlServer, slots: Mapping[Pair, tuple[int, int]]
 ) -> Conversation[dict[tuple[str, str], Lease]]:
@@ -69,7 +76,7 @@ def _leases(
         wanted.setdefault(near, {})[far] = at_near
         wanted.setdefault(far, {})[near] = at_far
     for name, peers in wanted.items():
-        control.send([name], Grant(peers))
+        _send(control, name, Grant(peers))
     granted: dict[str, Granted] = yield Ask(Granted, list(wanted), LINK_TIMEOUT_S)
     if obstacles := [one.obstacle for one in granted.values() if one.obstacle]:
         raise TransportError("; ".join(obstacles))

@@ -6,7 +6,7 @@ import pytest
 
 from lamina.cluster.gather import Gather, converse
 from lamina.cluster.linking import link
-from lamina.errors import TransportError
+from lamina.errors import TransportError, UnreachableError
 from lamina.protocol.choice import Choice, Offer, Transport
 from lamina.protocol.control import ControlServer
 from lamina.protocol.leases import Lease
@@ -70,6 +70,23 @@ def test_every_worker_is_told_how_to_reach_its_peers() -> None:
         ("memory0", "compute0"): 320,
         ("memory1", "compute0"): 320,
     }
+
+
+def test_answers_are_awaited_of_all_even_if_one_cannot_be_told() -> None:
+    """If the linking is given up then, it is known who still answers."""
+
+    class Lost(FakeWorkers):
+        def send(self, workers: list[str], message: Link | Grant) -> None:
+            super().send(workers, message)
+            if workers == ["memory1"]:
+                raise UnreachableError({"memory1": "no route"})
+
+    linking = link(cast(ControlServer, Lost({})), "tcp", OFFERS, dict.fromkeys(PAIRS, (640, 320)))
+    granted = next(linking)
+    assert granted.kind is Granted and set(granted.names) == set(WORKERS)
+    leases = {owner: Granted({peer: lease(owner, peer) for peer in WORKERS}) for owner in WORKERS}
+    linked = linking.send(leases)
+    assert linked.kind is Linked and set(linked.names) == set(WORKERS)
 
 
 @pytest.mark.parametrize(("side", "peer"), [("memory0", "compute0"), ("compute0", "memory0")])
