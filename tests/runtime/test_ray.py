@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, LaminaError
 from lamina.launch import launch
 from lamina.types import CompletionOutput
 from tests.cli.commands import assert_refused, run
@@ -178,6 +178,28 @@ def test_two_engines_share_a_cluster_and_each_ends_its_own_workers(
         assert done.returncode == 0 and done.stdout, done.stderr
         assert_same(streams.results(), undisturbed)
         assert engine.stats().recoveries == 0
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_kind_that_ray_has_nothing_of_is_one_error_and_the_cluster_goes_on_serving(
+    cluster: Any,
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = launch(settings(checkpoint, cluster, 1))
+    try:
+        streams = Streams(engine, REQUESTS)
+        for name, seconds in (("WARN_S", 0.5), ("PLACE_S", 2.0)):
+            monkeypatch.setattr(f"lamina.cluster.launchers.ray_workers.{name}", seconds)
+        nothing = "Ray has found no place for it within 2 s: .*no node of the Ray cluster has GPU 1, rtx3090 1"
+        with pytest.raises(LaminaError, match=nothing):
+            engine.scale(memory="rtx3090:+1").result(SCALE_S)
+        assert_same(streams.results(), undisturbed)
+        stats = engine.stats()
+        assert set(stats.workers.values()) == {"serving"} and stats.recoveries == 0
     finally:
         engine.close()
 
