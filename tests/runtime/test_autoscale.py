@@ -107,7 +107,7 @@ def test_workers_that_do_not_start_are_not_tried_again_at_once(
     ("settings", "said"),
     [
         ({"autoscale": "memory=3:2"}, "3 to 2 memory workers"),
-        ({"autoscale": "memory=0:2"}, "without local memory one memory worker must stay"),
+        ({"autoscale": "memory=0:2"}, "without local memory, one memory worker must stay"),
         ({"autoscale": "compute=1:2", "memory": "local"}, "local memory works with one compute worker so far"),
     ],
 )

@@ -62,11 +62,16 @@ def drawn(outputs: list[RequestOutput]) -> list[list[list[int]]]:
 
 
 def wait_until_idle(engine: Engine) -> None:
-    """No request has KV any more, and what is left is cached."""
-    wait_until(lambda: not any(one.used or one.sequences for one in engine.stats().memory.values()), "slots in use")
+    """No request has KV any more, and what is left is cached, once the workers have reported their usage."""
     placement = engine._scheduler.placement
+
+    def is_idle() -> bool:
+        memory = engine.stats().memory
+        used = any(one.used or one.sequences for one in memory.values())
+        return not used and {name: one.cached for name, one in memory.items()} == placement.idle
+
+    wait_until(is_idle, "slots in use")
     assert not any(placement.reserved.values())
-    assert {name: memory.cached for name, memory in engine.stats().memory.items()} == placement.idle
 
 
 def conversation(engine: Engine, system: list[int], seed: int, params: SamplingParams) -> list[RequestOutput]:
