@@ -42,6 +42,7 @@ def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_one_file_that_loads_nothing(made: Made) -> None:
     page, numbers = made
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|url\((?!#)', page)
@@ -52,6 +53,7 @@ def test_one_file_that_loads_nothing(made: Made) -> None:
     assert "#010203" not in page and "fill: #000" not in page
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_table_3_is_ordered_as_published(made: Made) -> None:
     cells = section(made[1], "Table 3")["table_3"]
     assert len(cells) == 12
@@ -71,6 +73,7 @@ def test_table_3_is_ordered_as_published(made: Made) -> None:
     assert (published[0], published[-1]) == (pytest.approx(0.25, abs=0.01), pytest.approx(0.51, abs=0.01))
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_offloading_pays_per_dollar_in_the_published_magnitude(made: Made) -> None:
     rows = {
         row["what"]: row["ours"]
@@ -84,6 +87,7 @@ def test_offloading_pays_per_dollar_in_the_published_magnitude(made: Made) -> No
     assert 1.0 < low < high < 1.8
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_longer_contexts_gain_more(made: Made) -> None:
     gains = section(made[1], "Figure 1:")["gains"]
     assert all(long > short > 1 for short, long in zip(gains["512"], gains["4096"], strict=True))
@@ -93,6 +97,7 @@ def test_longer_contexts_gain_more(made: Made) -> None:
     assert equal["Llama-3-70B, Kimi-Conv"] > equal["Llama-3-70B, Azure-Conv"]
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_as_many_h20_as_the_paper_takes_where_its_sequences_are_short(made: Made) -> None:
     ours = section(made[1], "equal cost")
     counts = [ours[f"recommended H20, {name}"] for name in ("Azure-Conv", "Azure-Code", "Kimi-TA", "Kimi-Conv")]
@@ -100,11 +105,13 @@ def test_as_many_h20_as_the_paper_takes_where_its_sequences_are_short(made: Made
     assert all(2 <= count <= 6 for count in counts[:2])  # the paper: 4 for 2 H100
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_the_creditor_helps_until_its_room_is_used(made: Made) -> None:
     rows = {row["what"]: row["ours"] for row in section(made[1], "debtor")["Both together"]}
     assert 1.1 < rows["best over nothing moved"] < 1.6
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_mechanisms_are_beside_ours_or_say_what_they_need(made: Made) -> None:
     page, numbers = made
     rows = {row["what"]: row["ours"] for row in section(numbers, "Mechanisms")["What the cost model covers"]}
@@ -114,6 +121,7 @@ def test_mechanisms_are_beside_ours_or_say_what_they_need(made: Made) -> None:
     assert all(row["needs"] and row["figure"] in page for row in missing) and missing
 
 
+@pytest.mark.slow  # the whole report is made for these
 def test_bursts_pay_more_the_longer_devices_take(made: Made) -> None:
     """Replicas load weights besides, and more of them are paid for meanwhile."""
     own = section(made[1], "bursts")

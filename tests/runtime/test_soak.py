@@ -142,6 +142,7 @@ def test_memory_is_flat_over_thousands_of_requests(engine: Engine) -> None:
     assert grown < LEAK * WAVE * WAVES, f"{grown} bytes after {WAVE * WAVES} requests of the same kind: {each}"
 
 
+@pytest.mark.slow  # test_switches.py compares drawn tokens too
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_crowd(engine: Engine) -> None:
     params = SamplingParams(seed=5, max_tokens=12, ignore_eos=True, n=2)
     alone = run_one(engine, "alone", params)

@@ -28,6 +28,7 @@ def test_decode_beside_bulk(tmp_path: Path, bulk: str) -> None:
     assert result["bulk_gigabytes_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_doorbells(tmp_path: Path) -> None:
     trips = figures(tmp_path, "doorbell", "--rounds", "50")["round_trips"]
     assert {trip["by"] for trip in trips} >= {"Python"}
