@@ -29,6 +29,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from bench.failures import Failures
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
@@ -169,8 +170,10 @@ def measured(engine: Engine, offered: Arrivals, salt: str) -> Figures:
     """The same requests on the runtime, each submitted when it arrives. ``salt``: runs find nothing of each other."""
     drawn: list[list[float]] = [[] for _ in range(len(offered))]
     left, ended, before = set(range(len(offered))), threading.Event(), engine.stats()
+    failures = Failures()
 
     def on_update(update: RequestUpdate) -> None:
+        failures.note(update)
         index = int(update.request.request_id)
         drawn[index].extend([time.perf_counter()] * update.tokens)
         if update.finished:
@@ -186,6 +189,7 @@ def measured(engine: Engine, offered: Arrivals, salt: str) -> Figures:
         engine.submit(str(index), token_ids(content), params, on_update)
     if not ended.wait(TIMEOUT_S):
         raise SystemExit(f"error: {len(left)} requests have not ended within {TIMEOUT_S:.0f} s; {engine.stats()}")
+    failures.check()
     after = engine.stats()
     waits = [times[0] - begun - arrival_s for times, arrival_s in zip(drawn, offered.arrival_s.tolist(), strict=True)]
     gaps = np.concatenate([np.diff(times) for times in drawn])

@@ -62,7 +62,7 @@ def link(
 
 
 def _send(control: ControlServer, name: str, message: ToWorker) -> None:
-    """Send to a worker that may be lost: others answer, and it is named with them when the answers are waited for."""
+    """Send to a worker that may be lost: its loss is noticed while the answers of all are awaited."""
     with contextlib.suppress(UnreachableError):
         control.send([name], message)
 

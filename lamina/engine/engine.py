@@ -480,7 +480,7 @@ class Engine:
 
 
 def _nothing() -> None:
-    """Nobody wants to know of turns."""
+    """Used while nothing observes turns."""
 
 
 def _too_long(group: Group, topology: Topology) -> str:

@@ -343,9 +343,8 @@ class Frontends:
     # -- both ------------------------------------------------------------------------------------------------------
 
     def _send(self, member: _Member, message: msgspec.Struct, connected: bool = True) -> bool:
-        """Send if the frontend takes messages, else note that it is lost. ``connected``: one that
-        cannot be reached is lost. Returns
-        whether the message has been sent."""
+        """Send if the frontend takes messages, else note that it is lost. ``connected``: it is lost as well if it
+        cannot be reached. Returns whether the message has been sent."""
         if member.lost is not None:
             return False
         try:

@@ -13,7 +13,7 @@ from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.leases import LANDING_NBYTES
 from lamina.protocol.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
 from lamina.protocol.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
-from lamina.types import KvElement
+from lamina.types import AttentionSpec, KvElement
 
 
 def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:
@@ -47,17 +47,10 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
 
 def _reserve(control: ControlClient, asked: Reserve) -> None:
     """Take what steps need beside the slab. Raises ConfigError if there is too little memory."""
-    setup = asked.setup
-    shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
-    specs = [shards.spec(spec) for spec in setup.attentions]
+    setup, (_, specs) = asked.setup, _of_shards(asked.setup)
+    element, query = KvElement.of(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
     try:
-        reserve(
-            control.device,
-            specs,
-            KvElement.of(setup.kv_cache_dtype, setup.dtype),
-            NUMPY_DTYPE[setup.dtype],
-            largest(asked, specs[0].alibi_slopes is not None),
-        )
+        reserve(control.device, specs, element, query, largest(asked))
     except MemoryError as error:
         raise ConfigError(
             f"{control.device} has too little memory for steps of {asked.rows} rows beside the KV: {error}. Lower "
@@ -65,13 +58,19 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
         ) from error
 
 
-def largest(asked: Reserve, by_shard: bool) -> Largest:
-    """The largest steps of a worker. ``by_shard``: rows of each shard of heads have tables of their own."""
-    setup = asked.setup
+def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
+    """How heads are cut, and the attentions of one shard."""
     shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
+    return shards, [shards.spec(spec) for spec in setup.attentions]
+
+
+def largest(asked: Reserve) -> Largest:
+    """The largest steps of a worker."""
+    setup, (shards, specs) = asked.setup, _of_shards(asked.setup)
     own = shards.of_rank(setup.ranks).count
     rows = asked.rows * own
-    specs = [shards.spec(spec) for spec in setup.attentions]
+    # With slopes, rows of each shard of heads have tables of their own.
+    by_shard = any(spec.alibi_slopes is not None for spec in specs)
     request, reply = request_nbytes(specs, setup.dtype, rows), reply_nbytes(specs, rows)
     # A request as it came, its parts where they are not aligned, the queries of further segments; two partials;
     # a piece of a segment that moves, in and out; slots of all steps.

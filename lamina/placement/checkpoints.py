@@ -48,7 +48,7 @@ class Checkpoints:
         return next((one for one in self._nodes if one not in fixed and (one.children or not one.holders)), None)
 
     def last(self, node: Node | None, most: int) -> int:
-        """Position of the last checkpoint on the path to ``node`` that is at most ``most``; 0 if there is none."""
+        """Tokens up to the last checkpoint on the path to ``node``, among the first ``most``; 0 without one."""
         path = [] if node is None else node.path()
         return next((one.stop for one in path if one.stop <= most and one in self._nodes), 0)
 

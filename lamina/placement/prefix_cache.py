@@ -115,19 +115,21 @@ class PrefixCache:
 
         A request that is split over several workers shares no prefix.
         """
-        if not self._trees or group.completions[0].goal <= SHORTEST or self._placement.splits(group.to_run):
+        if not self._may_share(group):
             return {}
         found = {}
         for worker, tree in self._trees.items():
             if worker not in self._placement.capacities or worker in self._placement.closed:
                 continue
-            node, length = match(tree, group, worker, self._placement)
-            if self._window:
-                length = tree.checkpoints.last(node, length)
+            node, length, _ = match(tree, group, worker, self._placement)
             if node is not None and length >= SHORTEST:
                 held = next((one.stop for one in node.path() if one.holders), 0)
                 found[worker] = Found(length, min(held, length))
         return found
+
+    def _may_share(self, group: Group) -> bool:
+        first = group.completions[0]
+        return bool(self._trees) and first.goal > SHORTEST and not self._placement.splits(group.to_run)
 
     def share(self, group: Group) -> None:
         """Let a request, which has been placed on ``group.home``, share the prefix that ``find`` finds there.
@@ -136,17 +138,16 @@ class PrefixCache:
         """
         if not self._trees:
             return
-        found = self.find(group).get(group.home)
-        length = 0 if found is None else found.length
+        tree, length, matched = self._trees[group.home], 0, 0
+        if self._may_share(group):
+            _, length, matched = match(tree, group, group.home, self._placement)
+            length = length if length >= SHORTEST else 0
         group.share(length)
-        if self._window and not self._placement.splits(group.to_run):
-            _, matched = match(self._trees[group.home], group, group.home, self._placement)
-            if matched >= length + SHORTEST:
-                self._branches[group] = matched
+        if self._window and matched >= length + SHORTEST:
+            self._branches[group] = matched
         if not length:
             return
         assert group.ids is not None
-        tree = self._trees[group.home]
         node, _ = tree.find(group.request.params.cache_salt, group.ids[:length])
         assert node is not None
         if length < node.stop:

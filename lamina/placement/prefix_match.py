@@ -9,9 +9,9 @@ from lamina.placement.prefix_tree import PrefixTree
 from lamina.segments import by_worker
 
 
-def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tuple[Node | None, int]:
-    """The deepest node of the tree of worker ``home`` with tokens of a request, and how many tokens the request can
-    share: never its last token, which must be computed."""
+def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tuple[Node | None, int, int]:
+    """The deepest node of the tree of worker ``home`` with tokens of a request; how many tokens the request can share,
+    never its last one, which must be computed; and how many it could if no layer had forgotten any."""
     first = group.completions[0]
     if group.ids is None:
         group.ids = ids_of(group.known_tokens(first, 0, first.goal))
@@ -19,7 +19,8 @@ def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tu
     if group.request.params.penalizes:
         most = min(most, group.prompt_length)  # replicas count generated tokens for penalties as they run
     node, length = tree.find(group.request.params.cache_salt, group.ids)
-    return node, min(length, most, _usable(node, home, placement))
+    matched = min(length, most, _usable(node, home, placement))
+    return node, tree.checkpoints.last(node, matched) if tree.checkpoints.window else matched, matched
 
 
 def _usable(node: Node | None, home: str, placement: Placement) -> int:

@@ -350,7 +350,7 @@ class Moves:
 
 
 def _nothing() -> None:
-    """Nobody waits for slots."""
+    """Used while nothing waits for slots."""
 
 
 def _nodes(move: Move) -> list[Node]:

@@ -67,7 +67,7 @@ say "creating the model of the tests"
 rm -rf "$work/model"
 LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
 
-tests=("$python" -m pytest -v -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_rdma_on_device.py tests/transport/test_conformance.py tests/runtime/test_network.py)
+tests=("$python" -m pytest -vv -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_rdma_on_device.py tests/transport/test_conformance.py tests/runtime/test_network.py)
 case ${1-} in
 "") set -- "${tests[@]}" -k "rdma or network" ;;
 --short) set -- "${tests[@]}" -k "(rdma and processes and ($few)) or $whole" ;;

@@ -152,7 +152,7 @@ class LocalWorkers:
         """
         process = self._processes.pop(name)
         process.kill()
-        _wait_for_killed(name, process)
+        wait_for_killed(name, process)
         self._ended.pop(name, None)
         for descriptor in [one for one in self._exits.get_map().values() if one.data == name]:
             self._exits.unregister(descriptor.fileobj)
@@ -177,10 +177,11 @@ class LocalWorkers:
             os.close(descriptor.fd)
         self._exits.close()
         for name, process in self._processes.items():
-            _wait_for_killed(name, process)
+            wait_for_killed(name, process)
 
 
-def _wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:
+def wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait for the exit of a worker's process that has been killed. Raises TransportError if it does not come."""
     try:
         process.wait(KILL_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:

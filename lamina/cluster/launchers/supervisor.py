@@ -14,7 +14,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from lamina.cluster.launchers.local import MODULES, STOP_TIMEOUT_S, describe_exit, start_process, worker_command
+from lamina.cluster.launchers.local import MODULES, describe_exit, start_process, wait_for_killed, worker_command
 from lamina.errors import ConfigError, TransportError, WorkerError
 from lamina.protocol.control import ENGINE
 from lamina.protocol.recruiting import (
@@ -236,7 +236,7 @@ class Supervisor:
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
-            self._process.wait(STOP_TIMEOUT_S)
+            wait_for_killed(self._name, self._process)
         if self._exit >= 0:
             os.close(self._exit)
             self._exit = -1
