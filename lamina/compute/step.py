@@ -218,9 +218,9 @@ class StepRun:
     def _receive_draws(self) -> dict[int, int]:
         """The tokens that the lane's step before drew, by sequence."""
         letter = self._mail.take(self.plan.lane, self._former)
-        drawn = dict(np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist())
+        pairs = np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist()
         letter.free()
-        return drawn
+        return {sequence: token for sequence, token in pairs}
 
     def _receive_context(self, index: int) -> None:
         letter = self._mail.take(self.plan.lane, self._former)
