@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamina.placement.balance import Held, Load, Policy, View, Wish
+from lamina.placement.balance import ByDebt, Held, Load, Policy, View, Wish
 from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
-from lamina.simulate import Arrivals, Deployment, Result, State, System
+from lamina.simulate import Arrivals, Deployment, State, System
 from lamina.simulate.arrivals import Ints
 from lamina.simulate.baselines import BaselineSimulation
 from lamina.simulate.instance import Batch, Instance, Running, blocks_of
@@ -178,9 +178,20 @@ def follow(lenders: Sequence[Lender], wishes: Sequence[Wish]) -> None:
                     home.move(sequence, source, target, wish.tokens // BLOCK)
 
 
+class Recall:
+    """DistKV-LLM's clearing of debts (DGFM): of what the runtime's ledger wants moved, only what goes home."""
+
+    def __init__(self) -> None:
+        self._ledger = ByDebt()
+
+    def wishes(self, view: View) -> list[Wish]:
+        """As ``Policy`` says."""
+        home = {one.request: one.home for one in view.held}
+        return [wish for wish in self._ledger.wishes(view) if wish.targets == (home[wish.request],)]
+
+
 class Pooled(BaselineSimulation):
-    """Lenders that all lend to each other. ``policy`` says what moves between them; None: nothing that lies somewhere
-    does."""
+    """Lenders that all lend to each other. ``policy`` says what moves between them; None: KV stays where it is."""
 
     policy: Policy | None = None
 
@@ -203,51 +214,57 @@ class Pooled(BaselineSimulation):
             self._begin(other, now)
 
 
-REQUESTS = 200
+REQUESTS, FILLS = 200, 4
+"""Requests of a run; and at least so many that their contexts fill the memory of all copies so many times."""
+
 DONE = 0.7
-"""Share of requests that come at once which end while engines are full: throughput is that until then."""
-
-PER_TOKEN_S, ROUNDS = 0.2, 5
-"""Mean time of a request by its output tokens that bounds a load, and runs in which that load is found."""
+"""Share of the requests that end while engines are full: throughput is that until then."""
 
 
-def lengths(mean: float, deviation: float, longest: int, seed: int = 1) -> Ints:
-    """Contexts of ``REQUESTS`` requests: log-normal, and at most ``longest``."""
+def lengths(mean: float, deviation: float, longest: int, requests: int, seed: int = 1) -> Ints:
+    """Contexts: log-normal, and at most ``longest``."""
     variance = np.log(1 + (deviation / mean) ** 2)
-    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - variance / 2, np.sqrt(variance), REQUESTS)
+    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - variance / 2, np.sqrt(variance), requests)
     return np.asarray(np.clip(drawn, 2, longest - 1), np.int64)
 
 
-def ranges(normal: int, longest: int, share: float, seed: int = 1) -> Ints:
-    """Contexts of ``REQUESTS`` requests: up to ``normal`` tokens, but a ``share`` of them up to ``longest``."""
+def ranges(normal: int, longest: int, share: float, requests: int, seed: int = 1) -> Ints:
+    """Contexts of up to ``normal`` tokens, but of a ``share`` of the requests up to ``longest``."""
     random = np.random.default_rng(seed)
-    long = random.uniform(size=REQUESTS) < share
-    return np.where(long, random.integers(normal, longest, REQUESTS), random.integers(2, normal, REQUESTS))
+    long = random.uniform(size=requests) < share
+    return np.where(long, random.integers(normal, longest, requests), random.integers(2, normal, requests))
 
 
-def _run(deployment: Deployment, contexts: Ints, arrival_s: Floats, pooled: bool) -> Result:
+def enough(deployment: Deployment, mean: float) -> int:
+    """How many requests of ``mean`` tokens keep all copies' memory full for long."""
+    model = deployment.compute_cost
+    free = deployment.tensor_parallel * model.usable_bytes - model.shape.weight_bytes
+    held = deployment.replicas * free / model.shape.kv_bytes_per_token
+    return max(REQUESTS, round(FILLS * held / mean))
+
+
+def ends(deployment: Deployment, contexts: Ints, pooled: bool, policy: Policy | None = None) -> Floats:
+    """When requests that come at once end, in order."""
     output = np.minimum(OUTPUT, contexts // 2)
-    arrivals = Arrivals(arrival_s, contexts - output, output)
-    result = (Pooled if pooled else BaselineSimulation)(System.TENSOR_PARALLEL, deployment, arrivals, ()).run()
-    assert result.log.count(State.FINISHED) == len(contexts), f"{result.log.count(State.REFUSED)} requests do not fit"
-    return result
+    arrivals = Arrivals(np.zeros(len(contexts)), contexts - output, output)
+    run = (Pooled if pooled else BaselineSimulation)(System.TENSOR_PARALLEL, deployment, arrivals, ())
+    if isinstance(run, Pooled):
+        run.policy = policy
+    log = run.run().log
+    assert log.count(State.FINISHED) == len(contexts), f"{log.count(State.REFUSED)} requests do not fit"
+    return np.sort(log.end_s)
 
 
 def throughput(deployment: Deployment, contexts: Ints, pooled: bool) -> float:
     """Requests per second while there are more than engines can take: until ``DONE`` of them have ended."""
-    result = _run(deployment, contexts, np.zeros(len(contexts)), pooled)
     last = int(DONE * len(contexts)) - 1
-    return (last + 1) / float(np.sort(result.log.end_s)[last])
+    return (last + 1) / float(ends(deployment, contexts, pooled)[last])
 
 
-def highest_load(deployment: Deployment, contexts: Ints, pooled: bool) -> float:
-    """Requests per second, at random times, that take ``PER_TOKEN_S`` per generated token on average."""
-    gaps = np.random.default_rng(2).exponential(1.0, len(contexts))
-    output = np.minimum(OUTPUT, contexts // 2)
-    low, high = 0.0, 1.2 * throughput(deployment, contexts, pooled)
-    for _ in range(ROUNDS):
-        rate = (low + high) / 2
-        arrival_s = np.cumsum(gaps) / rate
-        took = (_run(deployment, contexts, arrival_s, pooled).log.end_s - arrival_s) / output
-        low, high = (rate, high) if took.mean() <= PER_TOKEN_S else (low, rate)
-    return low
+def recalled(deployment: Deployment, contexts: Ints) -> tuple[float, float]:
+    """Requests per second with debts cleared over those without, in the first and the second half of that time."""
+    last = int(DONE * len(contexts)) - 1
+    runs = (ends(deployment, contexts, pooled=True, policy=policy) for policy in (None, Recall()))
+    without, cleared = (np.array([one[last // 2], one[last] - one[last // 2]]) for one in runs)
+    gains = without / cleared
+    return float(gains[0]), float(gains[1])

@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(second_paper, "SIMULATED", 16)
         patch.setattr(pooled, "REQUESTS", 10)
-        patch.setattr(pooled, "ROUNDS", 1)
+        patch.setattr(pooled, "FILLS", 0)
         patch.setattr(sys, "argv", ["report.py", "--out", str(page), "--json", str(numbers)])
         report.main()
     return page.read_text(), json.loads(numbers.read_text())

@@ -7,7 +7,7 @@ import pytest
 
 from bench.cost import elastic, kv_parallel, pooled
 from bench.cost.lamina_paper import cost_model
-from bench.cost.pooled import OUTPUT, Lender, Pooled, lengths, ranges
+from bench.cost.pooled import OUTPUT, Lender, Pooled, Recall, enough, lengths, ranges
 from lamina.placement.balance import ByDebt, ByThroughput, Policy
 from lamina.plan import hardware, models
 from lamina.simulate import Arrivals, Deployment, Result, State, System
@@ -39,7 +39,7 @@ def test_long_requests_take_what_others_have_free_and_give_it_back() -> None:
     assert refused.log.count(State.REFUSED) == 1
 
 
-@pytest.mark.parametrize("policy", [None, ByDebt, pytest.param(ByThroughput, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", [None, ByDebt, Recall, pytest.param(ByThroughput, marks=pytest.mark.slow)])
 def test_every_block_is_free_or_used_by_one_sequence(
     policy: type[Policy] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +62,7 @@ def test_every_block_is_free_or_used_by_one_sequence(
     monkeypatch.setattr(pooled, "Lender", Watched)
     monkeypatch.setattr(Pooled, "policy", policy and policy())
     deployment = Deployment(model=SMALL, compute=A100, compute_workers=4, prefix_cache=False)
-    contexts = ranges(120_000, 400_000, 0.2)[:24]
+    contexts = ranges(120_000, 400_000, 0.2, 24)
     arrivals = Arrivals(np.zeros(24), contexts - 8, np.full(24, 8))
     result = Pooled(System.TENSOR_PARALLEL, deployment, arrivals, ()).run()
     assert result.log.count(State.FINISHED) == 24
@@ -111,10 +111,18 @@ def test_a_step_waits_for_the_longer_attention_and_the_lender_works_for_it() -> 
 
 
 def test_drawn_contexts_are_as_published() -> None:
-    drawn = lengths(56_362, 28_788, 200_000)
+    drawn = lengths(56_362, 28_788, 200_000, 200)
     assert drawn.mean() == pytest.approx(56_362, rel=0.1) and drawn.std() == pytest.approx(28_788, rel=0.2)
-    some = ranges(100_000, 200_000, 0.3)
+    some = ranges(100_000, 200_000, 0.3, 200)
     assert (some >= 100_000).mean() == pytest.approx(0.3, abs=0.08) and some.max() < 200_000
+
+
+def test_requests_fill_the_memory_of_all_copies_several_times() -> None:
+    """With fewer, nothing would need to be lent."""
+    deployment = Deployment(model=SMALL, compute=A100, compute_workers=8, prefix_cache=False)
+    slots = 8 * Lender(cost_model(SMALL, A100), 1, 256, 2048).blocks * BLOCK
+    contexts = lengths(1233, 7785.68, 60_000, enough(deployment, 1233))
+    assert 3 < contexts.sum() / slots < 5
 
 
 def test_kv_parallelism_divides_what_a_chunk_attends_to() -> None:
