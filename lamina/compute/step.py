@@ -223,9 +223,9 @@ class StepRun:
     def _receive_draws(self) -> dict[int, int]:
         """The tokens that the lane's step before drew, by sequence."""
         letter = self._mail.take(self.plan.lane, self._former)
-        drawn: list[tuple[int, int]] = np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist()
+        drawn: list[list[int]] = np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist()
         letter.free()
-        return dict(drawn)
+        return {sequence: token for sequence, token in drawn}
 
     def _receive_context(self, index: int) -> None:
         letter = self._mail.take(self.plan.lane, self._former)
