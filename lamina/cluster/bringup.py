@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,11 +158,13 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     """
     gather = Gather(control, workers, on_progress)
     ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
-    for number, name in enumerate(plan.computes):
-        threads = plan.threads("compute", plan.greetings[name])
-        part = {"rank": number % ranks, "ranks": ranks, "stage": number % stages, "stages": stages}
-        control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads, **part))
-    loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
+    with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
+        for number, name in enumerate(plan.computes):
+            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/replica{number // ranks}"
+            part = {"rank": number % ranks, "ranks": ranks, "stage": number % stages, "stages": stages}
+            setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, meeting=meeting, **part)
+            control.send([name], setup_of)
+        loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
     if stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))

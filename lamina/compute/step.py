@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ class Replica:
 
     Attributes:
         number: of this worker's stage, see ``Pipeline.stage``. names: of all compute workers, by their numbers.
+        meet: returns once all ranks of the replica have called it.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Replica:
     pipeline: Pipeline
     runner: Runner
     timeline: Timeline
+    meet: Callable[[], None]
 
     def begins(self, plan: StepPlan) -> bool:
         """True if the first slice of the plan's step runs here."""
@@ -157,6 +159,9 @@ class StepRun:
 
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
         if not len(self._chosen):
+            # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
+            # so that memory workers have everything that the next step attends to, and nothing is still to come.
+            self._replica.meet()
             return None
         begun = self._timeline.now()
         logits = self._runner.logits(self._rows, attention, self._context, self._chosen)
@@ -218,9 +223,9 @@ class StepRun:
     def _receive_draws(self) -> dict[int, int]:
         """The tokens that the lane's step before drew, by sequence."""
         letter = self._mail.take(self.plan.lane, self._former)
-        pairs = np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist()
+        drawn: list[list[int]] = np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist()
         letter.free()
-        return {sequence: token for sequence, token in pairs}
+        return {sequence: token for sequence, token in drawn}
 
     def _receive_context(self, index: int) -> None:
         letter = self._mail.take(self.plan.lane, self._former)
