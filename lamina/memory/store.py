@@ -309,7 +309,7 @@ class KvStore:
         )
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
         newest = self._newest(rows) if late else ()
-        inline, pulled = np.split(appended, [len(rows.appends)])
+        inline, pulled = appended[: len(rows.appends)], appended[len(rows.appends) :]
         door = plan.lane * self._ranks + rank
         sent, appends = self.device.sent(inline), len(new) > 0
         return StepTables(plan, rows, cut, tables, further, newest, inline, sent, pulled, door, appends)

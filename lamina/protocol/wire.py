@@ -224,17 +224,20 @@ def message_rows(
                         asking.append((row, count))
                         attends.append(attend)
             row += count
-        queries.append(_ranges(asking) * len(own) + shard - own.start)
-        appends.append(_ranges(adding) * len(own) + shard - own.start)
-    indices = np.concatenate(queries), np.concatenate(appends)
+        queries.append(_ranges(asking) * len(own) + shard - own.start if several else _ranges(asking))
+        appends.append(_ranges(adding) * len(own) + shard - own.start if several else _ranges(adding))
+    indices = (np.concatenate(queries), np.concatenate(appends)) if several else (queries[0], appends[0])
     return MessageRows(*indices, tuple(attends), tuple(kept), tuple(pulled), tuple(further))
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     """All numbers of ranges (start, count), one range after another."""
     starts, counts = np.array(ranges, np.int64).reshape(-1, 2).T
+    total = int(counts.sum())
+    if total == len(ranges):  # a step that decodes
+        return starts
     before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return np.repeat(starts - before, counts) + np.arange(total)
 
 
 def request_nbytes(attentions: Sequence[AttentionSpec], dtype: DType, rows: int) -> int:
@@ -267,16 +270,16 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     count = min(overlap.mini_batches, len(rows.attends))
     if count == 0:
         return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
-    ends = np.cumsum([0, *(attend.rows for attend in rows.attends)])
+    ends = [0, *itertools.accumulate(attend.rows for attend in rows.attends)]
     cuts = [len(rows.attends) * i // count for i in range(count + 1)]
     q_first = overlap.q_first and len(rows.appends) > 0
     queries = tuple(
-        Piece(start=int(ends[first]), stop=int(ends[last]), first=first, last=last, keeps=first == 0 and not q_first)
+        Piece(start=ends[first], stop=ends[last], first=first, last=last, keeps=first == 0 and not q_first)
         for first, last in itertools.pairwise(cuts)
     )
     if not q_first:
         return queries
-    total = int(ends[-1])
+    total = ends[-1]
     return (*queries, Piece(start=total, stop=total, first=count, last=count, keeps=True))
 
 
