@@ -229,7 +229,6 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     if way.kind is Kind.LOCAL and way.compute.kind != CPU:
         missing += ["local memory of GPUs"]
     if way.tensor_parallel > 1:
-        missing += ["tensor parallelism on GPUs"] if way.compute.kind != CPU else []
         missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
         missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
     missing += ["weights in fp8"] if shape.fp8 else []

@@ -129,7 +129,7 @@ class Placement:
         return sum(self.reserved[worker] - self.returning[worker] for worker in workers)
 
     def close(self, worker: str) -> None:
-        """Place no more requests on a worker. Its sequences may grow until they are moved (``Relocations.drain``)."""
+        """Place nothing more on a worker. What is there goes elsewhere (``lamina.schedule.draining``)."""
         self.closed.add(worker)
         self._note_open()
 
