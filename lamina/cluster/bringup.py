@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,11 +158,14 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     """
     gather = Gather(control, workers, on_progress)
     ranks = plan.pipeline.ranks
-    for number, name in enumerate(plan.computes):
-        threads = plan.threads("compute", plan.greetings[name])
-        setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, rank=number % ranks, ranks=ranks)
-        control.send([name], setup_of)
-    loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
+    with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
+        for number, name in enumerate(plan.computes):
+            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/replica{number // ranks}"
+            setup_of = msgspec.structs.replace(
+                plan.compute_setup, threads=threads, rank=number % ranks, ranks=ranks, meeting=meeting
+            )
+            control.send([name], setup_of)
+        loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
     shards = _shards(plan, loaded)
     local = plan.computes if plan.compute_setup.local else ()

@@ -2,10 +2,9 @@
 
 import torch
 
-from lamina.compute.device.base import Device, Runner
+from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.model_files import locate
 from lamina.compute.preparation import prepare
-from lamina.compute.ranks import Ranks
 from lamina.compute.step import context_nbytes_per_token
 from lamina.errors import ConfigError
 from lamina.heads import HeadShards
@@ -15,7 +14,7 @@ from lamina.protocol.control import ControlClient
 from lamina.protocol.messages import ComputeSetup, LoadProgress, ModelLoaded
 
 
-def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Ranks) -> tuple[Runner, HeadShards]:
+def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums) -> tuple[Runner, HeadShards]:
     """The model with its weights, or this rank's part of both, and how heads are cut; the engine is told on the way.
 
     Raises ConfigError, and what ``prepare`` and ``tensors.load`` raise.

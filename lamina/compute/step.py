@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ class Replica:
 
     Attributes:
         number: of this replica in the pipeline. names: of all compute workers, by their numbers.
+        meet: returns once all ranks of the replica have called it.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Replica:
     pipeline: Pipeline
     runner: Runner
     timeline: Timeline
+    meet: Callable[[], None]
 
     def begins(self, plan: StepPlan) -> bool:
         """True if the first slice of the plan's step runs here."""
@@ -144,6 +146,9 @@ class StepRun:
 
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
         if not len(self._chosen):
+            # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
+            # so that memory workers have everything that the next step attends to, and nothing is still to come.
+            self._replica.meet()
             return None
         begun = self._timeline.now()
         logits = self._runner.logits(self._rows, attention, self._context, self._chosen)

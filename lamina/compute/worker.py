@@ -21,7 +21,6 @@ from lamina.compute.links import Mail
 from lamina.compute.loading import load
 from lamina.compute.local import LocalMemory
 from lamina.compute.quick_start import once_set_up
-from lamina.compute.ranks import Ranks
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
@@ -441,13 +440,14 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
     torch.set_num_threads(setup.threads)
-    ranks = Ranks(Rank(setup.rank, setup.ranks))
-    runner, shards = load(control, setup, make(control.device), ranks)
+    device = make(control.device)
+    ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
+    runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     number = names.index(control.name) // setup.ranks
-    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace))
+    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet)
     own = names[number * setup.ranks : (number + 1) * setup.ranks]
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}

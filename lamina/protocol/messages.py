@@ -18,7 +18,9 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
     ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
     model's files, for machines that do not have them under this path.
-    ``rank`` of ``ranks``: which part of the model to load. ``sequences``: the most that draw a token in a step.
+    ``rank`` of ``ranks``: which part of the model to load. ``meeting``: a path in a folder of the engine's machine by
+    which the ranks of a replica on GPUs join; the folder is removed once they have loaded the model.
+    ``sequences``: the most that draw a token in a step.
     """
 
     model: str
@@ -36,6 +38,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     rank: int = 0
     ranks: int = 1
     sequences: int = 1
+    meeting: str = ""
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
