@@ -94,15 +94,16 @@ class Runner(Carrier, Protocol):
     """Runs one slice at a time; attention is left to the caller.
 
     Attributes:
-        attentions, contexts: those of the model.
+        attentions, contexts: those of the model. slices: those that it has the weights of.
     """
 
     attentions: tuple[AttentionSpec, ...]
     contexts: tuple[tuple[Crossing, ...], ...]
+    slices: range
 
     @property
     def sinks(self) -> Sequence[Floats | None]:
-        """The sink logits float32 [Hq] of each attention, or None."""
+        """The sink logits float32 [Hq] of each attention before one of ``slices``, or None."""
 
     def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
         """Prepare for steps of up to ``rows`` rows, of which ``draws`` draw a token: take the device's memory that they

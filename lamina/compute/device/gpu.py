@@ -91,7 +91,8 @@ class GpuRunner(GpuCarrier):
         self.sinks: list[Floats | None] = [
             None if name is None else tensors[name].float().cpu().numpy() for name in model.sinks
         ]
-        self._slices = place(model, tensors, kit.place, reduce)
+        self.slices = model.slices
+        self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce), strict=True))
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
@@ -123,7 +124,7 @@ class GpuRunner(GpuCarrier):
         which = torch.nn.functional.pad(chosen, (0, count - len(chosen)))
         arrived = [tensor[which.to(tensor.device)] for tensor in (attention, *context)]
         few = Rows(rows.ids[which], rows.positions[which])
-        return self._results(len(self._slices) - 1, few, arrived, None)[0][: len(chosen)]
+        return self._results(len(self.attentions), few, arrived, None)[0][: len(chosen)]
 
     def _results(
         self, index: int, rows: Rows, arrived: Sequence[Tensor], on_query: Callable[[Tensor], None] | None
