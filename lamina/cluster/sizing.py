@@ -135,12 +135,12 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
     """
     if config.pipeline_parallel > 1:
-        return _pipeline_parallel(config, computes)
+        return _pipeline_parallel(config, computes, shared)
     if config.tensor_parallel > 1:
         return _tensor_parallel(config, computes)
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
-            fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, LANES_PER_REPLICA + 1)))
+            fixed = _fixed(computes)
             rotates = config.pipelining == "auto" and computes > 1
             rotational = (Arrangement(computes + 1, rotates=True),) if rotates else ()
             return Pipeline(LANES_PER_REPLICA * computes, computes, choices=fixed + rotational)
@@ -172,9 +172,14 @@ def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
     return Pipeline(replicas, replicas, ranks=ranks)
 
 
-def _pipeline_parallel(config: EngineConfig, computes: int) -> Pipeline:
-    """As many lanes as compute workers, so that each stage has one to work on while others work on the other stages, on
-    shared cores too: each worker has its own share of them."""
+def _fixed(computes: int) -> tuple[Arrangement, ...]:
+    """The arrangements in fixed order from which the engine chooses; the first is that at the start."""
+    return tuple(Arrangement(each * computes) for each in (2, 1, *range(3, LANES_PER_REPLICA + 1)))
+
+
+def _pipeline_parallel(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
+    """At least as many lanes as compute workers, so that each stage has one to work on while others work on the other
+    stages, on shared cores too: each worker has its own share of them."""
     stages = config.pipeline_parallel
     replicas = _replicas("pipeline_parallel", stages, computes)
     _refuse(
@@ -187,6 +192,8 @@ def _pipeline_parallel(config: EngineConfig, computes: int) -> Pipeline:
         },
     )
     try:
+        if config.lanes is None and not shared:
+            return Pipeline(LANES_PER_REPLICA * computes, replicas, choices=_fixed(computes), stages=stages)
         return Pipeline(config.lanes or computes, replicas, stages=stages)
     except ValueError as error:
         raise ConfigError(f"{error}. Change lanes, pipeline_parallel or the compute pool") from error
