@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     store = ProfileStore(args.hardware.with_suffix(".sqlite"))
-    fit = store.fit("runtime", "cpu")
+    fit = store.fit("runtime", "cpu") if store.file.is_file() else None
     if fit is None:
         raise SystemExit(f"error: {store.file} has no profile of the runtime; write one with lamina plan --measure")
     watch = Watch()

@@ -102,7 +102,7 @@ def _text(cell: "Cell") -> str:
 
 
 def _percent(gain: float | None) -> str:
-    return "-" if gain is None else f"{gain:+.0%}"
+    return "-" if gain is None else f"{gain:+.0%}" if abs(gain) >= 0.005 else "0%"
 
 
 def svg(drawn: "Sequence[tuple[str, Grid, Sequence[Cell]]]") -> str:

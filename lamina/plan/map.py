@@ -38,7 +38,7 @@ PAYS = 0.05
 """A gain below this is within what the closed form is off, and counts as none."""
 
 NEAR, SECONDS = 2.0, 2
-"""Ways that cost up to NEAR times the cheapest of their side may be cheaper in the simulator; so many are kept."""
+"""Ways on one kind that cost up to NEAR times the cheapest may be cheaper in the simulator; so many are kept."""
 
 SIDES = ("alone", "offloaded", "apart")
 """What a cell compares: one kind; two, with attention offloaded; two, with prefill apart."""
@@ -98,7 +98,7 @@ class Cell:
 
     Attributes:
         simulated: whether their rates are the simulator's, not the closed form's.
-        seconds: of each side, the cheapest ways of other systems or degrees of tensor parallelism that are ``NEAR``.
+        seconds: on one kind, the cheapest ways of other systems or degrees of tensor parallelism that are ``NEAR``.
     """
 
     workload: Workload
@@ -141,9 +141,8 @@ def cells(
         for way in candidates:
             if (found := server.evaluate(way)) is not None:
                 sides[side(way)].append(found)
-        seconds = tuple(one for found in sides.values() for one in _seconds(found))
         alone, offloaded, apart = (_cheapest(sides[name]) for name in SIDES)
-        yield Cell(workload, alone, offloaded, apart, seconds=seconds)
+        yield Cell(workload, alone, offloaded, apart, seconds=_seconds(sides["alone"]))
 
 
 def side(way: Way) -> str:
@@ -193,13 +192,13 @@ def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
     return min(found, key=lambda one: one.usd_per_request, default=None)
 
 
-def _seconds(found: Sequence[Capacity]) -> list[Capacity]:
+def _seconds(found: Sequence[Capacity]) -> tuple[Capacity, ...]:
     """The cheapest way of each system and degree of tensor parallelism, without the very cheapest."""
     layouts: dict[tuple[Kind, int], Capacity] = {}
     for one in sorted(found, key=lambda one: one.usd_per_request):
         layouts.setdefault((one.way.kind, one.way.tensor_parallel), one)
     ranked = list(layouts.values())
-    return [one for one in ranked[1:] if one.usd_per_request <= NEAR * ranked[0].usd_per_request][:SECONDS]
+    return tuple(one for one in ranked[1:] if one.usd_per_request <= NEAR * ranked[0].usd_per_request)[:SECONDS]
 
 
 def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:

@@ -55,8 +55,9 @@ def pays(cell: Cell) -> bool:
 def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
     """The cell with the simulator's rates in place of the closed form's.
 
-    Of each side, the cheapest way and those that come next are simulated, and the cheapest is kept. Sides that hold no
-    load are left out. Those that cost more than ``WORSE`` times another by the closed form keep its rate.
+    The cheapest way of each side is simulated, and on one kind also those that come next, of which the cheapest is
+    kept: no gain is over a way that the closed form overrates. Sides that hold no load are left out. Those that cost
+    more than ``WORSE`` times another by the closed form keep its rate.
     """
     course = Course(shape, cell.workload, trace(cell.workload), prices, slo, turnovers=TURNOVERS)
     sides = {name: found for name in SIDES if (found := getattr(cell, name)) is not None}
