@@ -265,6 +265,7 @@ def cluster_plan(
         kv_overcommit=overcommit(config),
         forgets=overcommit(config) == 1,  # blocks on disks have all tokens of all layers
         prefix_cache=config.prefix_cache,
+        polling=config.polling,
         kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
         start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
     )

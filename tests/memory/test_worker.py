@@ -38,7 +38,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.wire import read_reply
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
 
 SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5)
 NOBODY = DecodeRows([], [], [])
@@ -51,7 +51,8 @@ TIMEOUT_S = 20.0
 class Control:
     """A worker's end of the control plane, in one process with the test."""
 
-    name, local_address, data_secret, device = "memory0", "127.0.0.1", b"a secret of 16 bytes or more", "cpu"
+    name, local_address, data_secret = "memory0", "127.0.0.1", b"a secret of 16 bytes or more"
+    device = "cpu"
     bind_address = local_address
 
     def __init__(self) -> None:
@@ -87,8 +88,10 @@ class Control:
 class Pair:
     """A memory worker, whose turns the test counts, and its peer."""
 
-    def __init__(self) -> None:
-        connect = Connect(["compute0"], ["memory0"], Pipeline(2, 1))
+    def __init__(
+        self, device: str = "cpu", polling: Polling = "host", specs: Sequence[AttentionSpec] = (SPEC,), lanes: int = 2
+    ) -> None:
+        connect = Connect(["compute0"], ["memory0"], Pipeline(lanes, 1))
         sizes = Messages(
             request=64 + 4096,
             reply=64 + 4096,
@@ -97,12 +100,14 @@ class Pair:
             fetched_from_compute=PREFIX * PER_TOKEN + 64,
             fetched_from_memory=4096,
         )
+        self.specs = specs
         self.control = Control()
+        self.control.device = device
         self.resources = contextlib.ExitStack()
         pool = self.resources.enter_context(ThreadPoolExecutor(1))
         building = pool.submit(worker.build, self.control, self.resources)  # type: ignore[arg-type]
-        setup = MemorySetup([SPEC], DType.FLOAT32, 3000, 1, Overlap(), trace=False)
-        self.control.tell(Reserve(setup, ROWS, 2, 4))
+        setup = MemorySetup(list(specs), DType.FLOAT32, 3000, 1, Overlap(), trace=False, polling=polling)
+        self.control.tell(Reserve(setup, ROWS, 2, 2 * lanes, lanes))
         self.control.tell(setup)
         self.control.tell(Register(sizes.memory_arena(1, 1), [Transport.SHM], 0.0))
         offer = self.control.hear(Registered).offer
@@ -119,8 +124,8 @@ class Pair:
         self.wait = self.links.settle()
         channels = {"memory0": self.links.channel("memory0")}
         fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
-        self.mail = Mail(self.links.hub, channels, fetcher, 2)
-        self.turns = [0, 0]
+        self.mail = Mail(self.links.hub, channels, fetcher, lanes)
+        self.turns = [0] * lanes
 
     def plan(self, lane: int, admitted: int = 0, chunk: tuple[int, int] = (0, 0), decode_at: int = -1) -> None:
         """Sequence ``lane`` is admitted, runs tokens ``chunk`` of its prompt, or decodes."""

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
+
+if TYPE_CHECKING:
+    from lamina.memory.device.polled import Polled
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]
@@ -65,12 +68,14 @@ class Largest:
         pairs, rows: of a request; query rows count once for each shard of heads.
         tables: of all steps that are planned at once.
         buffers: bytes of the arrays on the GPU that serving one request takes at once.
+        polled: lanes that the GPU may serve itself, and query rows of the largest request that comes in a slot.
     """
 
     pairs: int
     rows: int
     tables: int
     buffers: Sequence[int] = ()
+    polled: tuple[int, int] = (0, 0)
 
 
 class Table(Protocol):
@@ -101,6 +106,10 @@ class Device(Protocol):
 
     Shapes use T tokens, R query rows, Hq query heads, Hkv key/value heads, D and Dv head sizes.
     """
+
+    @property
+    def polled(self) -> "Polled | None":
+        """How it serves requests without the host; None if the host serves them all."""
 
     def sent(self, array: Array) -> Array:
         """An array of the host where the device reads it: a copy, or the array itself. So are views of it."""
