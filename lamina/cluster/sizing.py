@@ -13,6 +13,7 @@ from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.placement.partition import head_workers
+from lamina.protocol.leases import SLOTS
 from lamina.protocol.messages import ComputeSetup, Hello
 from lamina.schedule.limits import Limits
 from lamina.topology import Role
@@ -130,17 +131,19 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     """Lanes and their order for ``computes`` compute workers. ``shared``: both pools run on the same cores.
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker
-    in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
-    nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
+    in fixed order, or one more lane than compute workers, rotating. It starts with two per worker, which is the most if
+    devices poll. On shared cores nothing can overlap, nor without memory workers, so each worker gets one lane. Raises
+    ConfigError.
     """
     if config.tensor_parallel > 1:
         return _tensor_parallel(config, computes)
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
-            fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, LANES_PER_REPLICA + 1)))
-            rotates = config.pipelining == "auto" and computes > 1
+            most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # each lane needs a slot of its own
+            fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, most + 1)))
+            rotates = config.pipelining == "auto" and computes > 1 and config.polling != "device"
             rotational = (Arrangement(computes + 1, rotates=True),) if rotates else ()
-            return Pipeline(LANES_PER_REPLICA * computes, computes, choices=fixed + rotational)
+            return Pipeline(most * computes, computes, choices=fixed + rotational)
         lanes = config.lanes or (computes if shared else computes + 1)
         rotates = lanes == computes + 1 if config.pipelining == "auto" else config.pipelining == "rotational"
         return Pipeline(lanes, computes, rotates)

@@ -32,8 +32,8 @@ from lamina.protocol.wire import body_nbytes, read_kept, read_queries, reply_nby
 logger = logging.getLogger(__name__)
 
 WINDOW = 4
-"""Attentions of a lane that are launched ahead: enough that launching hides behind the others' messages. More would fill
-the queue of a device, whose launches then wait."""
+"""Attentions of a lane that are launched ahead: enough that launching hides behind messages. More would fill the queue
+of a device, whose launches then wait."""
 
 
 class LaneSteps(Protocol):
@@ -102,7 +102,6 @@ class Ahead:
         self._channels: Mapping[str, Channel] = {}
         self._pipeline, self._computes = Pipeline(1, 1), tuple[str, ...]()
         self._runs: dict[int, _Run] = {}
-        self._before: dict[int, _Run] = {}  # the device may still hold what belongs to it
         self._left: dict[int, StepTables] = {}  # steps that the host serves
         self._seen = set[tuple[str, int]]()  # slots with messages that the device serves
         self.busy_s = 0.0
@@ -186,7 +185,7 @@ class Ahead:
         counts = collections.Counter(targets)
         booked: dict[str, tuple[int, int]] = {}
         for name, count in counts.items():
-            found = self._channels[name].book(lane, count, self._most_booked(name, step))
+            found = self._channels[name].book(lane, count) if self._may_book(name, lane, step) else None
             if found is None:
                 for other in booked:
                     self._channels[other].unbook(lane, counts[other])
@@ -204,11 +203,17 @@ class Ahead:
         ranks, plan = self._pipeline.ranks, step.plan
         return self._computes[self._pipeline.replica(plan.lane, plan.turn + layer, plan.rotates) * ranks + lane % ranks]
 
-    def _most_booked(self, name: str, step: StepTables) -> int:
-        """How many lanes may book a slot of a peer. If there are more lanes than slots, one slot is left to the host."""
+    def _may_book(self, name: str, lane: int, step: StepTables) -> bool:
+        """True if a lane may have a slot of this peer's for itself.
+
+        If there are more lanes than slots, the first one alone may: the same everywhere, so that it waits for no other
+        lane, and all others have the rest of the slots after its step at the latest.
+        """
         replica, rotates = self._computes.index(name) // self._pipeline.ranks, step.plan.rotates
-        lanes = [replica in self._pipeline.replicas_of(lane, rotates) for lane in range(self._pipeline.lanes)]
-        return SLOTS if sum(lanes) <= SLOTS else SLOTS - 1
+        lanes = [
+            number for number in range(self._pipeline.lanes) if replica in self._pipeline.replicas_of(number, rotates)
+        ]
+        return len(lanes) <= SLOTS or lane // self._pipeline.ranks == lanes[0]
 
     def _launch(self, number: int, run: _Run) -> None:
         """Launch attentions until the window is full."""
@@ -236,7 +241,7 @@ class Ahead:
                 self._settle(lane.number, run)
                 if run.done == len(run.sources):
                     lane.steps.popleft()
-                    self._before[lane.number] = self._runs.pop(lane.number)
+                    del self._runs[lane.number]
                     ended = True
                 else:
                     self._launch(lane.number, run)
@@ -257,7 +262,6 @@ class Ahead:
             row["done_ns"] = 0
             self._direct[run.targets[run.done]].wake()
             run.done += 1
-            self._before.pop(number, None)
         if self._hub.keeping:
             self._hub.go_on()  # headers may have brought credits
 
@@ -279,7 +283,6 @@ class Ahead:
             stream.reset()
             stream.records["done_ns"] = 0
         self._runs.clear()
-        self._before.clear()
         self._left.clear()
         self._seen.clear()
 

@@ -330,13 +330,10 @@ class Channel:
     def _free_slot(self) -> int | None:
         return self._slots_there.find(self._read_slots)
 
-    def book(self, lane: int, count: int, most: int) -> tuple[int, int] | None:
+    def book(self, lane: int, count: int) -> tuple[int, int] | None:
         """See ``SlotCredits.book``; None also while other messages wait for a slot."""
         self._read_slots()
-        if self in self.hub.keeping:
-            self._slots_there.unbook(lane)
-            return None
-        return self._slots_there.book(lane, count, most)
+        return None if self in self.hub.keeping else self._slots_there.book(lane, count)
 
     def unbook(self, lane: int, unsent: int = 0) -> None:
         """See ``SlotCredits.unbook``."""

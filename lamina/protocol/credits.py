@@ -39,17 +39,16 @@ class SlotCredits:
             self._booked.pop(found, None)
         return found
 
-    def book(self, lane: int, count: int, most: int) -> tuple[int, int] | None:
+    def book(self, lane: int, count: int) -> tuple[int, int] | None:
         """Reserve a slot for the next ``count`` messages of a lane, each of which is sent once the one before has been
-        given back. Returns the slot and how often it was used before; None, and the lane has no slot any more, if none
-        is free or ``most`` other lanes have one. A lane keeps the slot that it has booked.
+        given back. Returns the slot and how often it was used before; None without a free one. A lane keeps the slot
+        that it has booked.
         """
         slot = next((slot for slot, owner in self._booked.items() if owner == lane), None)
         if slot is None:
             free = (slot for slot, used in enumerate(self.used) if used == self.given_back[slot])
             slot = next((slot for slot in free if slot not in self._booked), None)
-        if slot is None or len(self._booked.keys() - {slot}) >= most:
-            self.unbook(lane)
+        if slot is None:
             return None
         self._booked[slot] = lane
         self.used[slot] += count

@@ -309,7 +309,7 @@ class Links:
         return Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
 
     def direct(self, name: str) -> Direct | None:
-        """The memory of a link whose both arenas are mapped here, for a device of this process; None if they are not."""
+        """The memory of a link whose two arenas are mapped here, for a device of this process; None if they are not."""
         link = self._links.get(name)
         if link is None or not isinstance(link.peer, ShmPeer):
             return None

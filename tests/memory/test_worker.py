@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,6 +40,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.wire import read_reply
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.topology import FIRST
 from lamina.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
 
 SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5)
@@ -126,6 +129,7 @@ class Pair:
         fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
         self.mail = Mail(self.links.hub, channels, fetcher, lanes)
         self.turns = [0] * lanes
+        self.epoch = FIRST
 
     def plan(self, lane: int, admitted: int = 0, chunk: tuple[int, int] = (0, 0), decode_at: int = -1) -> None:
         """Sequence ``lane`` is admitted, runs tokens ``chunk`` of its prompt, or decodes."""
@@ -134,7 +138,8 @@ class Pair:
         admissions = [Admission(lane, 1, admitted, [segment], SamplingParams(), 0)] if admitted else []
         chunks = [SequenceStep(lane, start, [0] * (stop - start), [])] if stop else []
         decoding = NOBODY if decode_at < 0 else DecodeRows([lane], [decode_at], [])
-        self.control.tell(Step(StepPlan(0, lane, self.turns[lane], [], [], admissions, chunks, decoding)))
+        plan = StepPlan(0, lane, self.turns[lane], [], [], admissions, chunks, decoding)
+        self.control.tell(Step(plan, self.epoch))
 
     def send(self, lane: int, *parts: np.ndarray, bulk: Sequence[np.ndarray] = ()) -> None:
         nbytes = sum(part.nbytes for part in parts)
@@ -159,11 +164,13 @@ class Pair:
 
     def serve_until_answered(self, lane: int) -> int:
         """How many turns of the worker that took."""
-        for turn in range(1, 5000):
+        deadline = time.monotonic() + TIMEOUT_S
+        for turn in itertools.count(1):
             self.worker._serve_once()
             if self.answered(lane):
                 return turn
-        raise AssertionError(f"lane {lane} is not answered")
+            assert time.monotonic() < deadline, f"lane {lane} is not answered"
+        raise AssertionError
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def test_no_slot_has_two_senders(actions: list[tuple[str, int]]) -> None:
             held[slot] += 1
         elif action == "book":
             others = {slot for slot, owner in owners.items() if owner != lane and held[slot]}
-            booked = credits.book(lane, 3, 2)
+            booked = credits.book(lane, 3)
             if booked is not None:
                 slot, first = booked
                 assert slot not in others and credits.used[slot] == first + 3
@@ -42,24 +42,24 @@ def test_no_slot_has_two_senders(actions: list[tuple[str, int]]) -> None:
         assert (slot in credits.outstanding) == (left > 0)
 
 
-def test_one_slot_is_left_to_others_if_so_many_may_not_book() -> None:
+def test_a_booked_slot_is_the_last_that_others_get() -> None:
     credits = SlotCredits(2, 0)
-    assert credits.book(5, 2, most=1) == (0, 0)
-    assert credits.book(6, 2, most=1) is None
-    assert credits.book(5, 1, most=1) == (0, 2), "a lane keeps its slot, before all of its messages were read"
+    assert credits.book(5, 2) == (0, 0)
+    assert credits.book(5, 1) == (0, 2), "a lane keeps its slot, before all of its messages were read"
     credits.give_back([3, 0])
     assert credits.find(nothing) == 1
     credits.used[1] += 1
+    assert credits.book(6, 1) is None, "the free slot is another lane's"
     assert credits.find(nothing) == 0, "booked, but free"
     credits.used[0] += 1
-    assert credits.book(5, 1, most=1) is None
+    assert credits.book(5, 1) is None
     credits.unbook(5, unsent=1)
     assert credits.used == [4, 1], "it had none"
 
 
 def test_what_was_not_sent_is_not_waited_for() -> None:
     credits = SlotCredits(2, 0)
-    assert credits.book(5, 4, most=2) == (0, 0)
+    assert credits.book(5, 4) == (0, 0)
     credits.unbook(5, unsent=4)
     assert credits.outstanding == []
 

@@ -1,5 +1,6 @@
 """Slots served by threads of the host in place of a device's streams: for tests."""
 
+import collections
 import ctypes
 import queue
 import threading
@@ -61,6 +62,7 @@ class ThreadStream:
         self._beats = 0
         self._error: BaseException | None = None
         self._received: tuple[int, int, int, bytes] = 0, 0, 0, b""
+        self._done: collections.deque[Callable[[], None]] = collections.deque()  # whose objects the host's thread frees
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="emulated stream", daemon=True)
         self._thread.start()
@@ -73,6 +75,8 @@ class ThreadStream:
                 pass
             except BaseException as error:  # reported by ``check``
                 self._error, self._outcome = error, Outcome.ABORTED
+            self._done.append(work)
+            del work
 
     def follow(self) -> None:
         """See ``SlotStream``; the host's own work is complete when its calls return."""
@@ -133,6 +137,7 @@ class ThreadStream:
 
     def check(self) -> None:
         """See ``SlotStream``."""
+        self._done.clear()
         if self._error is not None:
             raise self._error
         if self._outcome is Outcome.EXPIRED:
@@ -147,6 +152,7 @@ class ThreadStream:
 
     def reset(self) -> None:
         """See ``SlotStream``."""
+        self._done.clear()
         self._aborted, self._outcome = False, Outcome.READY
 
     def close(self) -> None:

@@ -115,9 +115,9 @@ class Gpu:
     ) -> None:
         """Slabs of ``capacity`` slots. ``workspaces``: of the backend, that may have been reserved. ``slots``: what the
         GPU polls, if it is to serve requests itself."""
-        self.backend = self._backend = backend
-        self.workspaces = self._workspaces = workspaces or Workspaces(backend)
-        self.polled = None if slots is None else GpuPolled(self, slots)
+        self._backend = backend
+        self._workspaces = workspaces or Workspaces(backend)
+        self.polled = None if slots is None else GpuPolled(backend, self._workspaces, self.launch, slots)
         self._specs = attentions
         self._slabs = [KvSlab.allocate(backend, element, spec, capacity) for spec in attentions]
         self._pages = _Pages(backend, power_of_two(2 * capacity))

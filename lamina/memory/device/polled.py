@@ -1,77 +1,44 @@
-"""Requests that a device takes out of slots and answers itself: what attention is launched before they arrive."""
+"""Requests that a GPU takes out of slots and answers itself: what attention is launched before they arrive."""
 
+import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from lamina.memory.device.base import Array, New, Table
+from lamina.kernels.gpu.program import Backend
+from lamina.memory.device.base import Array, New, Work
+from lamina.memory.device.workspaces import Workspaces
 from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots, SlotStream
 from lamina.types import AttentionSpec
 
-if TYPE_CHECKING:
-    from lamina.memory.device.gpu import Gpu
-
-Work = Callable[[Array, Array, Array], None]
-"""Attends to a request, uint8 [nbytes], and writes out and lse; all three on the device."""
-
-
-class PolledLane(Protocol):
-    """The requests of one lane, in order. What is launched may run much later, so that it must not use what changes.
-
-    Attributes:
-        stream: that waits and answers.
-    """
-
-    stream: SlotStream
-
-    def serve(
-        self, incoming: Incoming, outgoing: Outgoing, record: int, nbytes: int, shape: tuple[int, int, int], work: Work
-    ) -> None:
-        """Launch the service of a request with a body of ``nbytes``: ``work`` writes out float32 of ``shape`` [R, Hq,
-        Dv] and lse [R, Hq], which are the answer. ``record``: of the stream, written after that."""
-
-    def attend(
-        self, layer: int, table: Table, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
-    ) -> None:
-        """As ``Table.attend``, but all arrays are on the device and it only launches; called by ``work``."""
-
-
-class Polled(Protocol):
-    """How a device serves requests without the host.
-
-    Attributes:
-        slots: what it can read and write.
-    """
-
-    slots: PolledSlots
-
-    def lane(self, records: int, request_nbytes: int, reply_nbytes: int) -> PolledLane:
-        """Serves another lane, whose messages have at most so many bytes."""
+Launch = Callable[..., None]
+"""As ``Gpu.launch``."""
 
 
 class GpuPolled:
     """``Polled`` of a GPU, or of its emulation."""
 
-    def __init__(self, gpu: "Gpu", slots: PolledSlots) -> None:
+    def __init__(self, backend: Backend, workspaces: Workspaces, launch: Launch, slots: PolledSlots) -> None:
+        """``launch``: the GPU's attention."""
         self.slots = slots
-        self._gpu = gpu
+        self._backend, self._workspaces, self._launch = backend, workspaces, launch
 
     def lane(self, records: int, request_nbytes: int, reply_nbytes: int) -> "GpuLane":
         """See ``Polled``."""
-        return GpuLane(self._gpu, self.slots.stream(records), request_nbytes, reply_nbytes)
+        empty, floats = self._backend.empty, (reply_nbytes // 4,)
+        results = empty(floats, np.float32), empty(floats, np.float32)
+        request, scratch = empty((request_nbytes,), np.uint8), self._workspaces.lane_scratch()
+        return GpuLane(self.slots.stream(records), request, results, functools.partial(self._launch, scratch=scratch))
 
 
 class GpuLane:
     """A ``PolledLane``: its memory stays where it is, and its attentions share scratch with no other lane's."""
 
-    def __init__(self, gpu: "Gpu", stream: SlotStream, request_nbytes: int, reply_nbytes: int) -> None:
+    def __init__(self, stream: SlotStream, request: Array, results: tuple[Array, Array], launch: Launch) -> None:
+        """``request``, and ``results`` for out and lse: memory of the GPU for the largest message."""
         self.stream = stream
-        self._gpu = gpu
-        empty = gpu.backend.empty
-        self._request: Any = empty((request_nbytes,), np.uint8)
-        self._out, self._lse = (empty((reply_nbytes // 4,), np.float32) for _ in "ol")
-        self._scratch = gpu.workspaces.lane_scratch()
+        self._request, (self._out, self._lse), self._launch = request, results, launch
 
     def serve(
         self, incoming: Incoming, outgoing: Outgoing, record: int, nbytes: int, shape: tuple[int, int, int], work: Work
@@ -93,4 +60,4 @@ class GpuLane:
         self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
         """See ``PolledLane``; the table is one of this GPU's."""
-        self._gpu.launch(layer, table, q, out, lse, spec, new, self._scratch)
+        self._launch(layer, table, q, out, lse, spec, new)

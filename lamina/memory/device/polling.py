@@ -1,4 +1,4 @@
-"""Whether a GPU waits for messages itself, or the host does it: as requested, or as measured, once for each kind of GPU.
+"""Whether a GPU waits for messages itself or the host does: as requested, or as measured, once for each kind of GPU.
 
 The measurement is in the user's cache, as those of tilings are (``lamina.kernels.gpu.choice``).
 """

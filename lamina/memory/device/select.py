@@ -41,12 +41,12 @@ def make(
 @functools.cache
 def gpu_polls(name: str, polling: Polling) -> bool:
     """Whether the device ``name`` waits for messages itself. Raises ConfigError if it is to and cannot."""
-    if name == "cpu":
-        if polling == "device":
-            raise ConfigError(
-                "polling is device, but a memory worker on a CPU has no device that could poll; give auto, or memory "
-                "workers on GPUs only, such as --memory cuda:1"
-            )
+    if name == "cpu" and polling == "device":
+        raise ConfigError(
+            "polling is device, but a memory worker on a CPU has no device that could poll; give auto, or memory "
+            "workers on GPUs only, such as --memory cuda:1"
+        )
+    if name == "cpu" or polling == "host":
         return False
     from lamina.memory.device.gpu import backend, polled_slots
     from lamina.memory.device.polling import polls
