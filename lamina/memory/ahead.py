@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lamina.errors import TransportError
-from lamina.memory.device.base import Array, New
-from lamina.memory.device.polled import PolledLane
+from lamina.memory.device.base import Array, New, PolledLane
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.pipeline import Pipeline
