@@ -48,6 +48,15 @@ class EngineConfig:
             ge=1,
         ),
     ] = 1
+    pipeline_parallel: Annotated[
+        int,
+        Meaning(
+            "Stages of each copy of the weights, each on a compute worker that loads a part of the layers: cpu:4 with "
+            "2 makes two copies. If one of them is lost, the engine ends.",
+            unit="compute workers",
+            ge=1,
+        ),
+    ] = 1
     memory: Annotated[
         str | None,
         Meaning(

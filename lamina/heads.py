@@ -3,6 +3,9 @@
 The query heads of one KV head need no other heads. So the KV heads of every attention, with the query heads that share
 them, are cut into the same number of equal *shards*. A slot holds K and V of one shard of one token, a row of a message
 is one shard of a row of the step, and page tables are per shard. A single shard has all heads.
+
+Each rank of a tensor-parallel replica has some shards. With more ranks than KV heads, several ranks share each shard:
+all of them compute its K and V, and each has an equal part of its query heads.
 """
 
 import dataclasses
@@ -28,28 +31,37 @@ class HeadShards:
     @classmethod
     def over(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
         """The fewest shards for which each rank of a replica has some, and the heads of a sequence can be on
-        ``workers`` memory workers, or on as many as possible.
+        ``workers`` memory workers, or on as many as possible; a shard for each KV head if ranks share them.
 
-        Raises ConfigError if the KV heads cannot be divided by the ranks.
+        Raises ConfigError if ranks cannot divide the KV heads, or share each with as many others.
         """
-        most = math.gcd(*(spec.kv_heads for spec in attentions))
+        counts = sorted({spec.kv_heads for spec in attentions})
+        most = math.gcd(*counts)
+        if counts == [most] and ranks > most and ranks % most == 0:
+            return cls(most, most)
         if most % ranks:
-            counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in attentions}))
             raise ConfigError(
-                f"the attentions of this model have {counts} KV heads, which {ranks} ranks cannot share evenly; give a "
-                "tensor_parallel that divides them"
+                f"the attentions of this model have {' or '.join(map(str, counts))} KV heads, which {ranks} ranks "
+                "cannot share evenly; give a tensor_parallel that divides them"
+                + (" or is a multiple of them" if len(counts) == 1 else "")
             )
         wanted = math.lcm(max(1, min(most, workers)), ranks)
         return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
 
+    def sharers(self, ranks: int) -> int:
+        """How many ranks of a replica have each shard: neighbours, of which the first keeps K and V."""
+        return max(1, ranks // self.count)
+
     def of_rank(self, ranks: int) -> "HeadShards":
         """The shards of one rank of a replica, counted from its first head."""
-        return HeadShards(self.heads // ranks, self.count // ranks)
+        groups = ranks // self.sharers(ranks)
+        return HeadShards(self.heads // groups, self.count // groups)
 
     def range_of_rank(self, rank: int, ranks: int) -> range:
         """The shards of a rank."""
-        own = self.count // ranks
-        return range(rank * own, (rank + 1) * own)
+        sharers = self.sharers(ranks)
+        own, first = self.count * sharers // ranks, rank // sharers
+        return range(first * own, (first + 1) * own)
 
     @property
     def whole(self) -> tuple[int, int]:
@@ -73,16 +85,18 @@ class HeadShards:
         size, (first, stop) = self.heads // self.count, heads
         return 0 <= first < stop <= self.heads and first % size == stop % size == 0
 
-    def spec(self, spec: AttentionSpec, shard: int = 0) -> AttentionSpec:
-        """One shard of an attention. Shards differ only in their ALiBi slopes."""
-        if self.count == 1:
+    def spec(self, spec: AttentionSpec, part: int = 0, sharers: int = 1) -> AttentionSpec:
+        """One shard of an attention, or what one of its ``sharers`` has of it: ``part`` counts these over all shards.
+        They differ only in their ALiBi slopes."""
+        parts = self.count * sharers
+        if parts == 1:
             return spec
-        queries, slopes = spec.query_heads // self.count, spec.alibi_slopes
+        queries, slopes = spec.query_heads // parts, spec.alibi_slopes
         return dataclasses.replace(
             spec,
             query_heads=queries,
             kv_heads=spec.kv_heads // self.count,
-            alibi_slopes=None if slopes is None else slopes[shard * queries : (shard + 1) * queries],
+            alibi_slopes=None if slopes is None else slopes[part * queries : (part + 1) * queries],
         )
 
 

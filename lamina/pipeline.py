@@ -9,8 +9,13 @@ Rotational staggered pipelining (Lamina, section 4.3): n lanes share n - 1 repli
 replica (j + k) mod (n - 1). With slices n - 1 times as long as attentions, lane j begins slice k at tick k n + j, so
 that one new slice begins at every tick, no replica has two at a time or is ever idle, and the memory workers serve
 exactly one lane per tick. Fixed: lane j stays on replica j mod r; nothing moves between replicas.
+
+A replica may consist of stages: compute workers with the weights of some consecutive slices each. A lane's context goes
+from stage to stage. After the last slice, the tokens drawn go back to the first stage: although no attention lies
+between, the last slice of a step and the first of the next run on different workers then.
 """
 
+import bisect
 import dataclasses
 from dataclasses import dataclass
 
@@ -33,6 +38,9 @@ class Pipeline:
         choices: arrangements to choose from at run time, instead of all lanes in the order given by ``rotates``.
         ranks: compute workers of each replica, which share every slice (``lamina.splitter.shard``). Worker number n
             is rank ``n % ranks`` of replica ``n // ranks``.
+        stages: compute workers of each replica, which have different slices. Worker number n is stage ``n % stages`` of
+            replica ``n // stages``.
+        starts: the first slice of each stage, once the model is known; empty until then, and without stages.
     """
 
     lanes: int
@@ -40,10 +48,17 @@ class Pipeline:
     rotates: bool = False
     choices: tuple[Arrangement, ...] = ()
     ranks: int = 1
+    stages: int = 1
+    starts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.replicas < 1 or self.lanes < self.replicas:
-            raise ValueError(f"{self.lanes} lanes cannot keep {self.replicas} replicas busy; give each at least one")
+        if self.replicas < 1 or self.lanes < self.replicas * self.stages:
+            stages = f" of {self.stages} stages" if self.stages > 1 else ""
+            raise ValueError(
+                f"{self.lanes} lanes cannot keep {self.replicas} replicas{stages} busy; give each at least one"
+            )
+        if self.stages > 1 and (self.ranks > 1 or self.rotates or any(one.rotates for one in self.choices)):
+            raise ValueError("replicas of several stages neither rotate nor have several ranks")
         if self.rotates and self.lanes != self.replicas + 1:
             raise ValueError(
                 f"rotational pipelining runs {self.replicas + 1} lanes on {self.replicas} replicas, not {self.lanes}"
@@ -81,16 +96,34 @@ class Pipeline:
             if replicas > 1 or not one.rotates
         ]
         lanes = replicas + 1 if self.rotates else max(self.lanes, self.lanes // self.replicas * replicas)
-        return Pipeline(lanes, replicas, self.rotates, tuple(dict.fromkeys(choices)), self.ranks)
+        return dataclasses.replace(self, lanes=lanes, replicas=replicas, choices=tuple(dict.fromkeys(choices)))
 
     def without_rotation(self) -> "Pipeline":
         """This pipeline, without the choices in which lanes rotate."""
         return dataclasses.replace(self, choices=tuple(one for one in self.choices if not one.rotates))
 
+    @property
+    def workers(self) -> int:
+        """Compute workers of each replica."""
+        return self.ranks * self.stages
+
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
         """The replica that runs slice ``turn`` of ``lane``. ``rotates``: the order of the step, if not the default."""
         rotating = self.rotates if rotates is None else rotates
         return (lane + turn) % self.replicas if rotating else lane % self.replicas
+
+    def stage(self, lane: int, turn: int, index: int, rotates: bool | None = None) -> int:
+        """The stage that runs slice ``index`` of a step of ``lane`` that begins at ``turn``, counted over all replicas:
+        each replica without stages is one."""
+        own = bisect.bisect(self.starts, index) - 1 if self.starts else 0
+        return self.replica(lane, turn + index, rotates) * self.stages + own
+
+    def exchanges(self, one: int, other: int) -> bool:
+        """True if two compute workers may send each other a lane's context, or the tokens drawn, by their numbers."""
+        if self.stages == 1:
+            return one // self.ranks != other // self.ranks
+        same, apart = one // self.stages == other // self.stages, abs(one - other)
+        return same and apart in (1, self.stages - 1)
 
     def replicas_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
         """Every replica that runs slices of ``lane``. ``rotates``: the order of the step, if not the default."""
@@ -98,10 +131,9 @@ class Pipeline:
         return tuple(range(self.replicas)) if rotating else (lane % self.replicas,)
 
     def workers_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
-        """The compute workers that run slices of ``lane``: all ranks of its replicas."""
-        return tuple(
-            replica * self.ranks + rank for replica in self.replicas_of(lane, rotates) for rank in range(self.ranks)
-        )
+        """The compute workers that run slices of ``lane``: all stages and ranks of its replicas."""
+        count = self.workers
+        return tuple(replica * count + own for replica in self.replicas_of(lane, rotates) for own in range(count))
 
     def tick(self, lane: int, turn: int) -> int:
         """Due time of slice ``turn`` of ``lane``: of several slices that could run, a replica takes the earliest."""

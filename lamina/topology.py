@@ -52,7 +52,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The members. The compute workers, in order, are the ranks of the replicas of ``pipeline``."""
+    """The members. The compute workers, in order, are the ranks or the stages of the replicas of ``pipeline``."""
 
     epoch: Epoch
     members: tuple[Member, ...]
@@ -101,7 +101,7 @@ class Topology(msgspec.Struct, frozen=True):
     def without(self, lost: Collection[str]) -> "Topology":
         """The next epoch, without these members. Without compute workers, its pipeline is that of the next one."""
         members = tuple(member for member in self.members if member.name not in lost)
-        replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.ranks)
+        replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.workers)
         pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)
         return Topology(self.epoch.next, members, pipeline)
 

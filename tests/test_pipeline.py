@@ -125,7 +125,48 @@ def test_impossible_pipelines_are_refused(lanes: int, replicas: int, rotates: bo
         Pipeline(lanes, replicas, rotates)
 
 
-@given(st.one_of(rotational, fixed, choosing), st.data())
+staged = st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(0, 3)).map(
+    lambda sizes: Pipeline(
+        sizes[0] * sizes[1] + sizes[2], sizes[0], stages=sizes[1], starts=tuple(2 * one for one in range(sizes[1]))
+    )
+)
+
+
+@given(staged, st.integers(0, 9), st.integers(0, 50))
+def test_stages_run_their_own_slices_of_every_step_in_order(pipeline: Pipeline, lane: int, turn: int) -> None:
+    lane %= pipeline.lanes
+    slices = range(2 * pipeline.stages + 1)
+    ran = [pipeline.stage(lane, turn, index) for index in slices]
+    first = lane % pipeline.replicas * pipeline.stages
+    assert ran == [first + min(index // 2, pipeline.stages - 1) for index in slices]
+    assert pipeline.workers_of(lane) == tuple(dict.fromkeys(ran))
+    following = ran[1:] + ran[:1]  # the tokens drawn go back to the first stage
+    assert all(one == other or pipeline.exchanges(one, other) for one, other in zip(ran, following, strict=True))
+
+
+@given(staged)
+def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: Pipeline) -> None:
+    workers = range(pipeline.replicas * pipeline.stages)
+    for one in workers:
+        peers = [other for other in workers if other != one and pipeline.exchanges(one, other)]
+        assert len(peers) == min(2, pipeline.stages - 1)
+        assert {peer // pipeline.stages for peer in peers} == {one // pipeline.stages}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "says"),
+    [
+        ({"lanes": 3, "replicas": 2, "stages": 2}, "3 lanes cannot keep 2 replicas of 2 stages busy"),
+        ({"lanes": 4, "replicas": 1, "stages": 2, "ranks": 2}, "neither rotate nor have several ranks"),
+        ({"lanes": 2, "replicas": 1, "stages": 2, "rotates": True}, "neither rotate"),
+    ],
+)
+def test_impossible_stages_are_refused(pipeline: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Pipeline(**pipeline)
+
+
+@given(st.one_of(rotational, fixed, choosing, staged), st.data())
 def test_any_pipeline_goes_on_with_fewer_replicas(pipeline: Pipeline, data: st.DataObject) -> None:
     """On the lanes that exist, each of which some replica runs, and in the same orders as far as there are any."""
     left = pipeline.with_replicas(data.draw(st.integers(1, pipeline.replicas)))
@@ -133,6 +174,7 @@ def test_any_pipeline_goes_on_with_fewer_replicas(pipeline: Pipeline, data: st.D
     for one in (left.start, *left.choices):
         assert left.replicas <= one.lanes <= pipeline.lanes
         assert not one.rotates or one.lanes == left.replicas + 1
+        assert (left.stages, left.starts) == (pipeline.stages, pipeline.starts)
         used = {left.replica(lane, 0, one.rotates) for lane in range(one.lanes)}
         assert used == set(range(left.replicas))
     assert {one.rotates for one in left.choices} >= {False} & {one.rotates for one in pipeline.choices}

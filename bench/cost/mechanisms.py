@@ -1,6 +1,6 @@
 """What the papers report of mechanisms: beside ours where the cost model has them, else what is missing for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
@@ -40,15 +40,16 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         ],
     )
     section.text(
-        f"{pooled.REQUESTS} requests each. Contexts of Infinite-LLM's traces are log-normal with the mean and "
-        "deviation of its Table 1, DistKV-LLM's are even over its ranges; up to half of a context, at most "
-        f"{pooled.OUTPUT} tokens, is generated. The papers state none of this. Copies lend each other the blocks that "
-        "they have free, and attend to what lies in them for the borrower."
+        f"All requests come at once, {pooled.REQUESTS} or as many as fill the copies' memory {pooled.FILLS} times; "
+        f"throughput is that until {pooled.DONE:.0%} of them have ended. Contexts of Infinite-LLM's traces are "
+        "log-normal with the mean and deviation of its Table 1, DistKV-LLM's are even over its ranges; up to half of a "
+        f"context, at most {pooled.OUTPUT} tokens, is generated. The papers state none of this. Copies lend each other "
+        "the blocks that they have free, and attend to what lies in them for the borrower."
     )
     section.table(
         "What the text says without numbers",
         ("figure", "published", "ours"),
-        [_shipped(a100), _helped(h100)],
+        [_recalled(published, a100), _shipped(a100), _helped(h100)],
     )
     _trade_off(section, cost_model(models.find("Llama-3-8B"), h100))
     section.table(
@@ -149,13 +150,19 @@ def _over_one(setup: Mapping[str, Any], device: hardware.Hardware, contexts: Int
     return several / pooled.throughput(_deployment(setup, device, 1, copies * degree), contexts, pooled=False)
 
 
+def _instances(rows: Sequence[Mapping[str, Any]]) -> str:
+    counts = sorted({row["instances"] for row in rows})
+    return " and ".join(map(str, counts))
+
+
 def _uneven(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
     """Copies that lend each other memory over copies that do not, at the highest load of each."""
     setup, ratios = published["uneven"], []
     for trace, copies in product(setup["traces"], setup["instances"]):
-        contexts = pooled.lengths(trace["mean"], trace["deviation"], trace["longest"])
         deployment = _deployment(setup, a100, copies, 1)
-        alone, lending = (pooled.highest_load(deployment, contexts, pooled=lends) for lends in (False, True))
+        requests = pooled.enough(deployment, trace["mean"])
+        contexts = pooled.lengths(trace["mean"], trace["deviation"], trace["longest"], requests)
+        alone, lending = (pooled.throughput(deployment, contexts, pooled=lends) for lends in (False, True))
         ratios.append(lending / alone)
     return [
         Comparison(
@@ -165,20 +172,22 @@ def _uneven(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Compa
             setup["source"],
             tuple(setup["times"]),
             (min(ratios), max(ratios)),
-            f"Ours is the highest load at which requests take {pooled.PER_TOKEN_S} s for each token on average; the "
-            "paper reads its from curves of latency, and does not say at which latency, nor how many copies there are.",
+            "In ours, every copy has a queue and fills its memory itself: there is little to lend, and what is lent "
+            "must be attended to. The paper reads its from curves of latency below that load, and does not say at "
+            "which latency, nor how many copies there are.",
         )
     ]
 
 
 def _one_large(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
     setup = published["one_large"]
-    ratios = [
-        _over_one(row, a100, pooled.lengths(row["mean"], row["deviation"], row["longest"])) for row in setup["rows"]
-    ]
+    ratios = []
+    for row in setup["rows"]:
+        drawn = row["mean"], row["deviation"], row["longest"], pooled.REQUESTS
+        ratios.append(_over_one(row, a100, pooled.lengths(*drawn)))
     return [
         Comparison(
-            "two copies that lend over one TP group, Traces 3 and 4",
+            f"{_instances(setup['rows'])} copies that lend over one TP group, Traces 3, 4 and 6",
             "times",
             setup["source"],
             tuple(setup["times"]),
@@ -192,12 +201,13 @@ def _some_long(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Co
     rows = []
     for row in published["some_long"]["rows"]:
         ratios = [
-            _over_one(setup, a100, pooled.ranges(setup["normal"], setup["longest"], row["share"]))
+            _over_one(setup, a100, pooled.ranges(setup["normal"], setup["longest"], row["share"], pooled.REQUESTS))
             for setup in published["some_long"]["setups"]
         ]
         rows.append(
             Comparison(
-                f"two copies that lend over one TP group, {row['share']:.0%} long requests",
+                f"{_instances(published['some_long']['setups'])} copies that lend over one TP group, "
+                f"{row['share']:.0%} long requests",
                 "times",
                 published["some_long"]["source"],
                 tuple(row["times"]),
@@ -210,8 +220,23 @@ def _some_long(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Co
 
 _ONE_LARGE = (
     "In ours, a group over NVLink computes prompts nearly as fast for each device as one device does, and holds the "
-    "weights once; in the paper, weights divided over more devices are used far less well."
+    "weights once, while one copy alone computes a long prompt, for which the others keep memory; in the paper, "
+    "weights divided over more devices are used far less well."
 )
+
+
+def _recalled(published: Mapping[str, Any], a100: hardware.Hardware) -> tuple[str, str, str]:
+    """Debts of copies that are cleared, or stay until their requests end."""
+    setup = published["clearing"]
+    deployment = _deployment(setup, a100, setup["instances"], setup["tensor_parallel"])
+    contexts = pooled.ranges(setup["normal"], setup["longest"], setup["share"], pooled.REQUESTS)
+    first, second = pooled.recalled(deployment, contexts)
+    return (
+        setup["source"],
+        "with cycles of debt cleared, throughput is the same at first and higher later",
+        f"{first:.2f} times the throughput without clearing in the first half, {second:.2f} times in the second, with "
+        f"{setup['share']:.0%} long requests",
+    )
 
 
 def _growing(published: Mapping[str, Any], h100: hardware.Hardware) -> Comparison:

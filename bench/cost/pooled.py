@@ -1,15 +1,20 @@
 """Copies of a model that lend each other KV memory (Infinite-LLM, DistKV-LLM), played by the simulator's own engines.
 
-A ``Lender`` is one copy of the weights. When its blocks are used up, it borrows those that another copy has free, which
-attends to what lies there. Otherwise it is the baseline ``Instance``: whole prompts first, paged KV, continuous
-batching. Prompts are computed where the request is; their K and V travel while later layers compute, for free.
+A ``Lender`` is one copy of the weights. When its own blocks are used up, its sequences grow into blocks that other
+copies have free, and those attend to what lies there. Otherwise it is the baseline ``Instance``: whole prompts first,
+paged KV, continuous batching. Now and then, the runtime's own policies of balance (``lamina.placement.balance``) say
+which KV should move. Prompts are computed where the request is. Moving K and V is free: they travel beside later steps.
 """
+
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
+from lamina.placement.balance import ByDebt, Held, Load, Policy, View, Wish
 from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
-from lamina.simulate import Arrivals, Deployment, Result, State, System
+from lamina.simulate import Arrivals, Deployment, State, System
 from lamina.simulate.arrivals import Ints
 from lamina.simulate.baselines import BaselineSimulation
 from lamina.simulate.instance import Batch, Instance, Running, blocks_of
@@ -21,12 +26,16 @@ MOST_BUSY = 0.9
 OUTPUT = 256
 """Most output tokens of a request; short ones generate half of their context. The papers do not say."""
 
+LOOK_S = 1.0
+"""Seconds between looks of a policy."""
+
 
 class Lender(Instance):
-    """An engine that borrows blocks.
+    """An engine whose sequences may also use blocks of others.
 
     Attributes:
-        others: engines to borrow from. borrowed: blocks from each of them.
+        free: its own blocks that nobody uses. others: engines to borrow from.
+        away: blocks of a running sequence that lie elsewhere, by where.
         step_s: seconds of the last step if it decoded, for which others attended to what they lend; else 0.
         stuck: the first waiting request if it found no room: later ones, of all engines, wait behind it.
     """
@@ -34,7 +43,7 @@ class Lender(Instance):
     def __init__(self, cost: CostModel, tensor_parallel: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         super().__init__(cost, tensor_parallel, max_num_seqs, max_num_batched_tokens, chunked=False)
         self.others: list[Lender] = []
-        self.borrowed: dict[Lender, int] = {}
+        self.away: dict[Running, Counter[Lender]] = {}
         self.step_s = 0.0
         self.stuck: Running | None = None
 
@@ -42,16 +51,53 @@ class Lender(Instance):
         """Whether a request fits all engines together, each of which keeps its watermark."""
         return blocks_of(tokens) <= sum(one.blocks - one._watermark for one in (self, *self.others))
 
+    @property
+    def left(self) -> int:
+        """Blocks here and elsewhere that sequences of this engine may take."""
+        return self.free + sum(one.spare for one in self.others)
+
+    @property
+    def spare(self) -> int:
+        """Blocks that others may borrow."""
+        return max(0, self.free - self._watermark)
+
+    def grow(self, sequence: Running, blocks: int) -> None:
+        """Own blocks first, then those of whoever has most."""
+        sequence.blocks += blocks
+        own = min(blocks, self.free)
+        self.free -= own
+        blocks -= own
+        for lender in sorted(self.others, key=lambda one: one.spare, reverse=True) if blocks else ():
+            taken = min(blocks, lender.spare)
+            lender.free -= taken
+            blocks -= taken
+            self.away.setdefault(sequence, Counter())[lender] += taken
+
+    def let_go(self, sequence: Running) -> None:
+        """Every engine gets back its blocks."""
+        away = self.away.pop(sequence, Counter[Lender]())
+        for lender, blocks in away.items():
+            lender.free += blocks
+        self.free += sequence.blocks - away.total()
+        sequence.blocks = 0
+
+    def move(self, sequence: Running, source: "Lender", target: "Lender", blocks: int) -> None:
+        """At most so many blocks of a sequence go from one engine to another, as far as there is room."""
+        away = self.away.setdefault(sequence, Counter())
+        held = sequence.blocks - away.total() if source is self else away[source]
+        blocks = min(blocks, held, target.free)
+        source.free += blocks
+        target.free -= blocks
+        away[source] -= blocks if source is not self else 0
+        away[target] += blocks if target is not self else 0
+        self.away[sequence] = +away
+
+    def borrowed(self, lender: "Lender") -> int:
+        """Blocks of this engine's sequences on another."""
+        return sum(away[lender] for away in self.away.values())
+
     def plan(self) -> Batch | None:
-        """The next step. Blocks go back as soon as they are free; as many are borrowed as decoding and the next prompt
-        need."""
-        for lender in list(self.borrowed):
-            self._give(lender, min(self.free, self.borrowed[lender]))
-        full = sum(one.cached >= one.target and one.cached == one.blocks * BLOCK for one in self.running)
-        first = blocks_of(self.waiting[0].target) + self._watermark if self.waiting else 0
-        for needed in (full, full + first):  # the prompt waits unless all of it finds room
-            if self.free < needed <= self.free + sum(one.spare for one in self.others):
-                self._borrow(needed - self.free)
+        """The next step."""
         batch = super().plan()
         room = super()._next_has_room()
         self.stuck = self.waiting[0] if self.waiting and not room else None
@@ -63,35 +109,19 @@ class Lender(Instance):
             return False
         return super()._next_has_room()
 
-    @property
-    def spare(self) -> int:
-        """Blocks that others may borrow."""
-        return max(0, self.free - self._watermark)
-
-    def _borrow(self, blocks: int) -> None:
-        for lender in sorted(self.others, key=lambda one: one.spare, reverse=True):
-            self._give(lender, -min(blocks, lender.spare))
-            blocks -= min(blocks, lender.spare)
-
-    def _give(self, lender: "Lender", blocks: int) -> None:
-        """Blocks go back to ``lender``; a negative number comes from there."""
-        self.free -= blocks
-        lender.free += blocks
-        self.borrowed[lender] = self.borrowed.get(lender, 0) - blocks
-        if not self.borrowed[lender]:
-            del self.borrowed[lender]
-
     def seconds(self, batch: Batch) -> float:
         """A step: attention to KV elsewhere runs beside that to KV here. Copies that decode keep pace, and attend once
         a step for each that borrows; beside a prompt, as often as these decode, for at most ``OUTPUT`` tokens."""
         seconds = super().seconds(batch)
         if batch.decoding:
             rows, tokens = len(batch.decoding), sum(one.cached + 1 for one in batch.decoding)
-            away = {one: min(tokens, BLOCK * blocks) for one, blocks in self.borrowed.items()}
+            away = Counter[Lender]()
+            for one in batch.decoding:
+                away.update(self.away.get(one, {}))
             if away:
-                here = self._attention(max(0, tokens - sum(away.values())), rows)
-                there = max(one._attention(share, rows) for one, share in away.items()) + self._messages(rows)
-                seconds += max(here, there) - self._attention(tokens, rows)
+                here = self.attention(max(0, tokens - BLOCK * away.total()), rows)
+                there = max(one.attention(BLOCK * blocks, rows) for one, blocks in away.items()) + self._messages(rows)
+                seconds += max(here, there) - self.attention(tokens, rows)
         each = {one: self._for(one) for one in self.others if one.step_s}
         if batch.decoding:
             self.step_s = seconds + sum(each.values())
@@ -102,11 +132,16 @@ class Lender(Instance):
 
     def _for(self, debtor: "Lender") -> float:
         """Seconds of attention here for a step of ``debtor``."""
-        blocks = debtor.borrowed.get(self, 0)
-        return self._attention(BLOCK * blocks, 1) if blocks else 0.0
+        blocks = debtor.borrowed(self)
+        return self.attention(BLOCK * blocks, 1) if blocks else 0.0
 
-    def _attention(self, tokens: int, rows: int) -> float:
+    def attention(self, tokens: int, rows: int) -> float:
+        """Seconds of decode attention in all layers."""
         return self._cost.shape.layers * float(self._cost.attention_seconds(tokens, rows, 1 / self._tp))
+
+    def dense(self, rows: float) -> float:
+        """Seconds of a step of so many rows without attention."""
+        return float(self._cost.pass_seconds(max(1.0, rows), self._tp))
 
     def _messages(self, rows: int) -> float:
         """Queries of all layers there, and outputs back."""
@@ -115,69 +150,121 @@ class Lender(Instance):
         return 2 * shape.layers * float(self._cost.send_recv_seconds(nbytes))
 
 
+def view(lenders: Sequence[Lender]) -> View:
+    """What a policy of balance sees; engines are called by their numbers."""
+    names = {one: str(number) for number, one in enumerate(lenders)}
+    tokens, held = dict.fromkeys(lenders, 0), []
+    for home in lenders:
+        for sequence in home.running:
+            away = home.away.get(sequence, Counter[Lender]())
+            for place, blocks in [(home, sequence.blocks - away.total()), *away.items()]:
+                tokens[place] += BLOCK * blocks
+                held.append(Held(str(sequence.index), names[place], names[home], BLOCK * blocks))
+    token_s = lenders[0].attention(10**6, 1) / 10**6
+    loads = {
+        names[one]: Load(BLOCK * one.blocks, BLOCK * one.spare, len(one.running), tokens[one], token_s)
+        for one in lenders
+    }
+    return View(loads, held, lenders[0].dense)
+
+
+def follow(lenders: Sequence[Lender], wishes: Sequence[Wish]) -> None:
+    """Move what a policy wants moved."""
+    for wish in wishes:
+        source, target = lenders[int(wish.source)], lenders[int(wish.targets[0])]
+        for home in lenders:
+            for sequence in home.running:
+                if str(sequence.index) == wish.request:
+                    home.move(sequence, source, target, wish.tokens // BLOCK)
+
+
+class Recall:
+    """DistKV-LLM's clearing of debts (DGFM): of what the runtime's ledger wants moved, only what goes home."""
+
+    def __init__(self) -> None:
+        self._ledger = ByDebt()
+
+    def wishes(self, view: View) -> list[Wish]:
+        """As ``Policy`` says."""
+        home = {one.request: one.home for one in view.held}
+        return [wish for wish in self._ledger.wishes(view) if wish.targets == (home[wish.request],)]
+
+
 class Pooled(BaselineSimulation):
-    """Lenders that all lend to each other."""
+    """Lenders that all lend to each other. ``policy`` says what moves between them; None: KV stays where it is."""
+
+    policy: Policy | None = None
 
     def _instances(self, cost: CostModel, count: int, chunked: bool) -> list[Instance]:
         deployment = self._deployment
         deployment.require_weights(cost)
         degree, seats, rows = deployment.tensor_parallel, deployment.max_num_seqs, deployment.max_num_batched_tokens
-        lenders = [Lender(cost, degree, seats, rows) for _ in range(count)]
-        for one in lenders:
-            one.others = [other for other in lenders if other is not one]
-        return list(lenders)
+        self.lenders = [Lender(cost, degree, seats, rows) for _ in range(count)]
+        for one in self.lenders:
+            one.others = [other for other in self.lenders if other is not one]
+        self._look_s = 0.0
+        return list(self.lenders)
 
     def _end(self, instance: Instance, batch: Batch, seconds: float, now: float) -> None:
+        if self.policy is not None and now >= self._look_s:
+            self._look_s = now + LOOK_S
+            follow(self.lenders, self.policy.wishes(view(self.lenders)))
         super()._end(instance, batch, seconds, now)
         for other in self._first:  # it may wait for what has just become free
             self._begin(other, now)
 
 
-REQUESTS = 200
+REQUESTS, FILLS = 200, 4
+"""Requests of a run; and at least so many that their contexts fill the memory of all copies so many times."""
+
 DONE = 0.7
-"""Share of requests that come at once which end while engines are full: throughput is that until then."""
-
-PER_TOKEN_S, ROUNDS = 0.2, 5
-"""Mean time of a request by its output tokens that bounds a load, and runs in which that load is found."""
+"""Share of the requests that end while engines are full: throughput is that until then."""
 
 
-def lengths(mean: float, deviation: float, longest: int, seed: int = 1) -> Ints:
-    """Contexts of ``REQUESTS`` requests: log-normal, and at most ``longest``."""
+def lengths(mean: float, deviation: float, longest: int, requests: int, seed: int = 1) -> Ints:
+    """Contexts: log-normal, and at most ``longest``."""
     variance = np.log(1 + (deviation / mean) ** 2)
-    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - variance / 2, np.sqrt(variance), REQUESTS)
+    drawn = np.random.default_rng(seed).lognormal(np.log(mean) - variance / 2, np.sqrt(variance), requests)
     return np.asarray(np.clip(drawn, 2, longest - 1), np.int64)
 
 
-def ranges(normal: int, longest: int, share: float, seed: int = 1) -> Ints:
-    """Contexts of ``REQUESTS`` requests: up to ``normal`` tokens, but a ``share`` of them up to ``longest``."""
+def ranges(normal: int, longest: int, share: float, requests: int, seed: int = 1) -> Ints:
+    """Contexts of up to ``normal`` tokens, but of a ``share`` of the requests up to ``longest``."""
     random = np.random.default_rng(seed)
-    long = random.uniform(size=REQUESTS) < share
-    return np.where(long, random.integers(normal, longest, REQUESTS), random.integers(2, normal, REQUESTS))
+    long = random.uniform(size=requests) < share
+    return np.where(long, random.integers(normal, longest, requests), random.integers(2, normal, requests))
 
 
-def _run(deployment: Deployment, contexts: Ints, arrival_s: Floats, pooled: bool) -> Result:
+def enough(deployment: Deployment, mean: float) -> int:
+    """How many requests of ``mean`` tokens keep all copies' memory full for long."""
+    model = deployment.compute_cost
+    free = deployment.tensor_parallel * model.usable_bytes - model.shape.weight_bytes
+    held = deployment.replicas * free / model.shape.kv_bytes_per_token
+    return max(REQUESTS, round(FILLS * held / mean))
+
+
+def ends(deployment: Deployment, contexts: Ints, pooled: bool, policy: Policy | None = None) -> Floats:
+    """When requests that come at once end, in order."""
     output = np.minimum(OUTPUT, contexts // 2)
-    arrivals = Arrivals(arrival_s, contexts - output, output)
-    result = (Pooled if pooled else BaselineSimulation)(System.TENSOR_PARALLEL, deployment, arrivals, ()).run()
-    assert result.log.count(State.FINISHED) == len(contexts), f"{result.log.count(State.REFUSED)} requests do not fit"
-    return result
+    arrivals = Arrivals(np.zeros(len(contexts)), contexts - output, output)
+    run = (Pooled if pooled else BaselineSimulation)(System.TENSOR_PARALLEL, deployment, arrivals, ())
+    if isinstance(run, Pooled):
+        run.policy = policy
+    log = run.run().log
+    assert log.count(State.FINISHED) == len(contexts), f"{log.count(State.REFUSED)} requests do not fit"
+    return np.sort(log.end_s)
 
 
 def throughput(deployment: Deployment, contexts: Ints, pooled: bool) -> float:
     """Requests per second while there are more than engines can take: until ``DONE`` of them have ended."""
-    result = _run(deployment, contexts, np.zeros(len(contexts)), pooled)
     last = int(DONE * len(contexts)) - 1
-    return (last + 1) / float(np.sort(result.log.end_s)[last])
+    return (last + 1) / float(ends(deployment, contexts, pooled)[last])
 
 
-def highest_load(deployment: Deployment, contexts: Ints, pooled: bool) -> float:
-    """Requests per second, at random times, that take ``PER_TOKEN_S`` per generated token on average."""
-    gaps = np.random.default_rng(2).exponential(1.0, len(contexts))
-    output = np.minimum(OUTPUT, contexts // 2)
-    low, high = 0.0, 1.2 * throughput(deployment, contexts, pooled)
-    for _ in range(ROUNDS):
-        rate = (low + high) / 2
-        arrival_s = np.cumsum(gaps) / rate
-        took = (_run(deployment, contexts, arrival_s, pooled).log.end_s - arrival_s) / output
-        low, high = (rate, high) if took.mean() <= PER_TOKEN_S else (low, rate)
-    return low
+def recalled(deployment: Deployment, contexts: Ints) -> tuple[float, float]:
+    """Requests per second with debts cleared over those without, in the first and the second half of that time."""
+    last = int(DONE * len(contexts)) - 1
+    runs = (ends(deployment, contexts, pooled=True, policy=policy) for policy in (None, Recall()))
+    without, cleared = (np.array([one[last // 2], one[last] - one[last // 2]]) for one in runs)
+    gains = without / cleared
+    return float(gains[0]), float(gains[1])

@@ -17,6 +17,7 @@ if not __package__:  # run as a script: import from the repository's root, not f
 
 from bench.cost import published
 from bench.cost.bursts import burst
+from bench.cost.elastic import scaling
 from bench.cost.lamina_operators import figure_14, figures_3_to_6
 from bench.cost.lamina_paper import figure_1, figure_17, figures_12_and_13, table_1, table_3
 from bench.cost.long_context import figure_7, iteration_time, mnemosyne, shipping
@@ -52,6 +53,7 @@ def sections(catalogue: hardware.Catalogue) -> list[Section]:
         figure_7(infinite, catalogue),
         shipping(infinite, catalogue),
         iteration_time(papers["loongserve"], catalogue),
+        scaling(papers["loongserve"], catalogue),
         mnemosyne(papers["mnemosyne"], catalogue),
         mechanisms(papers["mechanisms"], catalogue),
         burst(papers["kernelflume"], catalogue),

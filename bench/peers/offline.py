@@ -1,8 +1,9 @@
 """Arguments, prompts and rates, shared by all engines that ``serve.py`` measures. Uses the standard library alone.
 
-Every engine is a module that runs in its own environment, measures one cell and prints one JSON object:
+Every engine is a module that runs in its own environment. It loads the model, warms up, and then measures its cell once
+for every line that it reads, and prints one JSON object for each:
 
-    PYTHON -m bench.peers.ENGINE MODEL --batch 8 --context 512 --threads 2
+    yes | head -3 | PYTHON -m bench.peers.ENGINE MODEL --batch 8 --context 512 --threads 2
 
 MODEL is a Hugging Face model directory. An engine gives :func:`run` a function that loads it for a cell and yields
 ``Generate``; greedy decoding, end of sequence ignored.
@@ -11,6 +12,7 @@ MODEL is a Hugging Face model directory. An engine gives :func:`run` a function 
 import argparse
 import json
 import random
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -61,10 +63,10 @@ def prompts(draw: random.Random, batch: int, context: int) -> list[list[int]]:
 
 
 def run(load: Callable[[Cell], AbstractContextManager[Generate]], about: Callable[[], dict[str, str]]) -> None:
-    """Measure the cell on the command line and print {"decode", "prefill", "about"} as JSON.
+    """Measure the cell on the command line for every line of the input: print {"decode", "prefill", "about"} as JSON.
 
     Warms up with one prompt as long as the cell's, then with short ones in the cell's batch. ``about`` names versions
-    and settings.
+    and settings. The engine waits for the next line without using a core, so that others can be measured meanwhile.
 
     Raises RuntimeError if a request did not get exactly ``DECODED`` tokens.
     """
@@ -77,11 +79,16 @@ def run(load: Callable[[Cell], AbstractContextManager[Generate]], about: Callabl
     with load(cell) as generate:
         generate(prompts(draw, 1, cell.context), 2)
         generate(prompts(draw, cell.batch, min(cell.context, WARM_CONTEXT)), 4)
-        wanted = prompts(draw, cell.batch, cell.context)
-        start = time.monotonic()
-        arrivals = generate(wanted, DECODED)
+        for _ in sys.stdin:
+            decode, prefill = measure(cell, prompts(draw, cell.batch, cell.context), generate)
+            print(json.dumps({"decode": decode, "prefill": prefill, "about": about()}), flush=True)
+
+
+def measure(cell: Cell, wanted: list[list[int]], generate: Generate) -> tuple[float, float]:
+    """(decode, prefill) tokens per second of one batch. Raises RuntimeError if a token is missing."""
+    start = time.monotonic()
+    arrivals = generate(wanted, DECODED)
     counts = {len(times) for times in arrivals}
     if len(arrivals) != cell.batch or counts != {DECODED}:
         raise RuntimeError(f"{len(arrivals)} of {cell.batch} requests got {sorted(counts)} tokens, not {DECODED} each")
-    decode, prefill = rates(start, arrivals, cell.context)
-    print(json.dumps({"decode": decode, "prefill": prefill, "about": about()}))
+    return rates(start, arrivals, cell.context)

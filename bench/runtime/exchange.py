@@ -134,7 +134,7 @@ class Case:
 class Idle:
     """A ``Kit`` whose kernels and copies do nothing."""
 
-    place = torch.device("cpu")
+    place, backend = torch.device("cpu"), ""
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``."""

@@ -3,8 +3,10 @@
     python -m bench.runtime.serve [--model 250m] [--grid 1x512,8x512,64x512,16x2048,4x8192] [--rounds 3]
                           [--peers DIR] [--engines lamina,unsplit,openvino,llama_cpp] [--json FILE]
 
-Every engine runs alone, in a process of its own, on all cores this process may use, with the same weights: bfloat16
-weights and KV, greedy decoding, random prompts. The engines take turns, ``--rounds`` times; figures are medians.
+Every engine is a process of its own, on all cores this process may use, with the same weights: bfloat16 weights and KV,
+greedy decoding, random prompts. The engines of a cell take turns, ``--rounds`` times, while the others wait; figures
+are medians. So are the ratios to other engines, over the rounds, since the machine's speed may change between these;
+with a 95% confidence interval, from six rounds on (order statistics of the ratios).
 ``bench/peers/setup.sh DIR`` makes the environments of the peers; the models are kept in DIR too. ``unsplit`` is Lamina
 in one process, without workers and transport.
 
@@ -13,18 +15,23 @@ that a native loop reaches with all cores, measured before every engine's turn.
 """
 
 import argparse
+import contextlib
+import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import scipy.stats
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -36,6 +43,7 @@ from lamina.kernels.memory import allocate, read
 
 READ_BYTES = 512 * 1024 * 1024
 TIMEOUT_S = 1800
+END_S = 30
 
 
 @dataclass(frozen=True)
@@ -88,23 +96,53 @@ def read_bandwidth(threads: int) -> float:
     return statistics.median(rates)
 
 
-def measure(engine: Engine, peers: Path, model: Path, batch: int, context: int, cores: int) -> dict[str, Any]:
-    """What the engine prints. Raises SystemExit with what it said if it fails."""
-    python = sys.executable if engine.environment is None else str(peers / engine.environment / "bin" / "python")
-    cell = ["--batch", str(batch), "--context", str(context), "--threads", str(cores)]
-    process = subprocess.run(
-        [python, "-m", f"bench.peers.{engine.module}", model, *cell],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=TIMEOUT_S,
-        env=os.environ | engine.variables,
-        cwd=ROOT,
-    )
-    if process.returncode != 0:
-        raise SystemExit(f"{engine.name} failed at {batch} x {context}:\n{process.stderr[-4000:]}")
-    result: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
-    return result
+class Running:
+    """An engine that has loaded a model for one cell, and measures it when asked."""
+
+    def __init__(self, engine: Engine, peers: Path, model: Path, batch: int, context: int, cores: int) -> None:
+        python = sys.executable if engine.environment is None else str(peers / engine.environment / "bin" / "python")
+        cell = ["--batch", str(batch), "--context", str(context), "--threads", str(cores)]
+        self._what = f"{engine.name} at {batch} x {context}"
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed with the process)
+        self._process = subprocess.Popen(
+            [python, "-m", f"bench.peers.{engine.module}", model, *cell],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._said,
+            text=True,
+            env=os.environ | engine.variables,
+            cwd=ROOT,
+        )
+
+    def measure(self) -> dict[str, Any]:
+        """What the engine prints. Raises SystemExit with what it said if it fails, or takes ``TIMEOUT_S``."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        deadline = threading.Timer(TIMEOUT_S, self._process.kill)
+        deadline.start()
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                if line.startswith("{"):
+                    result: dict[str, Any] = json.loads(line)
+                    return result
+        except BrokenPipeError:
+            pass  # it has ended: said below
+        finally:
+            deadline.cancel()
+        self._said.seek(0)
+        raise SystemExit(f"{self._what} ended or took {TIMEOUT_S} s:\n{self._said.read()[-4000:]}")
+
+    def close(self) -> None:
+        """End the engine, which reads no further line."""
+        assert self._process.stdin is not None
+        with self._said, self._process:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
 
 
 def take_turns(args: argparse.Namespace, peers: Path, model: Path) -> list[Turn]:
@@ -113,13 +151,31 @@ def take_turns(args: argparse.Namespace, peers: Path, model: Path) -> list[Turn]
     turns = []
     for batch, context in args.grid:
         bytes_read = weight_bytes(args.model) + batch * (context + DECODED / 2) * kv_bytes_per_token(args.model)
-        for number in range(args.rounds):
+        with contextlib.ExitStack() as stack:
+            running = {}
             for name in args.engines:
+                running[name] = Running(ENGINES[name], peers, model, batch, context, cores)
+                stack.callback(running[name].close)
+            for one in running.values():
+                one.measure()  # all have loaded and warmed up before any figure counts
+            for number, (name, one) in itertools.product(range(args.rounds), running.items()):
                 limit = batch * read_bandwidth(threads=cores) / bytes_read
-                result = measure(ENGINES[name], peers, model, batch, context, cores)
-                turns.append(Turn(name, batch, context, number, limit=limit, **result))
-                print(f"{batch} x {context} {name}: {result['decode']:.0f} {result['prefill']:.0f}", file=sys.stderr)
+                turns.append(Turn(name, batch, context, number, limit=limit, **one.measure()))
+                rates = f"{turns[-1].decode:.0f} {turns[-1].prefill:.0f}"
+                print(f"{batch} x {context} {name}: {rates}", file=sys.stderr)
     return turns
+
+
+def ratio(here: Sequence[Turn], figure: str, others: Sequence[str]) -> str:
+    """Lamina over the best of ``others``: the median over rounds, and its 95% interval if there are enough rounds."""
+    rounds = [
+        {turn.engine: getattr(turn, figure) for turn in here if turn.round == number}
+        for number in {turn.round for turn in here}
+    ]
+    ratios = [rates["lamina"] / max(rates[name] for name in others) for rates in rounds]
+    low, high = scipy.stats.quantile_test(ratios, p=0.5).confidence_interval(0.95)
+    interval = "" if math.isnan(low) or math.isnan(high) else f" ({low:.2f} to {high:.2f})"
+    return f"{statistics.median(ratios):.2f}{interval}"
 
 
 def tables(turns: Sequence[Turn], engines: Sequence[str], title: str) -> list[Table]:
@@ -140,9 +196,12 @@ def tables(turns: Sequence[Turn], engines: Sequence[str], title: str) -> list[Ta
                 for name in engines
             }
             known = rates | {"limit": statistics.median(turn.limit for turn in here)}
-            known |= {"best peer": max(rates[name] for name in peers)} if peers else {}
             values = [f"{known[name]:.0f}" for name in [*engines, *limits]]
-            values += [f"{rates['lamina'] / known[other]:.2f}" for other in others]
+            for other in others:
+                compared = peers if other == "best peer" else [other]
+                values.append(
+                    f"{rates['lamina'] / known[other]:.2f}" if other == "limit" else ratio(here, figure, compared)
+                )
             table.add_row(f"{cell[0]} x {cell[1]}", *values)
         made.append(table)
     return made

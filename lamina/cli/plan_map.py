@@ -58,10 +58,14 @@ def show(
                     found.append(cell)
                     on_progress(done := done + 1)
                 drawn.append((f"{shape.name}, {one[0].kind} and {other[0].kind}", grid, found))
-    with counting_progress("Best cells simulated", 2 * len(drawn)) as on_progress:
-        for place, (title, grid, found) in enumerate(drawn):
-            drawn[place] = title, grid, confirm(found, shape, prices, slo)
-            on_progress(2 * place + 2)
+    done = 0
+    with counting_progress("Cells checked by simulation", total) as on_progress:
+
+        def count() -> None:
+            nonlocal done
+            on_progress(done := done + 1)
+
+        drawn = [(title, grid, confirm(found, shape, prices, slo, count)) for title, grid, found in drawn]
     for title, grid, found in drawn:
         print_table(_table(title, grid, found))
         print_text(f"  {plan_map.crossover(found)}\n")
@@ -69,8 +73,8 @@ def show(
     print_text(
         f"  Closed form, * simulated; up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
         f"Prices: {prices.describe(models)}. (..): attention offloaded; before it: that or prefill apart. To simulate "
-        "one cell: lamina plan --prompt N --output N. In each grid, the cells where two kinds pay most, and where "
-        "offloading does, are simulated, but for idle sessions.\n",
+        "one cell: lamina plan --prompt N --output N. Cells where two kinds pay by the closed form are simulated, "
+        "but for those of sessions; sides that cost over three times as much as another keep the closed form's rate.\n",
         style="dim",
     )
     picture.write_text(svg(drawn))

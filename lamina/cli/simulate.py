@@ -223,7 +223,11 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     arrivals = result.log.arrivals.arrival_s
     if result.queued > OVERLOADED and 0 < arrivals[-1] < OVERLOADED * result.seconds:
         table.add_row("overload", "requests arrived faster than they ended, hence TTFT; lower --rate-scale")
-    for name, times, unit, scale in (("TTFT", result.ttft_s, "s", 1.0), ("TBT", result.tbt_s, "ms", 1e3)):
+    for name, times, unit, scale in (
+        ("TTFT", result.ttft_s, "s", 1.0),
+        ("TTFT + longest gap", result.stalled_s, "s", 1.0),
+        ("TBT", result.tbt_s, "ms", 1e3),
+    ):
         shown = (f"{part} {value * scale:.{2 if unit == 's' else 1}f} {unit}" for part, value in vars(times).items())
         table.add_row(name, "no request has two output tokens" if math.isnan(times.p50) else ", ".join(shown))
     table.add_row("cost", _cost(result, deployment))

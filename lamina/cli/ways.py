@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from lamina.plan.ways import Way
     from lamina.simulate.trial import Course, Trial
 
-_HEADINGS = ("requests /s", "TTFT p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
-_WIDE = 140  # columns that a table with one line per way needs
+HEADINGS = ("requests /s", "TTFT p99", "stall p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
+_WIDE = 152  # columns that a table with one line per way needs
 
 
 def show(
@@ -86,17 +86,18 @@ def _print(
     table = Table(
         title=f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {tried}",
         caption=f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and p99 TBT within "
-        f"{slo.tbt_s * 1e3:g} ms. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
+        f"{slo.tbt_s * 1e3:g} ms. stall: TTFT plus the longest later wait for a token of a request, p99 within "
+        f"{slo.ttft_s + slo.tbt_s:g} s. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
         f"requests/s by the closed form that ranked all ways. Prices: {server.prices.describe(server.models)}.",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
     table.add_column("way to serve", max_width=11 if narrow else None)
-    for heading in _HEADINGS:
+    for heading in HEADINGS:
         table.add_column(heading.replace(" ", "\n") if narrow else heading, justify="right", no_wrap=True)
     for trial in trials:
-        way, *figures = _cells(trial)
+        way, *figures = cells(trial)
         if narrow:
             figures = [_broken(figure) for figure in figures]
         table.add_row(way, *figures, style="bold green" if trial is trials[0] else None)
@@ -110,12 +111,14 @@ def _print(
         print_text(f"  {line}\n", style="dim")
 
 
-def _cells(trial: "Trial") -> tuple[str, ...]:
+def cells(trial: "Trial") -> tuple[str, ...]:
+    """A row of the table: the way, and a figure for each of ``HEADINGS``."""
     result = trial.result
     return (
         trial.way.describe(),
         f"{trial.requests_s:.2f}",
         f"{result.ttft_s.p99:.2f} s",
+        f"{result.stalled_s.p99:.2f} s",
         f"{result.tbt_s.p99 * 1e3:.0f} ms",
         f"{trial.requests_s * trial.workload.output:.0f}",
         f"{trial.capacity.usd_per_hour:.2f}",
@@ -226,7 +229,6 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     if way.kind is Kind.LOCAL and way.compute.kind != CPU:
         missing += ["local memory of GPUs"]
     if way.tensor_parallel > 1:
-        missing += ["tensor parallelism on GPUs"] if way.compute.kind != CPU else []
         missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
         missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
     missing += ["weights in fp8"] if shape.fp8 else []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -157,13 +158,17 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
-    ranks = plan.pipeline.ranks
-    for number, name in enumerate(plan.computes):
-        threads = plan.threads("compute", plan.greetings[name])
-        setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, rank=number % ranks, ranks=ranks)
-        control.send([name], setup_of)
-    loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
+    ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
+    with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
+        for number, name in enumerate(plan.computes):
+            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/replica{number // ranks}"
+            part = {"rank": number % ranks, "ranks": ranks, "stage": number % stages, "stages": stages}
+            setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, meeting=meeting, **part)
+            control.send([name], setup_of)
+        loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
+    if stages > 1:
+        plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
     shards = _shards(plan, loaded)
     local = plan.computes if plan.compute_setup.local else ()
     holders = (*local, *plan.memories)
@@ -210,7 +215,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         epoch,
         kv_dtype,
         plan.kinds,
-        fabric if ranks == 1 else None,  # so far, replicas of several ranks neither grow nor shrink
+        fabric if ranks == 1 else None,  # so far, pools with replicas of several ranks keep their size
         head_shards=shards.count,
         window=forgotten_window(setup),
     )
@@ -314,7 +319,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     """How to link the workers of a plan; nothing is known of them yet but their greetings."""
     transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
-    context_nbytes = loaded.context_nbytes if may_move else 0
+    context_nbytes = loaded.context_nbytes if may_move or plan.pipeline.stages > 1 else 0
 
     def kv_bytes(found: Resources, largest: int, promised: int) -> int:
         if found.gpu_total:
@@ -352,18 +357,26 @@ def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], t
     return {pair: (size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
 
 
+def _near(plan: ClusterPlan, number: int) -> list[str]:
+    """The compute workers to which compute worker ``number`` may send something besides sums, or get it from."""
+    return [name for other, name in enumerate(plan.computes) if plan.pipeline.exchanges(number, other)]
+
+
 def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
     computes, memories = list(plan.computes), list(plan.memories)
     everyone = [*computes, *memories]
     roles: dict[str, Role] = {name: "compute" for name in computes}
     roles |= {name: "memory" for name in memories}
+    near = {name: _near(plan, number) for number, name in enumerate(computes)}
     for group in (computes, memories):
         for name in group:
             member = Member(name, roles[name], plan.kinds[name], plan.greetings[name].host)
-            control.send([name], fabric.register(member, len(computes), len(memories)))
+            linked = len(near[name]) + 1 if name in near else len(computes)
+            control.send([name], fabric.register(member, linked, len(memories)))
         registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
-    pairs = {pair: fabric.slots(roles, *pair) for pair in itertools.combinations(everyone, 2)}
+    apart = itertools.combinations(everyone, 2)
+    pairs = {(a, b): fabric.slots(roles, a, b) for a, b in apart if b not in near or a in near[b]}
     slots = {pair: each for pair, each in pairs.items() if each is not None} | _between_ranks(plan, fabric)
     between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
     used = {pair: each for pair, each in slots.items() if pair not in between}

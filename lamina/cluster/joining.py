@@ -156,7 +156,7 @@ def check_same_model(path: str, first: ModelLoaded, on: str, other: ModelLoaded,
             f"the checkpoint in {path} on {machine}, loaded by {name}, is not that on {on}: its digest is "
             f"{other.digest}, and there it is {first.digest}. Copy the same files to all machines"
         )
-    if other.attentions != first.attentions or other.dtype != first.dtype:
+    if (other.attentions, other.dtype, other.starts) != (first.attentions, first.dtype, first.starts):
         raise ConfigError(
             f"{name} on {machine} has split {path} differently from the others; install the same packages"
         )

@@ -8,6 +8,7 @@ from lamina.cluster.bringup import ClusterPlan
 from lamina.cluster.gather import START_TIMEOUT_S
 from lamina.cluster.joining import boot
 from lamina.cluster.launchers.placement import PLACE_S
+from lamina.cluster.pool import parse_bounds
 from lamina.config import EngineConfig, overcommit
 from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
@@ -135,6 +136,8 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     devices poll. On shared cores nothing can overlap, nor without memory workers, so each worker gets one lane. Raises
     ConfigError.
     """
+    if config.pipeline_parallel > 1:
+        return _pipeline_parallel(config, computes)
     if config.tensor_parallel > 1:
         return _tensor_parallel(config, computes)
     try:
@@ -156,23 +159,56 @@ def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
 
     Ranks send their own heads, so requests are placed as with partition head; and pools are fixed.
     """
-    ranks, replicas = config.tensor_parallel, computes // config.tensor_parallel
-    if computes % ranks:
-        raise ConfigError(
-            f"tensor_parallel {ranks} makes replicas of {ranks} compute workers, which does not divide {computes}; "
-            f"give --compute a multiple of {ranks}"
-        )
-    given = {
-        f"partition {config.partition}": config.partition not in ("auto", "head"),
-        f"balance {config.balance}": config.balance != "off",
-        "kv_overcommit": config.kv_overcommit > 1,
-        "autoscale": config.autoscale is not None,
-        "pipelining rotational": config.pipelining == "rotational",
-        f"lanes {config.lanes}": config.lanes not in (None, replicas),
-    }
-    if name := next((name for name in given if given[name]), None):
-        raise ConfigError(f"{name} does not work with tensor_parallel so far: leave out one of them")
+    ranks = config.tensor_parallel
+    replicas = _replicas("tensor_parallel", ranks, computes)
+    _refuse(
+        "tensor_parallel",
+        {
+            f"partition {config.partition}": config.partition not in ("auto", "head"),
+            f"balance {config.balance}": config.balance != "off",
+            "kv_overcommit": config.kv_overcommit > 1,
+            "autoscale": config.autoscale is not None,
+            "pipelining rotational": config.pipelining == "rotational",
+            f"lanes {config.lanes}": config.lanes not in (None, replicas),
+        },
+    )
     return Pipeline(replicas, replicas, ranks=ranks)
+
+
+def _pipeline_parallel(config: EngineConfig, computes: int) -> Pipeline:
+    """As many lanes as compute workers, so that each stage has one to work on while others work on the other stages, on
+    shared cores too: each worker has its own share of them."""
+    stages = config.pipeline_parallel
+    replicas = _replicas("pipeline_parallel", stages, computes)
+    _refuse(
+        "pipeline_parallel",
+        {
+            f"tensor_parallel {config.tensor_parallel}": config.tensor_parallel > 1,
+            "pipelining rotational": config.pipelining == "rotational",
+            f"autoscale {config.autoscale}": config.autoscale is not None
+            and "compute" in parse_bounds(config.autoscale),
+        },
+    )
+    try:
+        return Pipeline(config.lanes or computes, replicas, stages=stages)
+    except ValueError as error:
+        raise ConfigError(f"{error}. Change lanes, pipeline_parallel or the compute pool") from error
+
+
+def _replicas(setting: str, workers: int, computes: int) -> int:
+    """How many replicas of so many workers there are. Raises ConfigError if some workers would be left."""
+    if computes % workers:
+        raise ConfigError(
+            f"{setting} {workers} makes replicas of {workers} compute workers, which does not divide {computes}; "
+            f"give --compute a multiple of {workers}"
+        )
+    return computes // workers
+
+
+def _refuse(setting: str, given: Mapping[str, bool]) -> None:
+    """Raises ConfigError for the first of these settings that is given."""
+    if name := next((name for name in given if given[name]), None):
+        raise ConfigError(f"{name} does not work with {setting} so far: leave out one of them")
 
 
 @dataclass(frozen=True)

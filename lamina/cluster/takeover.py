@@ -71,6 +71,8 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         lost = before.names & workers.ended().keys()
         if (role := before.lacks(lost)) is not None:
             raise TransportError(f"no {role} worker is left: {dict(workers.ended())}")
+        if before.pipeline.stages > 1 and not lost.isdisjoint(before.computes):
+            raise TransportError(f"a stage is lost: {dict(workers.ended())}")
         before = before.without(lost)
         control.apply(before)
         workers.end_others(sorted(before.names))

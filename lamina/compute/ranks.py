@@ -44,7 +44,7 @@ class _Peer:
 
 
 class Ranks:
-    """Adds tensors up with the other ranks of the replica. The compute worker's thread owns it."""
+    """``Sums`` on CPUs. The compute worker's thread owns it."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -55,6 +55,11 @@ class Ranks:
         """``names``: of all ranks, in order, with this worker's. Call it before the first sum."""
         self._wait = wait
         self._peers = [_Peer(links, name) for name in names if name != links.name]
+
+    def meet(self) -> None:
+        """See ``Sums``."""
+        if self.rank.count > 1:
+            self.reduce(torch.ones(1))
 
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in the order of the ranks; overwrites ``x``.

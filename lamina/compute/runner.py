@@ -49,7 +49,7 @@ class NativeRunner:
 
 
 class SliceRunner(NativeRunner):
-    """A lowered model with its weights. Runs one slice at a time; attention is left to the caller."""
+    """A lowered model, or a stage of one, with its weights. Runs one slice at a time, without its attention."""
 
     def __init__(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None) -> None:
         """``tensors`` holds the model's weights by name, but not its constants. ``reduce``: see ``Device.runner``."""
@@ -57,7 +57,8 @@ class SliceRunner(NativeRunner):
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
         self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
-        *self._inner, self._last = model.with_weights(tensors, reduce)
+        self.slices = model.slices
+        self._slices = dict(zip(model.slices, model.with_weights(tensors, reduce), strict=True))
 
     def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
         """Nothing: the system gives memory when it is written to."""
@@ -78,7 +79,7 @@ class SliceRunner(NativeRunner):
 
         They are overwritten by the next slice but one that runs with the same ``rows``.
         """
-        piece = self._inner[index]
+        piece = self._slices[index]
         return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query, rows.workspace)
 
     def logits(
@@ -90,6 +91,7 @@ class SliceRunner(NativeRunner):
             chosen = pad(chosen, padded(count))
             rows = Rows(rows.ids[chosen], rows.positions[chosen])
             attention, context = attention[chosen], tuple(tensor[chosen] for tensor in context)
-        prepared = rows.prepared(self._last)
-        output = self._last.run(rows.ids, rows.positions, attention, context, prepared, workspace=rows.workspace)
+        last = self._slices[len(self.attentions)]
+        prepared = rows.prepared(last)
+        output = last.run(rows.ids, rows.positions, attention, context, prepared, workspace=rows.workspace)
         return output.logits[:count]

@@ -1,9 +1,9 @@
-"""One step of one lane on one replica: the replica's own slices, one at a time, in order."""
+"""One step of one lane on one replica, or on one stage of it: its own slices, one at a time, in order."""
 
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from lamina.compute.links import Mail
 from lamina.compute.rows import Rows, pad
 from lamina.lowering import Workspace
 from lamina.pipeline import Pipeline
+from lamina.protocol.messages import Draw
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import Array
 from lamina.splitter import Crossing, as_numpy
@@ -27,7 +28,8 @@ class Replica:
     """What all steps that a compute worker runs in one epoch share.
 
     Attributes:
-        number: of this replica in the pipeline. names: of all compute workers, by their numbers.
+        number: of this worker's stage, see ``Pipeline.stage``. names: of all compute workers, by their numbers.
+        meet: returns once all ranks of the replica have called it.
     """
 
     number: int
@@ -35,10 +37,11 @@ class Replica:
     pipeline: Pipeline
     runner: Runner
     timeline: Timeline
+    meet: Callable[[], None]
 
     def begins(self, plan: StepPlan) -> bool:
         """True if the first slice of the plan's step runs here."""
-        return self.pipeline.replica(plan.lane, plan.turn, plan.rotates) == self.number
+        return self.pipeline.stage(plan.lane, plan.turn, 0, plan.rotates) == self.number
 
 
 class StepRun:
@@ -49,9 +52,16 @@ class StepRun:
     """
 
     def __init__(
-        self, plan: StepPlan, replica: Replica, exchange: StepExchange, mail: Mail, workspace: Workspace
+        self,
+        plan: StepPlan,
+        replica: Replica,
+        exchange: StepExchange,
+        mail: Mail,
+        workspace: Workspace,
+        follows: bool = False,
     ) -> None:
-        """``workspace`` has the exchange's rows; steps of one lane may share it, since they run one after another."""
+        """``workspace`` has the exchange's rows; steps of one lane may share it, since they run one after another.
+        ``follows``: the lane has had a step before this one in the epoch."""
         self.plan = plan
         self.tokens: list[int] = []
         self._replica = replica
@@ -60,8 +70,9 @@ class StepRun:
         self._exchange = exchange
         self._mail = mail
         pipeline, slices = replica.pipeline, range(len(replica.runner.attentions) + 1)
-        self._replicas = [pipeline.replica(plan.lane, plan.turn + index, plan.rotates) for index in slices]
-        self._own = [index for index in slices if self._replicas[index] == replica.number]
+        self._stages = [pipeline.stage(plan.lane, plan.turn, index, plan.rotates) for index in slices]
+        self._own = [index for index in slices if self._stages[index] == replica.number]
+        self._follows = follows and pipeline.stages > 1
         self._next = 0
         positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])
         self._rows = Rows(torch.zeros(exchange.rows, dtype=torch.int64), pad(positions, exchange.rows), workspace)
@@ -75,7 +86,7 @@ class StepRun:
 
     @property
     def index(self) -> int:
-        """The slice to run next, -1 after this replica's last one."""
+        """The slice to run next, -1 after the last one here."""
         return self._own[self._next] if self._next < len(self._own) else -1
 
     @property
@@ -85,17 +96,20 @@ class StepRun:
 
     @property
     def ends_here(self) -> bool:
-        """True if this replica runs the last slice."""
+        """True if the last slice runs here."""
         return self._own[-1:] == [len(self._runner.attentions)]
 
     @property
-    def own_slices(self) -> int:
-        """How many slices of the step run here."""
-        return len(self._own)
+    def shares(self) -> float:
+        """How many times as long as here slices take in all: stages have about as many bytes of weights each."""
+        stages = self._replica.pipeline.stages
+        return stages if stages > 1 else len(self._stages) / len(self._own)
 
     def awaited(self) -> list[str]:
         """The peers whose messages the next slice waits for."""
-        if self.index <= 0:
+        if self.index == 0:
+            return [self._former] if self._follows else []
+        if self.index < 0:
             return []
         return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
 
@@ -106,13 +120,14 @@ class StepRun:
 
     @property
     def moved_here(self) -> bool:
-        """True if another replica ran the slice before the next one."""
-        return self._replicas[self.index - 1] != self._replica.number
+        """True if another replica or stage ran the slice before the next one: for slice 0, the last of the step before,
+        unless lanes rotate."""
+        return self._stages[self.index - 1] != self._replica.number
 
     @property
     def _former(self) -> str:
         """The worker that ran the slice before the next one."""
-        return self._replica.names[self._replicas[self.index - 1]]
+        return self._replica.names[self._stages[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
         """Run the next slice; logits [rows that draw, vocab] after the last one.
@@ -121,7 +136,7 @@ class StepRun:
         """
         index = self.index
         if index == 0:
-            self._begin(drawn)
+            self._begin(self._receive_draws() if self._follows else drawn)
             self._next += 1
             self._run_inner(0, None)
             return None
@@ -144,6 +159,9 @@ class StepRun:
 
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
         if not len(self._chosen):
+            # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
+            # so that memory workers have everything that the next step attends to, and nothing is still to come.
+            self._replica.meet()
             return None
         begun = self._timeline.now()
         logits = self._runner.logits(self._rows, attention, self._context, self._chosen)
@@ -167,7 +185,7 @@ class StepRun:
             begun = timeline.now()
             self._chunks = exchange.attend_chunks(spec, output)
             timeline.add("chunk attention", lane, begun)
-        following = self._replicas[index + 1]
+        following = self._stages[index + 1]
         if following != self._replica.number:
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)
 
@@ -185,12 +203,29 @@ class StepRun:
         self._rows.ids[: self._count] = ids
 
     def _send_context(self, peer: str, turn: int) -> None:
-        """Ids, partials of prompt chunks and context, for the replica that runs slice ``turn``."""
+        """Ids, partials of prompt chunks and context, for the worker that runs slice ``turn``."""
         parts: list[Array] = [np.asarray(self.tokens, np.int64)]
         parts += [as_numpy(tensor) for tensor in self._chunks or ()]
         parts += [as_numpy(tensor) for tensor in self._context]
         nbytes = sum(part.nbytes for part in parts)
         self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send(parts)
+
+    def end(self, draws: Sequence[Draw]) -> None:
+        """The last slice has run here, and these tokens were drawn: tell the first stage, if there are stages. It waits
+        for this before it begins the lane's next step, whose plan may have ``LAST_DRAWN`` for them."""
+        if self._replica.pipeline.stages == 1:
+            return
+        parts = [np.array([(draw.sequence, draw.token) for draw in draws], np.int64)] if draws else []
+        channel = self._mail.channels[self._replica.names[self._stages[0]]]
+        turn = self.plan.turn + len(self._runner.attentions)
+        channel.send(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
+
+    def _receive_draws(self) -> dict[int, int]:
+        """The tokens that the lane's step before drew, by sequence."""
+        letter = self._mail.take(self.plan.lane, self._former)
+        drawn: list[list[int]] = np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist()
+        letter.free()
+        return {sequence: token for sequence, token in drawn}
 
     def _receive_context(self, index: int) -> None:
         letter = self._mail.take(self.plan.lane, self._former)

@@ -21,7 +21,6 @@ from lamina.compute.links import Mail
 from lamina.compute.loading import load
 from lamina.compute.local import LocalMemory
 from lamina.compute.quick_start import once_set_up
-from lamina.compute.ranks import Ranks
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
@@ -93,6 +92,7 @@ class Lane:
     Attributes:
         workspace: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
             empty.
+        follows: it has had a step in this epoch.
         since: when the lane began to wait for its next messages.
         reported: when the engine was last told that the lane makes progress.
         busy_s: in slices of the first step.
@@ -103,6 +103,7 @@ class Lane:
     number: int
     workspace: Workspace = field(default_factory=lambda: Workspace(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
+    follows: bool = False
     since: float = 0.0
     reported: float = 0.0
     busy_s: float = 0.0
@@ -113,6 +114,7 @@ class Lane:
     def drop(self) -> None:
         """Forget all steps."""
         self.steps.clear()
+        self.follows = False
         self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
@@ -243,6 +245,7 @@ class ComputeWorker:
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
+            step.end(done.draws)
             self._timeline.add("draw", step.plan.lane, drawing)
         now = time.monotonic()
         lane.busy_s += now - begun
@@ -250,7 +253,7 @@ class ComputeWorker:
         if last:
             if done is not None:
                 attentions = len(self._runner.attentions)
-                whole = lane.busy_s * (attentions + 1) / step.own_slices
+                whole = lane.busy_s * step.shares
                 waited = lane.waited_s * attentions / max(lane.waits, 1)
                 done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
                 self._finish(done)
@@ -390,7 +393,8 @@ class ComputeWorker:
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
-        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace))
+        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows))
+        lane.follows = True
         if len(lane.steps) == 1:
             self._await(lane)
 
@@ -441,13 +445,14 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
     torch.set_num_threads(setup.threads)
-    ranks = Ranks(Rank(setup.rank, setup.ranks))
-    runner, shards = load(control, setup, make(control.device), ranks)
+    device = make(control.device)
+    ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
+    runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     number = names.index(control.name) // setup.ranks
-    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace))
+    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet)
     own = names[number * setup.ranks : (number + 1) * setup.ranks]
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}

@@ -81,10 +81,10 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
-        topology, longest = cluster.topology, config.kv_tokens_per_worker
+        topology, longest, ranks = cluster.topology, config.kv_tokens_per_worker, cluster.pipeline.ranks
         self._turn = Turn(
             limits,
-            placement(config.partition, cluster.capacities, cluster.shards, longest, topology.local),
+            placement(config.partition, cluster.capacities, cluster.shards, longest, topology.local, ranks),
             cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=cluster.shards.heads,
@@ -97,7 +97,7 @@ class Engine:
         )
         self._scheduler = self._turn.scheduler
         if cluster.missing:  # lost with the last engine, to be started again
-            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology.local)
+            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology.local, ranks)
             self._scheduler.placement.promised = whole.total
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))

@@ -167,6 +167,12 @@ class Members:
         if self.topology.pipeline.ranks > 1:
             reason = next(iter(lost.values()))
             raise TransportError(f"{reason}. With tensor_parallel the loss of a worker ends the engine: start it again")
+        stages = [one for one in self.topology.computes if one in lost and self.topology.pipeline.stages > 1]
+        if stages:
+            reason = lost[stages[0]]
+            raise TransportError(
+                f"{reason}. With pipeline_parallel the loss of a compute worker ends the engine: start it again"
+            )
         pools, role = self.pools, self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.may_replace(role)):
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)

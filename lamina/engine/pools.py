@@ -94,6 +94,8 @@ class Pools:
     def resize(self, changes: Mapping[Role, PoolChange], resize: Resize) -> None:
         """Let workers join, or leave where a count is negative. Raises ConfigError, having changed nothing, if that is
         impossible."""
+        if "compute" in changes:
+            self._check_stages()
         leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
         kinds = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
         for role, change in changes.items():
@@ -109,6 +111,10 @@ class Pools:
         for role, change in changes.items():
             for _ in range(change.count):
                 self._start(role, kinds[role], resize)
+
+    def _check_stages(self) -> None:
+        if self._pipeline.stages > 1:
+            raise ConfigError("with pipeline_parallel the compute pool keeps its size so far: scale memory alone")
 
     def _check_growth(self, role: Role, kind: str, count: int) -> None:
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
@@ -230,6 +236,8 @@ class Pools:
         """Let workers of other machines join and leave."""
         for wish in self._workers.wishes():
             try:
+                if wish.role == "compute":
+                    self._check_stages()
                 if not wish.leaver:
                     self._start(wish.role, wish.kind, None)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:

@@ -162,11 +162,12 @@ class LoweredModel:
     """Everything needed to run a split model except its weights.
 
     Attributes:
-        parts: one for each slice; equal slices share their graphs.
+        parts: one for each slice that it has, from slice ``first`` on; equal slices share their graphs.
         contexts: the context of each cut.
         weights: names of all weights that slices or sinks use.
         positions: the number that the model supports; 0 if its config does not say.
-        dtype, attentions, sinks, constants, shards, whole: those of ``SplitModel``.
+        dtype, attentions, sinks, constants, shards, whole: those of ``SplitModel``. A stage has the sinks that its
+            slices need; the others are None.
     """
 
     dtype: DType
@@ -179,6 +180,28 @@ class LoweredModel:
     constants: Mapping[str, Tensor]
     shards: Mapping[str, Shard] = field(default_factory=dict)
     whole: tuple[AttentionSpec, ...] = ()
+    first: int = 0
+
+    @property
+    def slices(self) -> range:
+        """The slices that it has."""
+        return range(self.first, self.first + len(self.parts))
+
+    def needs(self, index: int) -> set[str]:
+        """The weights that slice ``index`` uses, with the sinks of the attention before it."""
+        sink = self.sinks[index - 1] if index else None
+        return {*self.parts[index - self.first].weights, *([] if sink is None else [sink])}
+
+    def stage(self, slices: range) -> "LoweredModel":
+        """The part of a whole model that runs these slices, and its weights alone."""
+        kept = [name if number + 1 in slices else None for number, name in enumerate(self.sinks)]
+        return dataclasses.replace(
+            self,
+            parts=self.parts[slices.start : slices.stop],
+            sinks=tuple(kept),
+            weights=tuple(sorted(set[str]().union(*map(self.needs, slices)))),
+            first=slices.start,
+        )
 
     def with_weights(self, tensors: Mapping[str, Tensor], reduce: Reduce | None = None) -> list[LoweredSlice]:
         """Executable slices; ``tensors`` holds all of ``weights``, on the CPU.
@@ -205,7 +228,8 @@ class LoweredModel:
 
         pack, named = packing(self.dtype), {**tensors, **self.constants}
         parts = self.parts if reduce is None else _bound(self.parts, reduce)
-        return [LoweredSlice(part, table(part), named, pack, arrivals(index)) for index, part in enumerate(parts)]
+        numbered = zip(self.slices, parts, strict=True)
+        return [LoweredSlice(part, table(part), named, pack, arrivals(index)) for index, part in numbered]
 
 
 def _bound(parts: Sequence[LoweredPart], reduce: Reduce) -> list[LoweredPart]:

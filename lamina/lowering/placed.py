@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from lamina.lowering.lowered import LoweredModel, LoweredPart, PositionTable, SliceGraphs
+from lamina.splitter.collective import Reduce, bind
 
 _NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
@@ -59,8 +60,13 @@ class PlacedSlice:
         return results
 
 
-def place(model: LoweredModel, tensors: Mapping[str, Tensor], device: torch.device) -> list[PlacedSlice]:
-    """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device."""
+def place(
+    model: LoweredModel, tensors: Mapping[str, Tensor], device: torch.device, reduce: Reduce | None = None
+) -> list[PlacedSlice]:
+    """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
+
+    ``reduce``: how the ranks of a replica add up what each has computed; slices of one rank alone need none.
+    """
     graphs: dict[int, SliceGraphs] = {}
     tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
     named = {**tensors, **{name: value.to(device) for name, value in model.constants.items()}}
@@ -70,7 +76,8 @@ def place(model: LoweredModel, tensors: Mapping[str, Tensor], device: torch.devi
         if number not in graphs:
             prelude = part.graphs.prelude
             moved = None if prelude is None else _on(prelude, device)
-            graphs[number] = SliceGraphs(_on(part.graphs.main, device), moved)
+            main = part.graphs.main if reduce is None else bind(part.graphs.main, reduce)
+            graphs[number] = SliceGraphs(_on(main, device), moved)
         own = graphs[number].prelude
         table = None
         if own is not None:

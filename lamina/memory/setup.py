@@ -61,9 +61,9 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
 
 
 def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
-    """How heads are cut, and the attentions of one shard."""
+    """How heads are cut, and the attentions as in messages."""
     shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
-    return shards, [shards.spec(spec) for spec in setup.attentions]
+    return shards, [shards.spec(spec, 0, shards.sharers(setup.ranks)) for spec in setup.attentions]
 
 
 def largest(asked: Reserve, polls: bool = False) -> Largest:

@@ -38,7 +38,8 @@ class KvStore:
     """Applies plans to the slab and runs their attention. One thread owns it.
 
     Attributes:
-        shards: how heads are cut. attentions: of one shard, as in messages. slab: a slot holds one shard of a token.
+        shards: how heads are cut. attentions: as in messages, with the query heads of one shard, or of one of the ranks
+            that share it. slab: a slot holds one shard of a token.
     """
 
     def __init__(
@@ -73,9 +74,11 @@ class KvStore:
         self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
         self.slab = Slab[SegmentKey](capacity * head_shards)
         self._segments: dict[int, list[Segment]] = {}  # those here, by sequence
-        self._by_shard = head_shards > 1 and any(spec.alibi_slopes is not None for spec in attentions)
-        alike = 1 if not self._by_shard else head_shards
-        self._specs = [[self.shards.spec(spec, shard) for shard in range(alike)] for spec in attentions]
+        self._sharers = sharers = self.shards.sharers(ranks)
+        parts = head_shards * sharers
+        self._by_part = parts > 1 and any(spec.alibi_slopes is not None for spec in attentions)
+        alike = 1 if not self._by_part else parts
+        self._specs = [[self.shards.spec(spec, part, sharers) for part in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
         # Of the latest steps, by sequence; before the first, where that begins.
         self._starts: dict[int, collections.deque[int]] = {}
@@ -294,18 +297,22 @@ class KvStore:
     def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker, self.shards, rank, self._ranks)
         kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
-        appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
+        if rank % self._sharers:  # these tokens have slots: another rank that has the same shard sends them too
+            tails = [self.slab.slots(segment)[-count:] for segment, count in kept]
+            appended = np.concatenate([*tails, np.empty(0, np.int32)])
+        else:
+            appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
         late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
         stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
-        new = [] if self._by_shard else appended_rows(rows, cut, self._key_of)
+        new = [] if self._by_part else appended_rows(rows, cut, self._key_of)
         tables = tuple(
             self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last], new=new)
             for piece in cut
         )
         further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
         newest = self._newest(rows) if late else ()
-        inline, pulled = np.split(appended, [len(rows.appends)])
+        inline, pulled = appended[: len(rows.appends)], appended[len(rows.appends) :]
         door = plan.lane * self._ranks + rank
         sent, appends = self.device.sent(inline), len(new) > 0
         return StepTables(plan, rows, cut, tables, further, newest, inline, sent, pulled, door, appends)
@@ -358,17 +365,17 @@ class KvStore:
     ) -> tuple[Attended, ...]:
         """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
 
-        One table for all rows, or one for those of each shard if that has slopes of its own.
+        One table for all rows, or one for those of each part of the heads if that has slopes of its own.
         """
         starts = [attend.kv_start for attend in attends] if starts is None else starts
-        shards = [attend.shard if self._by_shard else 0 for attend in attends]  # ascending
+        parts = [attend.part if self._by_part else 0 for attend in attends]  # ascending
         tables, row, first = [], 0, 0
-        for shard, run in itertools.groupby(shards):
-            part = slice(first, first + len(list(run)))
-            rows = sum(attend.rows for attend in attends[part])
-            table = self._table(attends[part], stops[part], starts[part], new)
-            tables.append(Attended(row, row + rows, shard, table))
-            row, first = row + rows, part.stop
+        for part, run in itertools.groupby(parts):
+            some = slice(first, first + len(list(run)))
+            rows = sum(attend.rows for attend in attends[some])
+            table = self._table(attends[some], stops[some], starts[some], new)
+            tables.append(Attended(row, row + rows, part, table))
+            row, first = row + rows, some.stop
         return tuple(tables)
 
     def _table(
@@ -447,7 +454,7 @@ class KvStore:
         for number, one in enumerate(tables):
             if number:
                 yield
-            rows, spec = slice(one.start, one.stop), self._specs[layer][one.shard]
+            rows, spec = slice(one.start, one.stop), self._specs[layer][one.part]
             yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec, new)
 
     def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:

@@ -12,11 +12,12 @@ from lamina.steps import StepPlan
 
 @dataclass(frozen=True)
 class Attended:
-    """What query rows [start, stop) of a piece attend to. Those of shards with slopes of their own are apart."""
+    """What query rows [start, stop) of a piece attend to. Those of parts of the heads with slopes of their own are
+    apart."""
 
     start: int
     stop: int
-    shard: int
+    part: int
     table: Table
 
 

@@ -391,7 +391,8 @@ class MemoryWorker:
         if door is not None and door.request is not None:
             self._give_back(door, door.request, lane.layer, step)
         lane.door = None
-        peer = self._computes[self._pipeline.replica(number, turn + 1, rotates) * ranks + rank]
+        following = self._pipeline.stage(number, step.plan.turn, lane.layer + 1, rotates)
+        peer = self._computes[following * ranks + rank]
         ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
         lane.reply = Reply(peer, parts, turn, turn if ends else -1)

@@ -79,8 +79,8 @@ def load(
         names: of ``plan.expected``. Nothing else is read.
         load_format: "auto" reads the checkpoint; "dummy" draws weights that depend on ``seed`` and name alone.
         on_progress: called with (bytes done, total bytes) after every tensor.
-        shards: what to load of some of the tensors, for one rank of a replica; the others are loaded whole. Tied names
-            have equal shards.
+        shards: what to load of some of the tensors, for one rank of a replica; the others are loaded whole. Nothing
+            else comes to ``device``. Tied names have equal shards.
 
     Raises:
         ModelError: the model does not have such a tensor, or the checkpoint lacks one or has it in another shape or in
@@ -92,7 +92,7 @@ def load(
     done = _Done(sum(cut(plan.expected[name], shards.get(name, {})).nbytes for name in names), on_progress)
     if load_format == "dummy":
         return _dummy(names, plan.expected, plan.ties, seed, done, device, shards)
-    return _Checkpoint(directory, plan, device).read(names, done, shards)
+    return _Checkpoint(directory, plan, device, HOST if shards else device).read(names, done, shards)
 
 
 class _Done:
@@ -110,9 +110,12 @@ class _Done:
 class _Checkpoint:
     """One checkpoint's files, and how the model's tensors are made from them."""
 
-    def __init__(self, directory: ModelDirectory, plan: WeightPlan, device: torch.device) -> None:
+    def __init__(
+        self, directory: ModelDirectory, plan: WeightPlan, device: torch.device, reading: torch.device
+    ) -> None:
+        """Tensors are read on the device ``reading``."""
         self._directory = directory
-        self._device = device
+        self._device, self._reading = device, reading
         self._expected = plan.expected
         self._recipes = plan.recipes
         self._ties = plan.ties
@@ -201,7 +204,7 @@ class _Checkpoint:
             file = self._directory.tensors[key].file
             if file not in files:
                 try:
-                    files[file] = stack.enter_context(safe_open(file, framework="pt", device=str(self._device)))
+                    files[file] = stack.enter_context(safe_open(file, framework="pt", device=str(self._reading)))
                 except SafetensorError as error:
                     raise ModelError(f"{file} has a broken safetensors header ({error}): copy it again") from error
             tensor: torch.Tensor = files[file].get_tensor(key)
@@ -220,12 +223,14 @@ class _Checkpoint:
             for name, tensor in outputs.items():
                 self._check_shape(name, tensor.shape, recipe)
             outputs = {name: cut(tensor, shards.get(name, {})) for name, tensor in outputs.items()}
-        return {name: _own(tensor, mapped) for name, tensor in outputs.items()}
+        return {name: _own(tensor, mapped, self._device) for name, tensor in outputs.items()}
 
 
-def _own(tensor: torch.Tensor, mapped: set[int]) -> torch.Tensor:
-    """A contiguous tensor with its own memory; a view of the memory map would depend on the file and be unaligned, and
-    a part of another tensor would keep all of that."""
+def _own(tensor: torch.Tensor, mapped: set[int], device: torch.device) -> torch.Tensor:
+    """A contiguous tensor with its own memory on ``device``; a view of the memory map would depend on the file and be
+    unaligned, and a part of another tensor would keep all of that."""
+    if tensor.device != device:
+        return tensor.to(device, memory_format=torch.contiguous_format)
     storage = tensor.untyped_storage()
     if tensor.is_contiguous() and storage.data_ptr() not in mapped and storage.nbytes() == tensor.nbytes:
         return tensor
@@ -246,9 +251,7 @@ def _dummy(
     for name in names:
         source = ties.get(name, name)
         if source not in made:
-            made[source] = _own(cut(_dummy_tensor(source, expected[source], seed), shards.get(name, {})), set()).to(
-                device
-            )
+            made[source] = _own(cut(_dummy_tensor(source, expected[source], seed), shards.get(name, {})), set(), device)
         result[name] = made[source]
         done.add(result[name])
     return result

@@ -1,10 +1,10 @@
 """Policies that say which tokens should move between memory workers. Pure: no clock, no sockets.
 
-A policy sees how loaded each worker is and which request has how many tokens where, and answers with wishes. They are
-not orders: a move may be refused (``lamina.schedule.moves``), and then later views show what there is.
+A policy sees the load of each worker and where the tokens of each request are, and proposes moves. A proposal may be
+refused (``lamina.schedule.moves``); the policy finds out from the next view.
 
-* ``bandwidth``: the seconds that workers need to read their KV once even out. In a pool of mixed kinds that is not the
-  same as equal tokens.
+* ``bandwidth``: all workers should take equally long to read their KV once. In a pool of mixed kinds, that does not
+  mean equal numbers of tokens.
 * ``throughput``: Infinite-LLM's greedy algorithm (section 5.3) on its model of throughput.
 * ``ledger``: DistKV-LLM's debts (section 4.4), with cycles of debt cleared (DGFM, section 4.5).
 """
@@ -21,9 +21,10 @@ class Load:
     """One memory worker.
 
     Attributes:
-        free: slots that a move may take. sequences: that grow there. reads: tokens that one step of each lane reads.
+        free: slots that moves may fill. sequences: number of those that grow there. reads: tokens that one step of
+            each lane reads.
         token_s: seconds to read a token, as measured; only ratios matter to most policies.
-        takes: False while it is to be emptied.
+        takes: whether KV may move here; False while the worker is being drained.
     """
 
     capacity: int
@@ -35,14 +36,14 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """To read everything once."""
+        """Seconds to read everything once."""
         return self.reads * self.token_s
 
 
 @dataclass(frozen=True)
 class Held:
-    """Tokens of a request on one worker that do not grow any more. It grows on ``home``. Each step reads every token
-    ``readers`` times."""
+    """Tokens of a request on one worker, all of them written. New ones are written on ``home``. Each step reads every
+    token ``readers`` times."""
 
     request: str
     worker: str
@@ -53,7 +54,7 @@ class Held:
 
 @dataclass(frozen=True)
 class View:
-    """What a policy decides on. ``dense_s``: seconds of a step without attention, for so many rows."""
+    """What a policy knows. ``dense_s``: seconds of a step without attention, by rows."""
 
     loads: Mapping[str, Load]
     held: Sequence[Held]
@@ -62,7 +63,7 @@ class View:
 
 @dataclass(frozen=True)
 class Wish:
-    """So many tokens of a request should move from one worker to the first of ``targets`` that takes them."""
+    """A proposal to move ``tokens`` of a request from ``source`` to the first of ``targets`` that accepts them."""
 
     request: str
     source: str
@@ -71,20 +72,20 @@ class Wish:
 
 
 class Policy(Protocol):
-    """Says what should move."""
+    """Decides what should move."""
 
     def wishes(self, view: View) -> list[Wish]:
-        """What should move now, most useful first: no more than the targets have free, and the sources have."""
+        """The moves to make now, most useful first, within what targets have free and sources hold."""
         ...
 
 
-LEAST = 64  # tokens of a wish: fewer are not worth a move
-UNEVEN = 1.1  # the slowest worker needs so many times as long as the fastest before anything moves
-MOST_WISHES = 8  # of one look: loads change meanwhile
+LEAST = 64  # tokens; fewer are not worth a move
+UNEVEN = 1.1  # nothing moves until the slowest worker takes this many times as long as the fastest
+MOST_WISHES = 8  # per view: loads change while KV moves
 
 
 class ByBandwidth:
-    """Takes tokens from the worker that needs most time to read its own, for the one that would then need least."""
+    """Moves tokens from the worker that takes longest to read its KV to the one that takes least."""
 
     def wishes(self, view: View) -> list[Wish]:
         """As ``Policy`` says."""
@@ -114,17 +115,17 @@ class ByBandwidth:
         return wishes
 
 
-FEW_SEQUENCES = 0.75  # workers with fewer than this share of the mean borrow (the threshold on batch sizes)
-LITTLE_USED = 0.9  # workers with a smaller share of their slots in use lend (the threshold on utilization)
+FEW_SEQUENCES = 0.75  # workers with less than this share of the mean number borrow (the paper's batch threshold)
+LITTLE_USED = 0.9  # workers that use less than this share of their slots lend (the paper's utilization threshold)
 
 
 class ByThroughput:
-    """Infinite-LLM, Algorithm 1: workers with few sequences move their longest request to those with free slots, as
-    many blocks as raise the sum of both workers' tokens a second most.
+    """Infinite-LLM, Algorithm 1: workers with few sequences move part of their longest request to workers with free
+    slots, as much as maximises the sum of both workers' tokens per second.
 
-    An instance with b sequences and S tokens to read makes b / (dense(b) + S t) tokens a second (equations 5 to 7). k
-    tokens lent lengthen the creditor's time by k t; the debtor's shrinks, and its free slots take more sequences of its
-    mean length.
+    A worker with b sequences and S tokens to read generates b / (dense(b) + S t) tokens per second (equations 5 to 7).
+    Lending k tokens makes the creditor's step k t longer and the debtor's shorter, and the debtor's free slots take
+    more sequences of its mean length.
     """
 
     def wishes(self, view: View) -> list[Wish]:
@@ -141,7 +142,7 @@ class ByThroughput:
                 continue
             longest, moved = max(own, key=lambda one: one.tokens), 0
             for creditor in sorted(lenders, key=lambda one: lent[one] - loads[one].free):
-                if creditor == debtor or lent[debtor]:  # nobody lends and borrows
+                if creditor == debtor or lent[debtor]:  # no worker both lends and borrows
                     continue
                 most = min(longest.tokens - moved, loads[creditor].free - lent[creditor])
                 counts = range(0, most + 1, LEAST)
@@ -155,7 +156,8 @@ class ByThroughput:
 
     @staticmethod
     def _rate(view: View, debtor: str, creditor: str, before: int, lent: int, count: int) -> float:
-        """Tokens a second of both once the debtor has lent ``before`` and ``count`` tokens."""
+        """Tokens per second of both workers if ``count`` tokens move between them, in addition to ``before`` that leave
+        the debtor and ``lent`` that the creditor takes already."""
         gone = before + count
         borrows, lends = view.loads[debtor], view.loads[creditor]
         length = max(1.0, borrows.reads / max(borrows.sequences, 1))
@@ -166,21 +168,21 @@ class ByThroughput:
         return batch / debtor_s + lends.sequences / creditor_s
 
 
-CREDITORS = 3  # proposed to a debtor, which asks them in order
+CREDITORS = 3  # proposed to a debtor, in order
 LENT_AT_MOST = 0.5  # of a worker's slots
 SHORT = 0.1  # share of a worker's slots below which it borrows
 LEAST_SWAP = 64  # tokens of each debt in a cycle, for it to be cleared
 
 
 class ByDebt:
-    """DistKV-LLM: a worker that runs short borrows slots of others for its longest requests; debts in a cycle are
+    """DistKV-LLM: a worker that runs short of slots borrows some of others for its longest requests; cycles of debt are
     cleared.
 
-    A request's tokens elsewhere than where it grows are a debt of that worker to the one that has them.
+    Tokens of a request that are not on its home are a debt of the home to the worker that holds them.
     """
 
     def __init__(self) -> None:
-        self._short: dict[str, None] = {}  # workers in the order in which they ran short: first come, first served
+        self._short: dict[str, None] = {}  # in the order in which they ran short: first come, first served
 
     def wishes(self, view: View) -> list[Wish]:
         """As ``Policy`` says."""
@@ -220,14 +222,14 @@ class ByDebt:
             count = min(wanted, longest.tokens, *(allowed[one] for one in proposed))
             if count >= LEAST:
                 wishes.append(Wish(longest.request, debtor, proposed, count))
-                for one in proposed:  # any of them may take it
+                for one in proposed:  # any of them may accept
                     free[one] -= count
                     lent[one] += count
         return wishes
 
     def _cleared(self, view: View, free: dict[str, int]) -> list[Wish]:
-        """Tokens that go home, along cycles of debt: each worker gets back what it lends."""
-        import networkx  # heavy, and used by those who chose this policy
+        """Moves along cycles of debt that bring tokens home, so that each worker in a cycle gets back lent slots."""
+        import networkx  # slow to import; only this policy needs it
 
         debts = networkx.DiGraph()
         debts.add_weighted_edges_from((one, other, tokens) for (one, other), tokens in self.debts(view).items())
@@ -252,7 +254,7 @@ class ByDebt:
 
     @staticmethod
     def _home(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Wish]:
-        """Up to so many tokens that ``debtor`` has lent go back there."""
+        """Moves of up to ``tokens`` tokens of the debtor's requests from ``creditor`` back to it."""
         wishes = []
         for one in view.held:
             if one.home == debtor and one.worker == creditor and tokens > 0 and (one.request, creditor) not in used:

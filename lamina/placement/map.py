@@ -7,11 +7,11 @@ from lamina.errors import RequestError
 from lamina.topology import Topology
 from lamina.types import Partition, Segment
 
-AHEAD = 8  # steps for which all sequences of a worker can grow; slots of one whose KV is dropped come back meanwhile
-LEAST_SEGMENT = 64  # tokens: many small segments would cost more than what is computed again for a dropped request
+AHEAD = 8  # steps for which all sequences of a worker can grow: as long as slots of a dropped sequence take to return
+LEAST_SEGMENT = 64  # tokens; many smaller segments would cost more than dropping a request and computing it again
 NOWHERE: frozenset[str] = frozenset()
-WATERMARK = 0.05  # share of a worker's slots that stays free, beyond those, when a request is admitted
-AFFINITY = 2  # a prefix found on a worker outweighs so many times its tokens of room that another one has more
+WATERMARK = 0.05  # share of a worker's slots that admission leaves free, besides those for growth
+AFFINITY = 2  # a token of a cached prefix counts as much as this many free slots when a worker is chosen
 
 
 class Found(NamedTuple):
@@ -28,22 +28,22 @@ class Placement:
     """Token slots of every memory worker: capacity, and those reserved as of the latest plan.
 
     A request is admitted with room for the tokens that it has; more is reserved step by step as its sequences grow. It
-    is placed on one worker, unless it is too long for any. A sequence whose worker runs out of slots goes on elsewhere;
-    once all workers run out, KV is dropped (``lamina.placement.recovery``).
+    is placed on one worker, unless it is too long for any. A sequence whose worker runs out of slots continues on
+    another one; once all workers run out, KV is dropped (``lamina.placement.recovery``).
 
-    Every worker is a *place*: what takes a number of tokens of a request. ``lamina.placement.stripes`` has places of
-    several workers, with some of the heads each.
+    Tokens are placed on *places*. Here, each worker is one place. In ``lamina.placement.stripes``, a place is a group
+    of workers that hold different heads of the same tokens.
 
     Attributes:
-        moves: KV may move from one worker to another.
-        longest: most tokens of a sequence in one segment, if more than one worker has room; None: any number.
-        reserved: slots by worker. returning: those of them that will be released without another decision.
-        sequences: sequences on each worker that may grow there. closed: workers that take no more requests.
-        idle: slots by worker that are not reserved, but hold what is cached (``lamina.placement.prefix_cache``).
-        local: compute workers' own memory: what is there does not move, and nothing moves there.
-        crowded: workers with more slots reserved and idle than they have: what is idle must make way.
+        moves: whether KV may move from one worker to another.
+        longest: most tokens of a sequence in one segment if several workers have room; None: no limit.
+        reserved: slots by worker. returning: the part of them whose release is already decided.
+        sequences: by worker, the number of sequences that may grow there. closed: workers that take no more requests.
+        idle: slots by worker that are not reserved, but hold cached prefixes (``lamina.placement.prefix_cache``).
+        local: memory of compute workers: KV moves neither there nor away.
+        crowded: workers whose reserved and idle slots exceed their capacity: idle ones must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
-        promised: slots in all before workers were lost whose successors are on their way; else 0.
+        promised: while replacements of lost workers start, the slots that there were before; else 0.
     """
 
     moves = True
@@ -55,8 +55,8 @@ class Placement:
         partition: Partition = "auto",
         local: Collection[str] = NOWHERE,
     ) -> None:
-        """``capacities``: token slots by memory worker. ``partition``: with token, the tokens that a request has when
-        it is admitted are divided evenly among the workers; with request, one must have room for all it may need."""
+        """``capacities``: token slots by memory worker. ``partition``: "token" divides the tokens that a request has at
+        admission evenly among the workers; "request" keeps all of a request on one."""
         self.longest = longest
         self._partition = partition
         self.local = frozenset(local)
@@ -74,7 +74,7 @@ class Placement:
         self._note_open()
 
     def apply(self, topology: Topology) -> None:
-        """The memory workers of ``topology`` hold KV from now on. Nothing may be reserved on any other."""
+        """Place KV on the memory workers of ``topology`` from now on. Nothing may be reserved on any other."""
         self._take_over(topology.capacities)
         self.local = topology.local
         self.closed &= topology.names
@@ -83,7 +83,7 @@ class Placement:
         self._roomiest.clear()
 
     def _take_over(self, capacities: Mapping[str, int]) -> None:
-        """These are the places from now on."""
+        """Replace the places by these."""
         for worker in self.capacities.keys() - capacities.keys():
             if self.reserved.pop(worker):
                 raise AssertionError(f"{worker} does not take part any more, but has tokens reserved")
@@ -97,7 +97,7 @@ class Placement:
                 self._watermarks[worker] = int(WATERMARK * capacity)
 
     def lost(self, topology: Topology) -> set[str]:
-        """The places that ``topology`` has not."""
+        """The places that are not in ``topology``."""
         return self.capacities.keys() - topology.names
 
     def touching(self, places: Collection[str]) -> set[str]:
@@ -105,31 +105,31 @@ class Placement:
         return set(places)
 
     def places_on(self, worker: str) -> Collection[str]:
-        """The places that have part of a memory worker."""
+        """The places that use slots of a memory worker."""
         return {worker}
 
     def idle_on(self, worker: str) -> int:
-        """Slots of a memory worker that only hold what is cached."""
+        """Slots of a memory worker that only hold cached prefixes."""
         return self.on_workers(self.idle).get(worker, 0)
 
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
-        """Slots by memory worker, for tokens by place."""
+        """Convert tokens by place to slots by memory worker."""
         return tokens
 
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
-        """Segments on memory workers, for those on places; what was on a place that is lost is left out."""
+        """Convert segments on places to segments on memory workers, leaving out those on lost places."""
         return [segment for segment in segments if segment.worker in self.capacities]
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
-        """Tokens of sequences by memory worker, for those by place."""
+        """Convert the tokens of sequences by place to tokens by memory worker."""
         return {place: dict(sequences) for place, sequences in kept.items()}
 
     def held(self, workers: Collection[str]) -> int:
-        """Tokens on these memory workers together, without those that will be released."""
+        """Tokens reserved on these memory workers together, without those that are being released."""
         return sum(self.reserved[worker] - self.returning[worker] for worker in workers)
 
     def close(self, worker: str) -> None:
-        """Place nothing more on a worker. What is there may grow, and goes elsewhere (``Relocations.drain``)."""
+        """Place nothing more on a worker. What is there goes elsewhere (``lamina.schedule.draining``)."""
         self.closed.add(worker)
         self._note_open()
 
@@ -139,7 +139,7 @@ class Placement:
         self._note_open()
 
     def _note_open(self) -> None:
-        """If no worker takes requests, they wait for as many slots as there were before."""
+        """Update the totals of open workers. If none is open, requests wait, and the last totals stay."""
         capacities = [self.capacities[worker] for worker in self._open]
         if capacities:
             self.largest = max(capacities)
@@ -148,7 +148,7 @@ class Placement:
 
     @property
     def possible(self) -> int:
-        """The tokens that a request may count on: it may have to wait for the successors of lost workers."""
+        """Most tokens of a request: replacements of lost workers count, for which it may have to wait."""
         return max(self.total, self.promised)
 
     def require_possible(self, tokens: int) -> None:
@@ -163,12 +163,12 @@ class Placement:
             )
 
     def splits(self, tokens: int) -> bool:
-        """True if so many tokens of a request go to more than one worker."""
+        """True if a request with this many tokens is divided over several workers."""
         longest = self._longest(tokens)
         return tokens > self.largest or (longest is not None and tokens > longest and len(self._open) > 1)
 
     def _longest(self, tokens: int) -> int | None:
-        """Most of so many tokens of a request in one segment, if that is bounded."""
+        """Most tokens in one segment of a request of this many tokens; None: no limit."""
         if self._partition != "token":
             return self.longest
         even = max(-(-tokens // max(len(self._open), 1)), LEAST_SEGMENT)
@@ -183,9 +183,9 @@ class Placement:
     ) -> list[tuple[str, int]] | None:
         """Reserve ``tokens`` for ``sequences``, which will grow on the last worker; None if they do not fit now.
 
-        Returns the workers and how many tokens go there, in order: the one with most room alone, unless the request
-        ``splits``. Workers ``besides`` are excluded. What is ``found`` on a worker counts as ``AFFINITY`` times as much
-        room there, and is not reserved again; nothing may be for a request that splits.
+        Returns (worker, tokens) in the order of the tokens: only the worker with most room, unless the request
+        ``splits``. Workers in ``besides`` are excluded. ``found``: cached prefixes by worker, which count ``AFFINITY``
+        times as much as free room, and are not reserved again; must be empty for a request that splits.
         """
         spans = self.fitting(tokens, sequences, besides, found)
         if spans is None:
@@ -209,13 +209,13 @@ class Placement:
         return None if worker is None else [(worker, tokens)]
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
-        """Tokens for several workers, those with most room first; empty if they do not fit."""
+        """Divide tokens over several workers, those with most room first; empty if they do not fit."""
         workers = [worker for worker in self._open if worker not in besides]
         rooms = {worker: self.room(worker) for worker in workers}
         if sum(max(room, 0) for room in rooms.values()) < tokens + AHEAD * sequences:
             if besides or any(self.reserved.values()) or tokens > self.total:
                 return []
-            rooms = {worker: self.capacities[worker] for worker in workers}  # an empty pool takes whatever it holds
+            rooms = {worker: self.capacities[worker] for worker in workers}  # an empty pool may be filled
         left = {worker: room for worker, room in sorted(rooms.items(), key=lambda one: -one[1]) if room > 0}
         spans: list[tuple[str, int]] = []
         longest = self._longest(tokens)
@@ -229,16 +229,16 @@ class Placement:
         return spans
 
     def _whole(self, tokens: int, sequences: int, besides: frozenset[str]) -> str | None:
-        """The worker that all ``tokens`` go to; None if they fit none now."""
+        """A worker for all ``tokens``; None if they fit none now."""
         room, worker = self._most_room(besides)
         if tokens + AHEAD * sequences > room:
-            # An empty worker takes whatever it holds: nothing else there needs room to grow.
+            # An empty worker may be filled: nothing else there needs room to grow.
             empty = [one for one in self._open if one not in besides and self.is_empty(one)]
             return next((one for one in empty if tokens <= self.capacities[one]), None)
         return worker
 
     def _nearest(self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, Found]) -> str | None:
-        """The worker with a prefix that a request goes to; None if it goes to one without, or fits none of these."""
+        """The best worker with a cached prefix of a request; None if none has room, or one without is better."""
         rooms = {worker: self.room(worker) for worker in found if worker not in besides}
         fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]
         if not fitting:
@@ -248,8 +248,8 @@ class Placement:
         return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def next_worker(self, worker: str) -> str | None:
-        """Where a sequence of ``worker`` goes on: of the others, the one with most slots that those there do not need
-        soon; None if none has enough for a segment worth it."""
+        """The worker on which a sequence of ``worker`` should continue: the other one with most slots that its own
+        sequences do not need soon; None if none has enough for a segment that is worth it."""
         best, most = None, -1
         for other in self._open:
             spare = self.left(other) - AHEAD * (self.sequences[other] + 1)
@@ -258,7 +258,7 @@ class Placement:
         return best
 
     def go_on(self, worker: str, other: str) -> None:
-        """A sequence grows on ``other`` from now on, and no longer on ``worker``."""
+        """Note that a sequence now grows on ``other`` instead of ``worker``."""
         self.sequences[worker] -= 1
         self.sequences[other] += 1
         self._roomiest.clear()
@@ -268,7 +268,7 @@ class Placement:
         if besides in self._roomiest:
             return self._roomiest[besides]
         most, roomiest = -1, ""
-        for worker, capacity in self.capacities.items():  # as ``room``, but a hundred workers must cost little
+        for worker, capacity in self.capacities.items():  # ``room`` inlined: this must be fast for hundreds of workers
             room = capacity - self.reserved[worker] - AHEAD * self.sequences[worker] - self._watermarks[worker]
             if room > most and worker not in besides and worker not in self.closed:
                 most, roomiest = room, worker
@@ -276,7 +276,7 @@ class Placement:
         return most, roomiest
 
     def room(self, worker: str) -> int:
-        """Tokens of another request that fit this worker, and leave those on it room to grow; may be negative."""
+        """Tokens that another request may have here while all sequences can still grow; may be negative."""
         return self.left(worker) - AHEAD * self.sequences[worker] - self._watermarks[worker]
 
     def left(self, worker: str) -> int:
@@ -293,20 +293,20 @@ class Placement:
         self._roomiest.clear()
 
     def is_empty(self, worker: str) -> bool:
-        """True if nothing is reserved on a worker, and no sequence is to grow there, or waits to grow anywhere."""
+        """True if nothing is reserved on a worker, no sequence grows there, and no lane waits for slots."""
         return not self.stalled and not self.reserved[worker] and not self.sequences[worker]
 
     def excess(self, worker: str) -> int:
-        """Idle slots of a worker that must make way."""
+        """Idle slots of a worker that must be evicted; negative: free slots."""
         return self.reserved[worker] + self.idle[worker] - self.capacities[worker]
 
     def note_crowded(self, worker: str) -> None:
-        """What is reserved or idle on a worker has changed."""
+        """Call this after the reserved or idle slots of a worker have changed."""
         if self.excess(worker) > 0:
             self.crowded.add(worker)
 
     def fits(self, change: Mapping[str, int]) -> bool:
-        """True if so many tokens more, or less, fit on each worker."""
+        """True if these additional tokens (negative: fewer) fit on each worker."""
         return all(tokens <= self.left(worker) for worker, tokens in change.items())
 
     def grow(self, rows: Mapping[str, int]) -> bool:
@@ -323,7 +323,7 @@ class Placement:
         return True
 
     def shortages(self, workers: Mapping[str, int]) -> dict[str, int]:
-        """Of these workers, those about to run out of slots: how many more must be free for all to grow."""
+        """Workers of these that are about to run out of slots, and how many they lack for all sequences to grow."""
         short = {}
         for worker in workers:
             free = self.capacities[worker] - self.reserved[worker] + self.returning[worker]
@@ -333,7 +333,7 @@ class Placement:
         return short
 
     def will_release(self, worker: str, tokens: int) -> None:
-        """``release`` will be called for ``tokens`` of this worker, whatever else is decided."""
+        """Announce that ``release`` will be called for ``tokens`` of this worker."""
         self.returning[worker] += tokens
 
     def release(self, worker: str, tokens: int) -> None:
@@ -349,12 +349,12 @@ class Placement:
         self._roomiest.clear()
 
     def leave(self, worker: str, sequences: int) -> None:
-        """So many sequences of a worker do not grow any more."""
+        """Note that this many sequences of a worker no longer grow there."""
         self.sequences[worker] -= sequences
         self._roomiest.clear()
 
     def roomiest(self, tokens: int) -> str | None:
-        """Of the workers whose capacity is at least ``tokens``, the one with most room, if there is one."""
+        """The worker with most room among those with a capacity of at least ``tokens``; None if there is none."""
         return next((name for name in self.by_room() if self.capacities[name] >= tokens), None)
 
     @property
@@ -364,10 +364,10 @@ class Placement:
 
     @property
     def _workers(self) -> int:
-        """How many memory workers these are."""
+        """The number of memory workers that take requests."""
         return len(self._open)
 
     def by_room(self) -> dict[str, int]:
-        """The room of every worker that takes requests, for one more sequence, most first."""
+        """The room for one more sequence of every worker that takes requests, most room first."""
         rooms = sorted(((self.room(name) - AHEAD, name) for name in self._open), key=lambda one: -one[0])
         return {name: room for room, name in rooms}

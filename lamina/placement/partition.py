@@ -26,9 +26,11 @@ def placement(
     shards: HeadShards,
     longest: int | None,
     local: Collection[str] = (),
+    ranks: int = 1,
 ) -> Placement:
     """Places requests as ``partition`` says, on memory workers that hold so many tokens each, in runs of ``longest``
-    tokens at most. ``local``: see ``Placement``."""
-    if shards.count > 1:
+    tokens at most. ``local``: see ``Placement``. ``ranks``: of each replica. With several, KV never moves: one of them
+    may still attend to what another has finished with."""
+    if shards.count > 1 or ranks > 1:
         return StripedPlacement(capacities, shards, longest)
     return Placement(capacities, longest, partition, local)

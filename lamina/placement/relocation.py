@@ -17,8 +17,6 @@ from lamina.placement.prefix_cache import PrefixCache
 from lamina.steps import Migration
 from lamina.types import Segment
 
-CHEAP = 32  # tokens that are computed again rather than moved: they hardly lengthen a step
-
 
 @dataclass(eq=False, slots=True)
 class Relocation:
@@ -58,7 +56,7 @@ class Relocations:
         self._held = held
         self._drop = drop
         self._residents: dict[str, dict[Group, None]] = {worker: {} for worker in placement.capacities}
-        self._workers: dict[Group, set[str]] = {}  # with KV of a request, or that have had some
+        self._workers: dict[Group, set[str]] = {}  # with segments of a request
         self._current: Relocation | None = None
         self._begun: list[Migration] = []
         self._numbers = numbers
@@ -90,11 +88,13 @@ class Relocations:
         return self._held(group).get(group.home, 0) + self._prefixes.shared(group)
 
     def settle(self, group: Group) -> None:
-        """A request has been placed on its workers, or on more of them."""
-        before = self._workers.get(group, set()) & self._residents.keys()  # it may have had KV on one that has left
-        workers = self._workers[group] = before | group.workers
+        """A request has been placed on its workers, or its segments have changed."""
+        workers = group.workers
+        for worker in self._workers.get(group, set()) - workers:
+            self._residents.get(worker, {}).pop(group, None)  # the worker may have left
         for worker in workers:
             self._residents[worker][group] = None
+        self._workers[group] = workers
 
     def leave(self, group: Group) -> None:
         """A request has been released. Cancels its move."""
@@ -152,28 +152,6 @@ class Relocations:
         return {
             worker: room for worker, room in self._placement.by_room().items() if worker not in self._placement.local
         }
-
-    def drain(self) -> None:
-        """Empty the workers that are closed: move the next sequence away, if none moves, and drop what cannot move.
-
-        Dropped is also what takes fewer tokens to compute again than a move is worth, or fits nowhere now. A prompt
-        that runs is left alone until it can move.
-        """
-        for worker in self._placement.closed:
-            for group in [one for one in self._residents[worker] if one.alive]:
-                if self._current is not None and self._current.group is group:
-                    continue
-                present, computed = self._present(group), self._computed(group)
-                stays = len(group.completions) > 1 or len(group.completions[0].segments) > 1
-                if stays or present <= CHEAP or not self._placement.moves:
-                    self._drop(group)
-                elif computed is not None and self._current is None:
-                    target = next(iter(self._reachable().items()), ("", 0))
-                    if present > target[1]:
-                        self._drop(group)
-                    else:
-                        self._current = Relocation(group, target[0])
-                        self._pull(self._current, computed)
 
     def is_empty(self, worker: str) -> bool:
         """True if nothing is on a worker, or on its way there."""
@@ -247,7 +225,6 @@ class Relocations:
         self._prefixes.let_go(group)
         group.unshare()
         self._placement.go_on(source, current.target)
-        del self._residents[source][group], self._workers[group]
         completion.segments = [Segment(completion.sequence, current.target, group.heads, (0, None))]
         self._current = None
         self.settle(group)

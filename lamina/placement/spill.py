@@ -1,14 +1,14 @@
-"""Cached prefixes on the disks of memory workers: what is copied there, and what comes back for a request. Pure.
+"""Cached prefixes on the disks of memory workers: which are copied there, and which are fetched for a request. Pure.
 
-A worker's disk holds blocks of ``BLOCK`` consecutive tokens. A block's key is a digest of its own tokens and of all
-before them, so that a block that is found fits whatever path leads to it. Once a worker is half full, its prefixes are
-copied one after another, those cached first, while they stay in memory: what is evicted later is on the disk already,
-and evicting never waits for it. What a slow disk has not taken by then is dropped, as it is without a disk. So is what
-several workers hold together: a disk has the blocks of prefixes that are on its worker as a whole.
+A worker's disk holds blocks of ``BLOCK`` consecutive tokens. The key of a block is a digest of its tokens and all
+tokens before them, so that equal keys mean equal prefixes. Once a worker is half full, it copies its prefixes to disk,
+oldest first, while they stay in memory. Eviction therefore never waits for the disk: what is already copied is not
+lost, and the rest is dropped, as it would be without a disk. Prefixes that several workers hold together are not
+copied.
 
-A request that begins with blocks on a disk, beyond what memory has, does not queue until they are back. They come into
-slots that are reserved for them; then they are cached like any other prefix, and the request queues. What they go on
-from may not move meanwhile.
+If a request begins with blocks that are on disk but not in memory, they are fetched into slots reserved for them before
+the request queues. Then they are cached like any other prefix. The cached prefix that they extend must not move while
+they are fetched.
 """
 
 import collections
@@ -24,8 +24,8 @@ from lamina.placement.prefix_tree import PrefixTree
 from lamina.spills import BLOCK, Fetch, Spill, blocks_of
 from lamina.steps import Fork
 
-FULL = 0.5  # share of a worker's slots that are reserved or cached when it begins to copy
-MOST_BLOCKS = 32  # copied at once
+FULL = 0.5  # a worker copies prefixes while this share of its slots is reserved or cached
+MOST_BLOCKS = 32  # in one copy
 
 
 def keys_of(salt: str, ids: Ids, tokens: int) -> list[bytes]:
@@ -52,11 +52,11 @@ class Blocks:
         return key in self._kept
 
     def run(self, keys: Sequence[bytes], first: int) -> int:
-        """How many blocks follow one another from number ``first`` of ``keys`` on."""
+        """The number of consecutive ``keys`` from place ``first`` on whose blocks are on the disk."""
         return next((n for n, key in enumerate(keys[first:]) if key not in self._kept), len(keys[first:]))
 
     def pin(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks with these keys, which are now the last used and stay until ``unpin``."""
+        """Return the blocks with these keys, mark them as just used, and keep them until ``unpin``."""
         for key in keys:
             self._kept.move_to_end(key)
         blocks = [self._kept[key] for key in keys]
@@ -64,11 +64,11 @@ class Blocks:
         return blocks
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """Blocks may be given up again."""
+        """Allow blocks to be overwritten again."""
         self._pinned.subtract(blocks)
 
     def take(self, count: int) -> list[int]:
-        """At most so many blocks to write to: free ones, then those used longest ago."""
+        """Take up to ``count`` blocks to write to: free ones, then the least recently used."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         for key, block in list(self._kept.items()) if len(taken) < count else ():
             if len(taken) == count:
@@ -79,13 +79,13 @@ class Blocks:
         return taken
 
     def put(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Blocks that were taken hold these keys now."""
+        """Note that blocks that were taken now hold these keys."""
         for key, block in zip(keys, blocks, strict=True):
             self._free += [self._kept.pop(key)] if key in self._kept else []
             self._kept[key] = block
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Blocks that were taken hold nothing."""
+        """Free blocks that were taken but not written."""
         self._free += blocks
 
     def drop(self, keys: Sequence[bytes]) -> None:
@@ -95,7 +95,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class _Copying:
-    """Blocks with these ``keys`` are being written. ``leaf``: there may be more of it, from place ``following`` on."""
+    """A copy of blocks of ``leaf`` with these ``keys``. Blocks from place ``following`` on are not examined yet."""
 
     leaf: Node
     spill: Spill
@@ -105,7 +105,7 @@ class _Copying:
 
 @dataclass(eq=False)
 class _Coming:
-    """Blocks that come back for a request; ``base``: the end of what memory has of them, which stays where it is."""
+    """Blocks that are being fetched for a request. They extend ``base``, a cached prefix that must not move."""
 
     group: Group
     salt: str
@@ -120,8 +120,8 @@ class Disks:
     """The disks of all memory workers. Does nothing without blocks.
 
     Attributes:
-        spilled, fetched: tokens so far. held: requests that wait for blocks. missed: by worker, tokens that were given
-            up before the disk had them.
+        spilled, fetched: tokens so far. held: requests that wait for blocks. missed: by worker, tokens that were
+            evicted before they were copied.
     """
 
     def __init__(
@@ -134,9 +134,9 @@ class Disks:
         queue: Callable[[Group], None],
         wake: Callable[[], None],
     ) -> None:
-        """``sequences``: numbers of new sequences. ``moving``: whether some tokens are on their way to another worker.
-        ``queue`` takes a request whose blocks are back, or not to be waited for any more. ``wake`` is called when
-        ``changes`` has something for a plan."""
+        """``sequences``: numbers for new sequences. ``moving``: whether any of these nodes is being moved to another
+        worker. ``queue`` is called with a request that no longer waits for blocks. ``wake`` is called when ``changes``
+        has something for a plan."""
         self.spilled = self.fetched = 0
         self.held: dict[Group, None] = {}
         self.missed = collections.Counter[str]()
@@ -149,7 +149,7 @@ class Disks:
         self._wake = wake
         self._number = 0
         self._disks: dict[str, Blocks] = {}
-        # Leaves in the order in which they were cached, and how many blocks of each need not be looked at.
+        # Leaves in the order in which they were cached, with the number of blocks at their start already examined.
         self._uncopied: dict[str, collections.deque[tuple[Node, int]]] = {}
         self._copying: dict[str, _Copying] = {}  # by worker
         self._wanted: list[_Coming] = []  # in no plan yet
@@ -160,7 +160,7 @@ class Disks:
         prefixes.on_kept, prefixes.on_evicted = self.note_kept, self.note_evicted
 
     def lose(self, lost: Collection[str], *, ends_epoch: bool) -> None:
-        """These workers hold nothing any more. With the end of an epoch, all transfers end. ``follow`` comes next."""
+        """Forget what these workers held; the end of an epoch also ends all transfers. Call ``follow`` afterwards."""
         for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
             copying = self._copying.pop(worker)
             self._disks[worker].give_back(copying.spill.blocks)
@@ -174,7 +174,7 @@ class Disks:
         self._wanted, self._coming, self._arrived = [], {}, []
 
     def follow(self) -> None:
-        """The workers of the placement have changed. Compute workers' own memory has no disk."""
+        """Adapt to the workers of the placement. Memory of compute workers has no disk."""
         counts = {
             worker: blocks_of(capacity, self._overcommit)
             for worker, capacity in self._placement.capacities.items()
@@ -185,24 +185,24 @@ class Disks:
         known = {leaf for queue in self._uncopied.values() for leaf, _ in queue}
         known |= {copying.leaf for copying in self._copying.values()}
         for leaf in self._prefixes.ends() if self._disks else ():
-            if not leaf.copied and leaf not in known:  # what is left of one whose end was lost
+            if not leaf.copied and leaf not in known:  # the rest of a leaf whose end was lost
                 self.note_kept(leaf)
 
     # -- to the disk -------------------------------------------------------------------------------------------------
 
     def note_kept(self, leaf: Node) -> None:
-        """A prefix has been cached."""
+        """Called when a prefix has been cached."""
         worker = leaf.home
         if worker in self._uncopied and worker not in self._failed:
             self._uncopied[worker].append((leaf, 0))
 
     def note_evicted(self, leaf: Node) -> None:
-        """A prefix is given up."""
+        """Called when a prefix is evicted."""
         if leaf.home in self._disks and not leaf.copied:
             self.missed[leaf.worker] += len(leaf.tokens)
 
     def _copies(self, worker: str) -> list[Spill]:
-        """The next copy of a worker, if it is time for one."""
+        """The next copy of a worker: empty or one, if it is due."""
         placement, uncopied = self._placement, self._uncopied[worker]
         filled = placement.reserved[worker] + placement.idle[worker]
         if (
@@ -214,7 +214,7 @@ class Disks:
         while uncopied:
             leaf, first = uncopied.popleft()
             if leaf.sequence is None:
-                continue  # evicted, or the beginning of another leaf
+                continue  # evicted, or now the beginning of another leaf
             if leaf.home != worker:
                 self.note_kept(leaf)  # it has moved
                 continue
@@ -235,7 +235,7 @@ class Disks:
     # -- and back ----------------------------------------------------------------------------------------------------
 
     def hold(self, group: Group) -> bool:
-        """Let blocks of a request come back. False if it need not wait: it is to be queued."""
+        """Fetch blocks of a request if the disks have some. False if there is nothing to wait for: queue it."""
         first = group.completions[0]
         if not any(map(len, self._disks.values())) or self._placement.splits(group.to_run):
             return False
@@ -274,11 +274,11 @@ class Disks:
         self._wake()
 
     def abandon(self, group: Group) -> bool:
-        """A request has ended. True if it was waiting for blocks, which come back all the same."""
+        """Note that a request has ended. True if it was waiting for blocks, which are fetched all the same."""
         return self.held.pop(group, 0) is None
 
     def _let_go(self, coming: _Coming) -> None:
-        """Blocks are back, or do not come: nothing is reserved for them, and their request queues."""
+        """End a fetch, successful or not: release its slots, and queue its request."""
         worker, tokens = coming.fetch.worker, len(coming.keys) * BLOCK
         self._disks[worker].unpin(coming.fetch.blocks)
         self._placement.will_release(worker, tokens)
@@ -293,8 +293,8 @@ class Disks:
     # -- both --------------------------------------------------------------------------------------------------------
 
     def done(self, worker: str, number: int, complete: bool, error: str) -> None:
-        """A worker has finished copy or fetch ``number``, or, if not ``complete``, has not; ``error``: of its disk.
-        Does nothing if that was given up."""
+        """Note that a worker has ended copy or fetch ``number``; not ``complete``: it failed. ``error``: of its disk,
+        which is then no longer used. Does nothing for a copy or fetch that was already dropped."""
         copying = self._copying.get(worker)
         if copying is not None and copying.spill.number == number:
             self._note_copied(copying, complete)
@@ -319,9 +319,9 @@ class Disks:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
     def changes(self) -> tuple[list[Fork], list[Spill], list[Fetch]]:
-        """What the next plan says: forks of resident prefixes, copies to disks, and fetches that extend the forks.
+        """For the next plan: forks of resident prefixes, copies to disks, and fetches that extend the forks.
 
-        Caches what has arrived. Call it before ``PrefixCache.changes``.
+        Caches fetched blocks. Call it before ``PrefixCache.changes``.
         """
         arrived, self._arrived = self._arrived, []
         for coming in arrived:

@@ -37,6 +37,12 @@ _MOST_LANES = 2  # of a replica
 PAYS = 0.05
 """A gain below this is within what the closed form is off, and counts as none."""
 
+NEAR, SECONDS = 2.0, 2
+"""Ways that cost up to NEAR times the cheapest of their side may be cheaper in the simulator; so many are kept."""
+
+SIDES = ("alone", "offloaded", "apart")
+"""What a cell compares: one kind; two, with attention offloaded; two, with prefill apart."""
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -88,13 +94,19 @@ def grids() -> list[Grid]:
 @dataclass(frozen=True)
 class Cell:
     """The cheapest ways for one workload, on one kind, and on two with attention offloaded or with prefill apart; None
-    where none holds it within the SLOs. ``simulated``: their rates are the simulator's, not the closed form's."""
+    where none holds it within the SLOs.
+
+    Attributes:
+        simulated: whether their rates are the simulator's, not the closed form's.
+        seconds: of each side, the cheapest ways of other systems or degrees of tensor parallelism that are ``NEAR``.
+    """
 
     workload: Workload
     alone: Capacity | None
     offloaded: Capacity | None
     apart: Capacity | None
     simulated: bool = False
+    seconds: tuple[Capacity, ...] = ()
 
     @property
     def together(self) -> Capacity | None:
@@ -125,7 +137,20 @@ def cells(
     server: Server | None = None
     for workload in workloads:
         server = server.serving(workload) if server else Server(shape, workload, models, prices, slo)
-        yield Cell(workload, *_sides(server, candidates))
+        sides: dict[str, list[Capacity]] = {name: [] for name in SIDES}
+        for way in candidates:
+            if (found := server.evaluate(way)) is not None:
+                sides[side(way)].append(found)
+        seconds = tuple(one for found in sides.values() for one in _seconds(found))
+        alone, offloaded, apart = (_cheapest(sides[name]) for name in SIDES)
+        yield Cell(workload, alone, offloaded, apart, seconds=seconds)
+
+
+def side(way: Way) -> str:
+    """The attribute of a cell that a way is for."""
+    if way.memory is None or way.memory.kind == way.compute.kind:
+        return "alone"
+    return "offloaded" if way.kind is Kind.OFFLOADED else "apart"
 
 
 def crossover(found: Sequence[Cell]) -> str:
@@ -164,19 +189,17 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _sides(server: Server, candidates: Iterable[Way]) -> tuple[Capacity | None, Capacity | None, Capacity | None]:
-    """The cheapest on one kind, and on two with attention offloaded and with prefill apart."""
-    sides: tuple[list[Capacity], list[Capacity], list[Capacity]] = ([], [], [])
-    for way in candidates:
-        if (found := server.evaluate(way)) is not None:
-            one_kind = way.memory is None or way.memory.kind == way.compute.kind
-            sides[0 if one_kind else 1 if way.kind is Kind.OFFLOADED else 2].append(found)
-    alone, offloaded, apart = (_cheapest(side) for side in sides)
-    return alone, offloaded, apart
-
-
 def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
     return min(found, key=lambda one: one.usd_per_request, default=None)
+
+
+def _seconds(found: Sequence[Capacity]) -> list[Capacity]:
+    """The cheapest way of each system and degree of tensor parallelism, without the very cheapest."""
+    layouts: dict[tuple[Kind, int], Capacity] = {}
+    for one in sorted(found, key=lambda one: one.usd_per_request):
+        layouts.setdefault((one.way.kind, one.way.tensor_parallel), one)
+    ranked = list(layouts.values())
+    return [one for one in ranked[1:] if one.usd_per_request <= NEAR * ranked[0].usd_per_request][:SECONDS]
 
 
 def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:

@@ -55,6 +55,7 @@ MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connectio
 DESCRIPTORS_PER_WORKER = 3  # two connections and, of a local one, its process
 OTHER_DESCRIPTORS = 1024  # of everything else in the engine's process: clients, files
 SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
+REFUSED_S = 2.0  # that a send waits for a connection before the engine is known to have refused it
 
 
 class Bootstrap(msgspec.Struct, frozen=True):
@@ -371,12 +372,19 @@ class ControlClient:
         connected.curve_publickey, connected.curve_secretkey = bootstrap.public_key, bootstrap.secret_key
         connected.linger = 0
         connected.sndhwm = connected.rcvhwm = 0
+        connected.sndtimeo = _milliseconds(REFUSED_S)
         connected.connect(bootstrap.address)
         return connected
 
     def send(self, message: ToEngine) -> None:
-        """Queue one message to the engine."""
-        self._socket.send(self._encoder.encode(message))
+        """Queue one message to the engine. Raises TransportError if it has refused this worker's connection."""
+        try:
+            self._socket.send(self._encoder.encode(message))
+        except zmq.Again:  # queues have no limit, but there is none: ZeroMQ does not try again after a refusal
+            raise TransportError(
+                f"the engine at {self._bootstrap.address} has refused {self.name}'s connection; "
+                "start this worker with a key of the same cluster"
+            ) from None
 
     def receive(self, timeout_s: float) -> ToWorker:
         """The engine's next message. Raises DeadlineError after ``timeout_s``."""

@@ -18,7 +18,9 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
     ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
     model's files, for machines that do not have them under this path.
-    ``rank`` of ``ranks``: which part of the model to load. ``sequences``: the most that draw a token in a step.
+    ``rank`` of ``ranks``: which part of every slice to load; ``stage`` of ``stages``: which slices. ``meeting``: a path
+    in a folder of the engine's machine by which the ranks of a replica on GPUs join; the folder is removed once they
+    have loaded the model. ``sequences``: the most that draw a token in a step.
     """
 
     model: str
@@ -36,6 +38,9 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     rank: int = 0
     ranks: int = 1
     sequences: int = 1
+    meeting: str = ""
+    stage: int = 0
+    stages: int = 1
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
@@ -234,8 +239,8 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the model is split and its weights are in memory.
 
-    ``context_nbytes``: the largest message from one replica to the next. ``digest``: of the checkpoint, see
-    ``models.digest``.
+    ``context_nbytes``: the largest message from one replica or stage to the next. ``digest``: of the checkpoint, see
+    ``models.digest``. ``starts``: the first slice of each stage.
     """
 
     attentions: list[AttentionSpec]
@@ -243,6 +248,7 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
     parameters: int
     context_nbytes: int
     digest: str = ""
+    starts: tuple[int, ...] = (0,)
 
 
 class SlabReady(msgspec.Struct, tag=True, frozen=True):

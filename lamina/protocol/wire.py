@@ -43,7 +43,10 @@ SegmentKey = tuple[int, int]
 
 
 class SegmentRows(msgspec.Struct, frozen=True, gc=False):
-    """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop)."""
+    """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop).
+
+    ``part``: which query heads they have, see ``HeadShards.spec``: those of the shard, or a rank's share of them.
+    """
 
     sequence: int
     row: int
@@ -52,6 +55,7 @@ class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     kv_start: int
     kv_stop: int
     shard: int = 0
+    part: int = 0
 
 
 class PulledRows(msgspec.Struct, frozen=True, gc=False):
@@ -167,7 +171,8 @@ def message_rows(
 
     The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
     With several ``ranks``, these are the rows of the message of one of them, who has some shards of every row:
-    ``queries`` and ``appends`` count its own.
+    ``queries`` and ``appends`` count its own. Where ranks share a shard, each sends K and V of decoded tokens with its
+    queries, so that none has to wait for another's; only the first has those of prompt chunks fetched.
     """
     queries: list[npt.NDArray[np.int64]] = []
     appends: list[npt.NDArray[np.int64]] = []
@@ -175,9 +180,10 @@ def message_rows(
     kept: list[tuple[SegmentKey, int]] = []
     pulled: list[PulledRows] = []
     further: list[tuple[int, SegmentRows]] = []
-    several = shards.count > 1
+    several, sharers = shards.count > 1, shards.sharers(ranks)
     own = shards.range_of_rank(rank, ranks)
     for shard in own:
+        part = shard if sharers == 1 else rank
         asking: list[tuple[int, int]] = []
         adding: list[tuple[int, int]] = []
         row = 0
@@ -192,7 +198,9 @@ def message_rows(
                 if last is None:
                     last = stop
                 low, high = max(start, first), min(stop, last)
-                if low < high and chunk:
+                if low < high and chunk and rank % sharers:
+                    pass  # the first of those who share this shard sends them
+                elif low < high and chunk:
                     pulled.append(PulledRows(sequence, row + low - start, high - low, first, shard))
                 elif low < high:
                     adding.append((row + low - start, high - low))
@@ -200,7 +208,14 @@ def message_rows(
                 seen = min(visible, last)
                 if first < seen:
                     attend = SegmentRows(
-                        sequence=sequence, row=row, rows=count, start=start, kv_start=first, kv_stop=seen, shard=shard
+                        sequence=sequence,
+                        row=row,
+                        rows=count,
+                        start=start,
+                        kv_start=first,
+                        kv_stop=seen,
+                        shard=shard,
+                        part=part,
                     )
                     if place >= 0:
                         further.append((place, attend))
@@ -209,17 +224,20 @@ def message_rows(
                         asking.append((row, count))
                         attends.append(attend)
             row += count
-        queries.append(_ranges(asking) * len(own) + shard - own.start)
-        appends.append(_ranges(adding) * len(own) + shard - own.start)
-    indices = np.concatenate(queries), np.concatenate(appends)
+        queries.append(_ranges(asking) * len(own) + shard - own.start if several else _ranges(asking))
+        appends.append(_ranges(adding) * len(own) + shard - own.start if several else _ranges(adding))
+    indices = (np.concatenate(queries), np.concatenate(appends)) if several else (queries[0], appends[0])
     return MessageRows(*indices, tuple(attends), tuple(kept), tuple(pulled), tuple(further))
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     """All numbers of ranges (start, count), one range after another."""
     starts, counts = np.array(ranges, np.int64).reshape(-1, 2).T
+    total = int(counts.sum())
+    if total == len(ranges):  # a step that decodes
+        return starts
     before = np.cumsum(counts) - counts
-    return np.repeat(starts - before, counts) + np.arange(counts.sum())
+    return np.repeat(starts - before, counts) + np.arange(total)
 
 
 def request_nbytes(attentions: Sequence[AttentionSpec], dtype: DType, rows: int) -> int:
@@ -252,16 +270,16 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     count = min(overlap.mini_batches, len(rows.attends))
     if count == 0:
         return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
-    ends = np.cumsum([0, *(attend.rows for attend in rows.attends)])
+    ends = [0, *itertools.accumulate(attend.rows for attend in rows.attends)]
     cuts = [len(rows.attends) * i // count for i in range(count + 1)]
     q_first = overlap.q_first and len(rows.appends) > 0
     queries = tuple(
-        Piece(start=int(ends[first]), stop=int(ends[last]), first=first, last=last, keeps=first == 0 and not q_first)
+        Piece(start=ends[first], stop=ends[last], first=first, last=last, keeps=first == 0 and not q_first)
         for first, last in itertools.pairwise(cuts)
     )
     if not q_first:
         return queries
-    total = int(ends[-1])
+    total = ends[-1]
     return (*queries, Piece(start=total, stop=total, first=count, last=count, keeps=True))
 
 

@@ -13,6 +13,11 @@ so does every request:
 
 Others may be dropped again and again, but each time the earliest has come closer to its end; and as a dropped request
 keeps its place in the order of arrival, it is the earliest sooner or later.
+
+Workers that leave (``lamina.schedule.draining``) change none of this. Nothing is placed, grows or moves onto a closed
+worker, so each of them drops a request at most once, the earliest too, and each range leaves it once. Ranges move only
+to slots that the sequences there do not need for the next ``AHEAD`` tokens, as in 1. No worker leaves if the others
+could not hold every request; if some of those are lost too, requests that are too long for the rest end in an error.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,6 +74,11 @@ class Growth:
         lane.grown.append(new)
         return True
 
+    def leave(self, lane: Lane, worker: str) -> None:
+        """Let the sequences of this lane that would grow on a worker go on elsewhere, as far as others have room."""
+        if worker in lane.decoding.workers:
+            self._spread(lane, worker, len(lane.decoding.on(worker)))
+
     def make_way(self, lane: Lane) -> bool:
         """Where memory workers are about to run out of slots for the sequences of this lane, let these go on elsewhere;
         drop KV if there is no room either. True if the lane was stalled and is not any more."""
@@ -108,7 +118,8 @@ class Growth:
         for group, completion in lane.decoding.on(worker):
             if needed.get(worker, 0) <= placement.left(worker):
                 return
-            spare = {one: placement.left(one) - needed.get(one, 0) for one in placement.capacities if one != worker}
+            others = [one for one in placement.capacities if one != worker and one not in placement.closed]
+            spare = {one: placement.left(one) - needed.get(one, 0) for one in others}
             best = max(spare, key=lambda one: spare[one], default=worker)
             if spare.get(best, 0) <= 0 or not self._grow(lane, group, completion, best):
                 break

@@ -146,7 +146,8 @@ class Moves:
     def try_move(self, group: Group, source: str, target: str, tokens: int) -> int:
         """Start to move the first of a request's tokens on ``source`` that can, up to ``tokens`` of them.
 
-        Returns how many move; 0 if the bound, the request or the target refuses: try again later.
+        Returns how many move; 0 if the bound, the request or the target refuses: try again later. The bound does not
+        count what leaves a closed worker.
         """
         placement = self._placement
         takes = target in placement.capacities and target not in placement.closed
@@ -159,7 +160,8 @@ class Moves:
         if part is None or group.searches:
             return 0
         room = self._placement.left(target) - AHEAD * (self._placement.sequences[target] + 1)
-        count = min(part.stop - part.start, tokens, MOST_TOKENS)
+        most = tokens if source in placement.closed else min(tokens, MOST_TOKENS)
+        count = min(part.stop - part.start, most)
         if count > room:
             self.counts.refused += 1
             return 0
@@ -194,7 +196,8 @@ class Moves:
         self._placement.reserve_on(target, move.tokens)
         self._moves[move.number] = move
         self._begun.append(move)
-        self._credit -= move.tokens
+        if source not in self._placement.closed:
+            self._credit -= move.tokens
 
     def begun(self) -> list[Migration]:
         """Migrations for the next plan, which makes their carriers. Each is returned once. Call it last: the sequence

@@ -84,7 +84,7 @@ class Pace:
     lanes share replicas, those of the others.
 
     Attributes:
-        replicas: that all lanes share.
+        replicas: that all lanes share; each of their stages counts, since other lanes run on the others meanwhile.
     """
 
     def __init__(self, bound_s: float, replicas: int = 1) -> None:

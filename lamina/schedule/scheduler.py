@@ -31,6 +31,7 @@ from lamina.placement.relocation import Relocations
 from lamina.placement.spill import Disks
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.beams import Beams
+from lamina.schedule.draining import Draining
 from lamina.schedule.growth import Growth
 from lamina.schedule.holding import Holding
 from lamina.schedule.lane import Lane, Planned, deal_again
@@ -96,6 +97,7 @@ class Scheduler:
         )
         self.moves = Moves(placement, self.prefixes, self._relocations, self._lanes, self._sequences, numbers)
         self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
+        self._draining = Draining(placement, self._relocations, self.moves, self._growth, self.drop)
         self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(limits, placement, self._relocations, self.prefixes)
         moving, queue = self.moves.touches_any, self._admissions.add
@@ -295,21 +297,19 @@ class Scheduler:
         moved = self.moves.relocated(lane)
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
+        self._draining.follow(own)
         if self._growth.make_way(own):
             self._admissions.given_back()
-        if self.placement.closed:
-            self._relocations.drain()
         self._share_seats()
         self._deal()
         self._holding.make_way(self._all_running)
         admitted = beams.admitted + self._admit(own)
-        migrations = self._relocations.begun()
         fits = self.placement.grow(own.decoding.workers)
         disk_forks, spills, fetches = self.disks.changes()
         more_forks, more_released = self.prefixes.changes()
         forks += [*beams.forks, *more_forks, *disk_forks]
         released += [*beams.released, *more_released, *self.moves.released()]
-        migrations += self.moves.begun()
+        migrations = self._relocations.begun() + self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )

@@ -63,7 +63,7 @@ class Turn:
         planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``,
         ``window``: as for ``Scheduler``. ``step_bound_s``: chunks of prompts are cut so that steps with sequences that
         decode take no longer. ``balance``: what moves between memory workers."""
-        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas)
+        self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas * pipeline.stages)
         self.scheduler = Scheduler(
             limits,
             placement,
@@ -123,7 +123,7 @@ class Turn:
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
         if self._pace is not None:
-            self._pace.replicas = topology.pipeline.replicas
+            self._pace.replicas = topology.pipeline.replicas * topology.pipeline.stages
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from lamina.plan.map import PAYS, Cell
+from lamina.plan.map import PAYS, SIDES, Cell, side
 from lamina.plan.models import ModelShape
 from lamina.plan.prices import Prices
 from lamina.plan.reuse import Sessions
-from lamina.plan.ways import Capacity, Slo
+from lamina.plan.ways import Slo
 from lamina.plan.workload import TracedRequest, Workload
-from lamina.simulate.trial import MOST, Course
+from lamina.simulate.trial import MOST, WORSE, Course
 
 ROUNDS, TOLERANCE = 6, 0.1
 """Of a cell: highest loads are found to TOLERANCE."""
@@ -37,31 +37,37 @@ def trace(workload: Workload) -> list[TracedRequest]:
 def confirm(
     found: Sequence[Cell], shape: ModelShape, prices: Prices, slo: Slo, on_cell: Callable[[], None] = lambda: None
 ) -> list[Cell]:
-    """The cells of a grid, with the simulator's rates in those where two kinds pay most, and where offloading does:
-    until these are cells that were simulated, so that no gain is named as the best that the simulator contradicts."""
-    cells = list(found)
-    for name in ("gain", "offloading"):
-        while (place := _best(cells, name)) is not None and not cells[place].simulated:
-            if not can_simulate(cells[place].workload):
-                break
-            cells[place] = simulate(cells[place], shape, prices, slo)
-            on_cell()
+    """The cells of a grid, with the simulator's rates where two kinds pay by the closed form, so that no gain is shown
+    that the simulator contradicts; sessions that are idle stay as they are. ``on_cell``: after each cell."""
+    cells = []
+    for cell in found:
+        checked = pays(cell) and can_simulate(cell.workload)
+        cells.append(simulate(cell, shape, prices, slo) if checked else cell)
+        on_cell()
     return cells
 
 
+def pays(cell: Cell) -> bool:
+    """Whether two kinds cost less than one, by more than the closed form is off."""
+    return max(cell.gain or 0.0, cell.offloading or 0.0) > PAYS
+
+
 def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
-    """The cell with the simulator's rates in place of the closed form's; sides that hold no load are left out."""
+    """The cell with the simulator's rates in place of the closed form's.
+
+    Of each side, the cheapest way and those that come next are simulated, and the cheapest is kept. Sides that hold no
+    load are left out. Those that cost more than ``WORSE`` times another by the closed form keep its rate.
+    """
     course = Course(shape, cell.workload, trace(cell.workload), prices, slo)
-
-    def rate(side: Capacity | None) -> Capacity | None:
-        trial = None if side is None else course.most(side, rounds=ROUNDS, tolerance=TOLERANCE)
-        return None if side is None or trial is None else replace(side, requests_s=trial.requests_s)
-
-    return Cell(cell.workload, rate(cell.alone), rate(cell.offloaded), rate(cell.apart), simulated=True)
-
-
-def _best(cells: Sequence[Cell], name: str) -> int | None:
-    """The cell with the largest gain above PAYS."""
-    gains = [getattr(cell, name) or 0.0 for cell in cells]
-    best = int(np.argmax(gains))
-    return best if gains[best] > PAYS else None
+    sides = {name: found for name in SIDES if (found := getattr(cell, name)) is not None}
+    least = min((found.usd_per_request for found in sides.values()), default=0.0)
+    near = [name for name, found in sides.items() if found.usd_per_request <= WORSE * least]
+    kept = {name: found for name, found in sides.items() if name not in near}
+    for one in (*(sides[name] for name in near), *cell.seconds):
+        name = side(one.way)
+        if name in near and (trial := course.most(one, rounds=ROUNDS, tolerance=TOLERANCE)) is not None:
+            found = replace(one, requests_s=trial.requests_s)
+            if name not in kept or found.usd_per_request < kept[name].usd_per_request:
+                kept[name] = found
+    alone, offloaded, apart = (kept.get(name) for name in SIDES)
+    return Cell(cell.workload, alone, offloaded, apart, simulated=True)

@@ -19,8 +19,7 @@ class Deployment:
     Attributes:
         compute, memory: hardware of each pool's workers.
         local: KV lies beside the weights, as with ``--memory local``: no memory workers, and one copy of the weights.
-        tensor_parallel: devices that together hold one copy of the weights. The runtime has this on CPUs only;
-            on other devices, more than 1 simulates a future version.
+        tensor_parallel: devices that together hold one copy of the weights.
         lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in ``lamina.config.EngineConfig``; the
             last two mean the same for every system: sequences that a copy of the weights decodes at once, rows of a
             step.

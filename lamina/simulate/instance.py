@@ -104,11 +104,16 @@ class Instance:
     def has_room(self, tokens: int, held: int = 0) -> bool:
         """Whether a request of ``tokens``, ``held`` blocks of which others hold too, could be admitted now."""
         seats = len(self.running) + len(self.coming) < self._seats
-        return seats and blocks_of(tokens) - held <= self.free - self._watermark
+        return seats and blocks_of(tokens) - held <= self.left - self._watermark
 
     def found(self, sequence: Running) -> list[int]:
         """Keys of the longest prefix of a waiting request that is kept here; its last token is computed in any case."""
         return self.prefixes.find(sequence.content, sequence.target - 1) if sequence.content else []
+
+    @property
+    def left(self) -> int:
+        """Blocks that sequences here may still take."""
+        return self.free
 
     @property
     def _watermark(self) -> int:
@@ -116,11 +121,11 @@ class Instance:
 
     def hold(self, sequence: Running) -> None:
         """Allocate blocks for the cached or target tokens of a sequence. There must be room."""
-        needed = blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks
-        sequence.blocks += needed
-        self._use(needed)
+        self.grow(sequence, blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks)
 
-    def _use(self, blocks: int) -> None:
+    def grow(self, sequence: Running, blocks: int) -> None:
+        """Allocate so many more blocks for a sequence. There must be room."""
+        sequence.blocks += blocks
         self.free -= blocks
         self.prefixes.evict(self.free)
 
@@ -154,11 +159,10 @@ class Instance:
         decoding = [sequence for sequence in self.running if sequence.cached >= sequence.target]
         full = [sequence for sequence in decoding if sequence.cached == sequence.blocks * BLOCK]
         for sequence in full:
-            while not self.free and sequence.blocks:
+            while not self.left and sequence.blocks:
                 self._preempt(self.running[-1])
             if sequence.blocks:
-                sequence.blocks += 1
-                self._use(1)
+                self.grow(sequence, 1)
         return [sequence for sequence in decoding if sequence.blocks]
 
     def _preempt(self, victim: Running) -> None:

@@ -13,7 +13,7 @@ from lamina.cluster.launchers.remote import RemoteWorkers
 from lamina.cluster.launchers.supervisor import Keys, keys_of
 from lamina.errors import TransportError
 from lamina.protocol.control import ENGINE, Bootstrap
-from lamina.protocol.recruiting import Apply, Appointed, ToOffice, ToSupervisor
+from lamina.protocol.recruiting import Apply, Appointed, Refused, ToOffice, ToSupervisor
 from lamina.protocol.secret import new
 from lamina.transport.listener import LOOPBACK
 from lamina.version import __version__
@@ -23,12 +23,12 @@ FOR_EVER = 1e6
 
 
 @contextmanager
-def supervisor(keys: Keys, port: int, identity: bytes) -> "Iterator[zmq.Socket[bytes]]":
+def supervisor(keys: Keys, port: int, identity: bytes, version: str = __version__) -> "Iterator[zmq.Socket[bytes]]":
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.identity, dealer.linger = identity, 0
         dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = keys.engine, keys.public, keys.secret
         dealer.connect(f"tcp://{LOOPBACK}:{port}")
-        send(dealer, Apply(__version__, "memory", "cpu", "another host", "far"))
+        send(dealer, Apply(version, "memory", "cpu", "another host", "far"))
         yield dealer
 
 
@@ -36,10 +36,14 @@ def send(dealer: "zmq.Socket[bytes]", message: ToOffice) -> None:
     dealer.send(msgspec.msgpack.encode(message))
 
 
+def received(dealer: "zmq.Socket[bytes]") -> ToSupervisor:
+    assert dealer.poll(30_000)
+    return msgspec.msgpack.decode(dealer.recv(), type=ToSupervisor)
+
+
 def appointed(dealer: "zmq.Socket[bytes]") -> str:
     """The worker that it is given."""
-    assert dealer.poll(30_000)
-    message: ToSupervisor = msgspec.msgpack.decode(dealer.recv(), type=ToSupervisor)
+    message = received(dealer)
     assert isinstance(message, Appointed)
     return message.bootstrap.name
 
@@ -65,5 +69,18 @@ def test_of_a_silent_machine_s_workers_only_the_first_is_waited_for(monkeypatch:
         assert workers.ended().keys() == {found[2]}, "its memory may be mapped by one that nobody can end"
         with pytest.raises(TransportError, match="on far does not answer, so that the worker cannot be ended"):
             workers.end(found[2])
+    monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.0)
+    workers.close()
+
+
+def test_a_machine_with_another_release_is_refused_and_its_place_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = new()
+    workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
+    keys = keys_of(secret)
+    workers.start(NAMES[0], "memory", "cpu", Bootstrap(NAMES[0], "", b"", b"", b"", b"", os.getpid()))
+    with supervisor(keys, workers.port, b"a", "9.9.9") as other, supervisor(keys, workers.port, b"b") as same:
+        reason = f"it runs lamina 9.9.9, the engine {__version__}; install the same release"
+        assert received(other) == Refused(reason)
+        assert appointed(same) == NAMES[0]
     monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.0)
     workers.close()

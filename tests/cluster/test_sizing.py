@@ -123,3 +123,25 @@ def test_four_compute_workers_are_two_replicas_of_two_ranks() -> None:
     order = sizing.pipeline(EngineConfig(tensor_parallel=2), 4, shared=False)
     assert (order.replicas, order.lanes, order.rotates) == (2, 2, False)
     assert [order.workers_of(lane) for lane in range(2)] == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("computes", "settings", "says"),
+    [
+        (3, {}, "pipeline_parallel 2 makes replicas of 2 compute workers, which does not divide 3"),
+        (4, {"tensor_parallel": 2}, "tensor_parallel 2 does not work with pipeline_parallel"),
+        (4, {"pipelining": "rotational"}, "pipelining rotational"),
+        (4, {"autoscale": "memory=1:4,compute=2:4"}, "autoscale memory=1:4,compute=2:4 does not work"),
+        (4, {"lanes": 3}, "3 lanes cannot keep 2 replicas of 2 stages busy.*Change lanes"),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(computes: int, settings: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        sizing.pipeline(EngineConfig(pipeline_parallel=2, **settings), computes, shared=False)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_four_compute_workers_are_two_replicas_of_two_stages(shared: bool) -> None:
+    order = sizing.pipeline(EngineConfig(pipeline_parallel=2), 4, shared=shared)
+    assert (order.replicas, order.stages, order.lanes, order.rotates) == (2, 2, 4, False)
+    assert [order.workers_of(lane) for lane in range(4)] == [(0, 1), (2, 3)] * 2

@@ -351,3 +351,35 @@ def test_folders_beside_the_files_are_left_alone(
     os.utime(cache / "folder", (1000, 1000))
     prepare(bundled, None, lambda: None)
     assert {path.name for path in cache.iterdir()} == {cache_key(ingredients(bundled, None)), "folder"}
+
+
+def test_stages_load_their_own_weights_and_compute_together_what_the_whole_model_computes(
+    bundled: ModelDirectory, fresh: Prepared
+) -> None:
+    slices = len(fresh.lowered.parts)
+    rows, attention = Rows(torch.arange(5), torch.arange(5)), torch.ones(5, *_heads(fresh))
+
+    def run(parts: list[range]) -> tuple[torch.Tensor, list[set[str]]]:
+        context, found = tuple[torch.Tensor, ...](), []
+        for own in parts:
+            part = fresh.lowered.stage(own)
+            weights = tensors.load(bundled, part.weights, fresh.weights)
+            runner = SliceRunner(part, weights)
+            found.append(set(weights))
+            for index in own:
+                if index == slices - 1:
+                    return runner.logits(rows, attention, context, torch.arange(5)), found
+                context = runner.run(index, rows, attention if index else None, context, None).context
+        raise AssertionError("no stage has the last slice")
+
+    whole, (every,) = run([range(slices)])
+    logits, held = run([range(2), range(2, 3), range(3, slices)])
+    assert torch.equal(logits, whole)
+    assert set().union(*held) == every == {*fresh.lowered.weights}
+    assert sum(map(len, held)) == len(every) + len(held[0] & held[2]), "no weight twice, but a tied embedding"
+    assert len(held[0] & held[2]) <= 1
+
+
+def _heads(prepared: Prepared) -> tuple[int, int]:
+    spec = prepared.lowered.attentions[0]
+    return spec.query_heads, spec.v_dim

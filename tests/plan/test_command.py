@@ -101,7 +101,7 @@ def test_json_holds_the_front_with_the_units_in_its_names() -> None:
 def test_owned_devices_cost_what_they_cost_to_buy() -> None:
     result = json.loads(plan(f"{PAIR.replace('--prices paper', '')} --json"))["recommended"]
     h100, h20 = result["compute"]["workers"], result["memory"]["workers"]
-    network = 36_000 / 64 + 675_840 / 512  # a switch port and cables for each worker
+    network = 36_000 / 64 + 675_840 / 512 + 10_908 / 8  # a switch port, cables and NICs for each worker
     owned = h100 * ((36500 + network) / 26280 + 0.084) + h20 * ((12500 + network) / 26280 + 0.048)
     assert result["usd_per_hour"] == pytest.approx(owned)
 

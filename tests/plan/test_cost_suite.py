@@ -24,7 +24,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(second_paper, "SIMULATED", 16)
         patch.setattr(pooled, "REQUESTS", 10)
-        patch.setattr(pooled, "ROUNDS", 1)
+        patch.setattr(pooled, "FILLS", 0)
         patch.setattr(sys, "argv", ["report.py", "--out", str(page), "--json", str(numbers)])
         report.main()
     return page.read_text(), json.loads(numbers.read_text())
@@ -34,7 +34,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def test_the_command_writes_the_whole_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     CliRunner().invoke(app, ["bench", "cost"], catch_exceptions=False)
-    assert (tmp_path / "lamina-cost.html").read_text().count("<h2>") == 14
+    assert (tmp_path / "lamina-cost.html").read_text().count("<h2>") == 15
 
 
 def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def section(numbers: dict[str, Any], title: str) -> dict[str, Any]:
 def test_one_file_that_loads_nothing(made: Made) -> None:
     page, numbers = made
     assert not re.findall(r'(?:src|href)="(?!#)[^"]*"|url\((?!#)', page)
-    assert page.count("<svg") >= 9 and page.count("<h2>") == len(numbers) == 14
+    assert page.count("<svg") >= 10 and page.count("<h2>") == len(numbers) == 15
     identifiers = re.findall(r'\bid="([^"]+)"', page)
     assert len(set(identifiers)) == len(identifiers)
     # Text takes the page's colour, light or dark: none of it is black.

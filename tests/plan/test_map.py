@@ -117,6 +117,29 @@ def test_a_cell_is_simulated() -> None:
     assert measured.offloaded.requests_s == pytest.approx(cell.offloaded.requests_s, rel=0.2)
 
 
+def test_the_simulator_chooses_between_the_best_ways_of_a_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The closed form's second, of another degree of tensor parallelism, wins if the simulator has it cheaper."""
+    shape, served = models.find("Llama-3-70B"), workload.of_lengths(1000, 200)
+    costs = {kind: CostModel(shape, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
+    four = [(CATALOGUE["h100"], 4)], [(CATALOGUE["h20"], 4)]
+    (cell,) = cells(shape, [served], four, costs, RENTS, Slo())
+    assert cell.alone is not None and cell.seconds
+    second = next(one for one in cell.seconds if plan_map.side(one.way) == "alone")
+    assert cell.alone.usd_per_request <= second.usd_per_request <= plan_map.NEAR * cell.alone.usd_per_request
+    assert second.way.tensor_parallel != cell.alone.way.tensor_parallel or second.way.kind != cell.alone.way.kind
+
+    class Run:
+        def __init__(self, requests_s: float) -> None:
+            self.requests_s = requests_s
+
+    def most(_: object, one: Capacity, **__: float) -> Run | None:
+        return None if plan_map.side(one.way) == "offloaded" else Run(one.requests_s / (1 if one is second else 2))
+
+    monkeypatch.setattr("lamina.simulate.trial.Course.most", most)
+    measured = simulated.simulate(cell, shape, RENTS, Slo())
+    assert measured.alone == second and measured.offloaded is None and measured.simulated
+
+
 def test_the_picture_says_which_side_serves_alone() -> None:
     found = [cell_of(100, 100, 1.0, None), cell_of(200, 100, None, 1.0), cell_of(300, 100, None, None)]
     grid = Grid("lengths", "output | prompt", ["100"], ["100", "200", "300"], [cell.workload for cell in found])

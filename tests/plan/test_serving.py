@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lamina.cli import app
+from lamina.cli import ways as table
 from lamina.errors import UserError
 from lamina.plan import hardware, models, prices, workload
 from lamina.plan.cost import CostModel, Fits
@@ -20,7 +21,7 @@ from lamina.plan.ways import Kind, Slo, Way, shortlist, ways
 from lamina.plan.workload import TracedRequest
 from lamina.simulate import Arrivals, State
 from lamina.simulate.result import RequestLog
-from lamina.simulate.trial import Course
+from lamina.simulate.trial import Course, Trial
 
 CATALOGUE = hardware.load()
 RENTS = prices.load("paper")
@@ -230,6 +231,10 @@ def test_requests_that_wait_between_prefill_and_decoding_are_not_within_the_slos
     result = dataclasses.replace(course.run(found, 1.0, 10), log=log)
     assert result.ttft_s.p99 <= 2 and result.tbt_s.p99 <= 0.1
     assert course.holds(result) is kept
+    served = workload.of_lengths(800, 300)
+    printed = table.cells(Trial(capacity=found, rate=1.0, result=result, requests=50, workload=served))
+    shown = dict(zip(table.HEADINGS, printed[1:], strict=True))
+    assert (shown["TTFT p99"], shown["stall p99"]) == ("0.10 s", f"{0.1 + 0.02 + stall_s:.2f} s")
 
 
 def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]) -> None:

@@ -30,6 +30,7 @@ PARAMS = [
 SWITCHES: dict[str, dict[str, Any]] = {
     "one replica, two lanes": {"lanes": 2},
     "lanes that rotate": {"compute": "cpu:2", "lanes": 3},
+    "two stages": {"compute": "cpu:2", "pipeline_parallel": 2},
 }
 
 
@@ -68,7 +69,7 @@ def comparable(output: RequestOutput) -> tuple[object, ...]:
     return output.error, parts
 
 
-@pytest.mark.parametrize("switches", sweep(SWITCHES, ["lanes that rotate"]))
+@pytest.mark.parametrize("switches", sweep(SWITCHES, ["two stages"]))
 def test_what_is_dropped_and_computed_again_gives_the_same_tokens(model: Path, switches: dict[str, Any]) -> None:
     settings: dict[str, Any] = {"memory": "cpu:2", "max_num_seqs": 12, "max_num_batched_tokens": 32} | switches
     engine = launch(EngineConfig(model=str(model), dtype=DType.FLOAT32, kv_cache_memory_bytes=10**6, **settings))

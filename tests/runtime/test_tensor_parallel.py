@@ -5,6 +5,7 @@ import random
 import re
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from transformers import PretrainedConfig
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.config import EngineConfig
 from lamina.engine.updates import whole
-from lamina.errors import ConfigError
 from lamina.launch import launch
+from lamina.lowering import Target
 from lamina.types import DType, RequestOutput, SamplingParams
 from tests.random_models import NAMES, SERVED, greedy, served, variant
 from tests.runtime.checkpoints import write_prepared
@@ -26,12 +27,20 @@ TOKENS = 12
 LENGTHS = (1, 6, 7, 8, 21, 34, 45, 14)
 
 
-def check(folder: Path, model: PretrainedConfig, ranks: int, **settings: Any) -> None:
-    reference = write_prepared(model, folder, ranks=ranks)
-    draw = random.Random(model.model_type)
-    prompts = [[draw.randrange(3, model.vocab_size) for _ in range(length)] for length in LENGTHS]
-    prompts.append(prompts[-2][:30] + prompts[-1])  # begins like another one
+def check(
+    folder: Path,
+    model: PretrainedConfig,
+    ranks: int,
+    lengths: Sequence[int] = LENGTHS,
+    tokens: int = TOKENS,
+    **settings: Any,
+) -> None:
     given: dict[str, Any] = {"compute": f"cpu:{ranks}", "memory": "cpu:2", "dtype": DType.FLOAT32} | settings
+    target = Target.CPU if given["compute"].startswith("cpu") else Target.GPU
+    reference = write_prepared(model, folder, target=target, ranks=ranks)
+    draw = random.Random(model.model_type)
+    prompts = [[draw.randrange(3, model.vocab_size) for _ in range(length)] for length in lengths]
+    prompts.append(prompts[-2][:30] + prompts[-1])  # begins like another one
     config = EngineConfig(
         model=str(folder),
         tensor_parallel=ranks,
@@ -43,13 +52,13 @@ def check(folder: Path, model: PretrainedConfig, ranks: int, **settings: Any) ->
     )
     engine = launch(config)
     try:
-        params = [SamplingParams(n=n, temperature=0.0, max_tokens=TOKENS, ignore_eos=True) for n in (1, 2)]
+        params = [SamplingParams(n=n, temperature=0.0, max_tokens=tokens, ignore_eos=True) for n in (1, 2)]
         outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
     finally:
         engine.close()
-    expected = [greedy(reference, prompt, TOKENS) for prompt in prompts]
+    expected = [greedy(reference, prompt, tokens) for prompt in prompts]
     got = [[part.token_ids for part in output.outputs] for output in outputs]
-    assert got == [[tokens] for tokens in expected] + [[tokens] * 2 for tokens in expected]
+    assert got == [[one] for one in expected] + [[one] * 2 for one in expected]
 
 
 def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
@@ -68,12 +77,14 @@ def test_four_ranks_equal_hugging_face(family: str, tmp_path: Path) -> None:
     check(tmp_path, served(family, **heads), 4)
 
 
-@pytest.mark.parametrize("victim", ["compute1", "memory0"])
-def test_the_loss_of_a_worker_ends_the_engine_and_all_requests(victim: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("compute", "victim"), [("cpu:2", "compute1"), ("cpu:2", "memory0"), ("emulated:2", "compute1")]
+)
+def test_the_loss_of_a_worker_ends_the_engine_and_all_requests(compute: str, victim: str, tmp_path: Path) -> None:
     """While the other ranks may be in the middle of a sum. No process is left."""
-    write_prepared(served("llama"), tmp_path, ranks=2)
+    write_prepared(served("llama"), tmp_path, target=Target.CPU if compute == "cpu:2" else Target.GPU, ranks=2)
     workers = LocalWorkers()
-    config = EngineConfig(model=str(tmp_path), compute="cpu:2", memory="cpu:2", tensor_parallel=2, dtype=DType.FLOAT32)
+    config = EngineConfig(model=str(tmp_path), compute=compute, memory="cpu:2", tensor_parallel=2, dtype=DType.FLOAT32)
     engine = launch(config, workers=workers)
     outputs: list[RequestOutput] = []
     started, ended = threading.Event(), threading.Event()
@@ -101,9 +112,43 @@ def test_the_loss_of_a_worker_ends_the_engine_and_all_requests(victim: str, tmp_
 
 @pytest.mark.parametrize("family", NAMES)
 def test_two_ranks_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    check(tmp_path, served(family) if family in SERVED else variant(family), 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "settings"),
+    [
+        ("falcon-mqa", 4, {}),
+        ("gpt_bigcode", 4, {"q_first": True, "mini_batches": 2}),
+        ("llama", 4, {"num_key_value_heads": 1, "kv_tokens_per_worker": 16}),
+        ("gemma2", 4, {}),
+        ("qwen3", 4, {"memory": "cpu:1"}),
+        ("falcon-mqa", 2, {"alibi": True, "memory": "cpu:2", "transport": "tcp"}),
+    ],
+)
+def test_fewer_kv_heads_than_ranks_equal_hugging_face(
+    family: str, ranks: int, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """One or two KV heads, which two or four ranks share; prompts of several chunks, on two memory workers."""
+    heads = {name: settings.pop(name) for name in ("num_key_value_heads", "alibi") if name in settings}
+    check(tmp_path, (served if family in SERVED else variant)(family, **heads), ranks, **settings)
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_two_ranks_on_gpus_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    """On emulated ones, which attend by the CPU's memory workers."""
     model = served(family) if family in SERVED else variant(family)
-    if family in ("falcon-mqa", "gpt_bigcode"):
-        with pytest.raises(ConfigError, match="1 KV heads, which 2 ranks cannot share"):
-            check(tmp_path, model, 2)
-    else:
-        check(tmp_path, model, 2)
+    check(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:2")
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "falcon-mqa"])
+def test_ranks_and_memory_on_gpus_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    model = served(family) if family in SERVED else variant(family)
+    check(tmp_path, model, 2, (1, 3, 13), 3, compute="emulated:2", memory="emulated:1,cpu:1")
+
+
+def test_two_replicas_of_two_ranks_on_gpus(tmp_path: Path) -> None:
+    """q travels first, in parts, so that slices are recorded in two parts."""
+    model = served("llama", num_key_value_heads=1)
+    check(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:4", q_first=True, mini_batches=2)

@@ -91,6 +91,8 @@ class MemoryModel:
                 del self.here[sequence][start]
             else:
                 self.here[sequence][start] = min(stop, position)
+        if not self.here.get(sequence, True):
+            del self.here[sequence]
 
     def switch(self, carrier: int, new: Segment) -> None:
         """Give a sequence the carrier's slots for a range of tokens, here or on another worker. Token by token."""

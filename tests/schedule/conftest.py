@@ -5,15 +5,16 @@ from collections.abc import Iterator
 import pytest
 
 from lamina.placement import prefix_cache
-from lamina.schedule import admission
+from lamina.schedule import admission, draining
 
 
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[None]:
-    """Room is sought soon, so that sequences of these tests' size have something to gain from it."""
+    """Room is sought soon and few tokens are worth a move, so that requests of these tests' size move."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "PAUSE", 0)
         patch.setattr(admission, "PATIENCE", 1)
+        patch.setattr(draining, "CHEAP", 3)
         yield
 
 

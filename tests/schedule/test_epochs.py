@@ -49,8 +49,12 @@ class Losing(Cluster):
             self.unservable.add(index)
 
     def plan(self, lane: int) -> None:
-        """As ever, but nothing that is held runs."""
+        """As ever, but nothing that is held runs, and nothing new is placed on a worker that leaves."""
+        closed, before = set(self.scheduler.placement.closed), len(self._in_flight[lane])
         super().plan(lane)
+        for plan in self._in_flight[lane][before:]:
+            forked = {fork.child for fork in plan.forks}  # what admission has planned for them
+            assert not closed & {one.worker for one in plan.grown if one.sequence not in forked}
         for step in itertools.chain.from_iterable(plan.sequences for plan in self._in_flight[lane]):
             assert self.hold.may_run(str(self._owners[step.sequence][0]))
 

@@ -34,7 +34,9 @@ class Moving(Caching):
 
     def plan(self, lane: int) -> None:
         super().plan(lane)
-        self.begun += [move for move in self.scheduler.moves.in_progress if move not in self.begun]
+        closed = self.scheduler.placement.closed  # what leaves these workers goes wherever there is room
+        moving = [move for move in self.scheduler.moves.in_progress if move.source not in closed]
+        self.begun += [move for move in moving if move not in self.begun]
 
     def move(self, number: int, tokens: int) -> int:
         """One of the requests moves some tokens from one worker to another, if it can."""

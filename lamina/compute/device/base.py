@@ -11,8 +11,10 @@ from lamina.compute.device.moves import Moves
 from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
+from lamina.protocol.links import Links, Wait
 from lamina.splitter import Crossing, SliceOutput
 from lamina.splitter.collective import Reduce
+from lamina.splitter.parts import Rank
 from lamina.types import AttentionSpec, DType
 
 Array = npt.NDArray[np.generic]
@@ -22,6 +24,27 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 
 Reply = tuple[int, memoryview]
 """A memory worker's message with its partial: the slot it is in (-1: none), and its bytes, see ``protocol.wire``."""
+
+
+class Sums(Protocol):
+    """Adds tensors up with the other ranks of a tensor-parallel replica, all of which do the same in the same order.
+
+    One thread owns it.
+    """
+
+    rank: Rank
+
+    def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
+        """``names``: of all ranks, in order, with this worker's, to whom ``links`` lead. Before the first step."""
+
+    def reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of ``x`` over all ranks, the same bits on each; may overwrite ``x``.
+
+        Raises PeerLostError, DeadlineError.
+        """
+
+    def meet(self) -> None:
+        """Return once all ranks have called this as often as this one. Raises what ``reduce`` raises."""
 
 
 class Device(Protocol):
@@ -34,11 +57,15 @@ class Device(Protocol):
     target: Target
     place: torch.device
 
+    def sums(self, rank: Rank, meeting: str) -> Sums:
+        """How ``rank`` adds up with the others of its replica, which give the same path in a folder of this machine as
+        ``meeting``; the file is theirs. Raises ConfigError."""
+
     def runner(
         self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None
     ) -> "Runner":
         """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``. ``reduce``: how the
-        ranks of a replica add up what each has computed, if there are several; ConfigError if the device cannot."""
+        ranks of a replica add up what each has computed, if there are several."""
 
 
 class Carrier(Protocol):
@@ -67,15 +94,16 @@ class Runner(Carrier, Protocol):
     """Runs one slice at a time; attention is left to the caller.
 
     Attributes:
-        attentions, contexts: those of the model.
+        attentions, contexts: those of the model. slices: those that it has the weights of.
     """
 
     attentions: tuple[AttentionSpec, ...]
     contexts: tuple[tuple[Crossing, ...], ...]
+    slices: range
 
     @property
     def sinks(self) -> Sequence[Floats | None]:
-        """The sink logits float32 [Hq] of each attention, or None."""
+        """The sink logits float32 [Hq] of each attention before one of ``slices``, or None."""
 
     def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
         """Prepare for steps of up to ``rows`` rows, of which ``draws`` draw a token: take the device's memory that they

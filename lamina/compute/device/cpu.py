@@ -4,9 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
+from lamina.compute.ranks import Ranks
 from lamina.compute.runner import SliceRunner
 from lamina.lowering import LoweredModel, Target
 from lamina.splitter.collective import Reduce
+from lamina.splitter.parts import Rank
 
 
 class Cpu:
@@ -14,6 +16,10 @@ class Cpu:
 
     target = Target.CPU
     place = torch.device("cpu")
+
+    def sums(self, rank: Rank, meeting: str) -> Ranks:
+        """See ``Device``. The ranks find each other by their links."""
+        return Ranks(rank)
 
     def runner(
         self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None

@@ -14,6 +14,8 @@ from lamina.kernels.gpu.device import count_by_bus
 class Cuda:
     """A ``Kit``: GPU ``index`` of those visible to this process, in the order of their PCI bus addresses."""
 
+    backend = "nccl"
+
     def __init__(self, index: int) -> None:
         """Raises ConfigError if torch cannot use the GPU."""
         count_by_bus()

@@ -15,6 +15,7 @@ class Emulated:
     """A ``Kit`` on the CPU."""
 
     place = torch.device("cpu")
+    backend = "gloo"
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they used."""

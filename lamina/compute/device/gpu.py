@@ -16,14 +16,15 @@ from lamina.compute.device.chunks import attend_chunks
 from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
 from lamina.compute.device.moves import Moves
 from lamina.compute.device.rehearsal import rehearse
+from lamina.compute.device.sums import GpuSums
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.compute.rows import Rows
-from lamina.errors import ConfigError
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.placed import PlacedSlice, place
 from lamina.splitter import SliceOutput
 from lamina.splitter.collective import Reduce
+from lamina.splitter.parts import Rank
 from lamina.types import AttentionSpec, DType
 
 
@@ -36,11 +37,13 @@ class Gpu:
         self.place = kit.place
         self._kit = kit
 
+    def sums(self, rank: Rank, meeting: str) -> GpuSums:
+        """See ``Device``."""
+        return GpuSums(rank, self._kit, meeting)
+
     def runner(self, model: LoweredModel, tensors: Mapping[str, Tensor], reduce: Reduce | None = None) -> "GpuRunner":
         """See ``Device``."""
-        if reduce is not None:
-            raise ConfigError("tensor_parallel runs on CPUs only so far; give --compute cpu, or leave it out")
-        return GpuRunner(model, tensors, self._kit)
+        return GpuRunner(model, tensors, self._kit, reduce)
 
 
 @dataclass
@@ -79,14 +82,17 @@ class GpuRunner(GpuCarrier):
     Their outputs live there as well, but for context, which has to outlast the slices of other lanes.
     """
 
-    def __init__(self, model: LoweredModel, tensors: Mapping[str, Tensor], kit: Kit) -> None:
+    def __init__(
+        self, model: LoweredModel, tensors: Mapping[str, Tensor], kit: Kit, reduce: Reduce | None = None
+    ) -> None:
         super().__init__(kit, model.dtype)
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
         self.sinks: list[Floats | None] = [
             None if name is None else tensors[name].float().cpu().numpy() for name in model.sinks
         ]
-        self._slices = place(model, tensors, kit.place)
+        self.slices = model.slices
+        self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce), strict=True))
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
@@ -118,7 +124,7 @@ class GpuRunner(GpuCarrier):
         which = torch.nn.functional.pad(chosen, (0, count - len(chosen)))
         arrived = [tensor[which.to(tensor.device)] for tensor in (attention, *context)]
         few = Rows(rows.ids[which], rows.positions[which])
-        return self._results(len(self._slices) - 1, few, arrived, None)[0][: len(chosen)]
+        return self._results(len(self.attentions), few, arrived, None)[0][: len(chosen)]
 
     def _results(
         self, index: int, rows: Rows, arrived: Sequence[Tensor], on_query: Callable[[Tensor], None] | None

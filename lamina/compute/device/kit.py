@@ -26,10 +26,11 @@ class Kit(Protocol):
     """What a card can do that torch does not offer on every device alike.
 
     Attributes:
-        place: where tensors are.
+        place: where tensors are. backend: of torch.distributed, by which ranks add up.
     """
 
     place: torch.device
+    backend: str
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same

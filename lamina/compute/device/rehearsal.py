@@ -44,8 +44,18 @@ def _run(
     step = Rows(torch.zeros(count, dtype=torch.int64), torch.zeros(count, dtype=torch.int64))
     every = np.arange(count * shards)
     transfers = runner.transfers(Moves(count, count, shards, [every], [every], [np.zeros_like(every)], [], []))
-    attention, context = None, tuple[Tensor, ...]()
-    for index, (spec, sinks) in enumerate(zip(runner.attentions, runner.sinks, strict=True)):
+    attention, context = None, _context_before(runner, count)
+    for index in runner.slices:
+        if index:
+            spec = runner.attentions[index - 1]
+            reply = memoryview(bytearray(4 * count * spec.query_heads * (spec.v_dim + 1)))
+            attention = transfers.merged(spec, [], [(-1, reply)], runner.sinks[index - 1])
+        if attention is not None and index == len(runner.attentions):
+            logits = runner.logits(step, attention, context, torch.arange(draws))
+            if chunk:
+                sample(torch.zeros_like(logits), [Row(0, COSTLIEST, prompt=[0], output=[0])] * draws)
+            break
+        spec = runner.attentions[index]
         output = runner.run(index, step, attention, context, on_query)
         if on_query is None:
             transfers.all(output.q, output.k, output.v)
@@ -56,12 +66,14 @@ def _run(
             bounds, start = np.array([0, chunk], np.int32), np.zeros(1, np.int32)
             table = SegmentTable(bounds, start, bounds, start, np.arange(chunk, dtype=np.int32))
             runner.attend(output, np.arange(chunk), table, spec)
-        reply = memoryview(bytearray(4 * count * spec.query_heads * (spec.v_dim + 1)))
-        attention, context = transfers.merged(spec, [], [(-1, reply)], sinks), output.context
-    if attention is not None:
-        logits = runner.logits(step, attention, context, torch.arange(draws))
-        if chunk:
-            sample(torch.zeros_like(logits), [Row(0, COSTLIEST, prompt=[0], output=[0])] * draws)
+        context = output.context
+
+
+def _context_before(runner: Runner, count: int) -> tuple[Tensor, ...]:
+    """What the first slice here gets from the stage before."""
+    first = runner.slices.start
+    crossings = runner.contexts[first - 1] if first else ()
+    return tuple(torch.zeros((count, *one.shape), dtype=one.dtype) for one in crossings)
 
 
 def _ignore(query: Tensor) -> None:

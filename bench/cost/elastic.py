@@ -1,0 +1,93 @@
+"""LoongServe's elastic sequence parallelism in the cost model: what it costs to change the degree (Figure 14).
+
+An instance is a tensor-parallel group. Prompts are spread over ``degree`` instances; so is the KV of sequences that
+decode, and each instance is the master of an equal share of these: it computes their slices, sends their queries to the
+other instances, and merges what comes back.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from bench.cost.lamina_paper import cost_model
+from bench.cost.long_context import prefill_seconds
+from bench.cost.page import Section, axes
+from bench.cost.published import Comparison
+from lamina.plan import models
+from lamina.plan.cost import CostModel
+from lamina.plan.hardware import Catalogue
+
+PROMPTS = (1_000, 10_000, 100_000)
+CONTEXT = 1_000
+BATCHES = (1, 4, 16, 64, 256, 1024)
+"""Prompts of a prefill, tokens of a sequence that decodes, and batches of those. The paper states none of them."""
+
+
+def scaling_down(model: CostModel, prompt: int, tensor_parallel: int, degree: int, left: int = 1) -> float:
+    """By how much a prefill on ``degree`` instances is longer if ``left`` of them keep all of its KV, as a share.
+
+    Keys and values pass every instance anyway; those that stay write more of them.
+    """
+    written = prompt * model.shape.kv_bytes_per_token / tensor_parallel / model.hardware.memory_bytes_s
+    added = written * (1 / left - 1 / degree)
+    return added / prefill_seconds(model, [prompt], tensor_parallel, degree)
+
+
+def iteration(model: CostModel, batch: int, context: int, tensor_parallel: int, degree: int) -> float:
+    """Seconds of a decode step of ``batch`` sequences of ``context`` tokens on ``degree`` instances."""
+    shape = model.shape
+    own = math.ceil(batch / degree)  # sequences of a master
+    attention = float(model.attention_seconds(batch * context / degree, batch, 1 / tensor_parallel))
+    sent = (degree - 1) * own * shape.query_heads * shape.head_size * shape.dtype.itemsize / tensor_parallel
+    messages = 2 * float(model.send_recv_seconds(sent)) if degree > 1 else 0.0
+    return float(model.pass_seconds(own, tensor_parallel)) + shape.layers * (attention + messages)
+
+
+def scaling(published: Mapping[str, Any], catalogue: Catalogue) -> Section:
+    """Scaling down after prompts, and up while decoding."""
+    section = Section("LoongServe, Figure 14: what scaling costs", published["paper"])
+    model = cost_model(models.find(published["model"]), catalogue[published["kind"]])
+    own, table = published["tensor_parallel"], published["figure_14"]
+    degrees = [one for one in published["degrees"] if one > 1]
+    down = [100 * scaling_down(model, prompt, own, degree) for prompt in PROMPTS for degree in degrees]
+    curves = {
+        degree: [iteration(model, batch, CONTEXT, own, degree) for batch in BATCHES] for degree in published["degrees"]
+    }
+    small, large = ([curves[1][place] / curves[degree][place] for degree in degrees] for place in (0, -1))
+    which = f"{degrees[0]} to {degrees[-1]} instances"
+    section.compare(
+        f"{model.shape.name}, {published['kind']}, instances of tensor parallelism {own}",
+        [
+            Comparison(
+                f"prefill on {which} whose KV stays on one, over one without scaling, less 1",
+                "%",
+                table["source"],
+                tuple(table["down_percent"]),
+                (min(down), max(down)),
+                "Ours is the time in which one instance writes the K and V that the others would have kept.",
+            ),
+            Comparison(
+                f"step of {BATCHES[-1]} sequences on one instance, over that on {which}",
+                "times",
+                table["source"],
+                table["up_times"],
+                (min(large), max(large)),
+                f"The paper names neither batch nor degrees: ours is {min(large):.1f} times on {degrees[0]} instances.",
+            ),
+            Comparison(
+                f"step of one sequence on {which}, over that on one, less 1",
+                "%",
+                table["source"],
+                tuple(table["up_small_percent"]),
+                (100 * (1 / max(small) - 1), 100 * (1 / min(small) - 1)),
+                "Ours adds a message each way, by NCCL over NVLink, to every layer.",
+            ),
+        ],
+    )
+    plot, (left,) = axes()
+    for degree, seconds in curves.items():
+        left.plot(BATCHES, [1e3 * one for one in seconds], "-o", label=f"{degree} instance{'s' if degree > 1 else ''}")
+    left.set(xscale="log", yscale="log", xlabel=f"sequences of {CONTEXT} tokens", ylabel="step (ms)")
+    left.legend()
+    section.figure("figure-14-loongserve", "Ours: a decode step by batch and degree.", plot)
+    return section

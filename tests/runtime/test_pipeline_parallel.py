@@ -1,0 +1,194 @@
+"""Replicas of several stages, on real workers, against Hugging Face and against one worker with all slices."""
+
+import os
+import random
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from transformers import PretrainedConfig
+
+from lamina.cluster.pool import CPU
+from lamina.config import EngineConfig
+from lamina.errors import ConfigError
+from lamina.launch import launch
+from lamina.lowering import Target
+from lamina.protocol.messages import LoadProgress
+from lamina.types import CompletionOutput, DType, SamplingParams
+from tests.random_models import NAMES, SERVED, greedy, served, variant
+from tests.runtime.checkpoints import write_prepared
+from tests.runtime.test_parity import run_all
+from tests.runtime.test_survival import (  # noqa: F401  # fixtures
+    REQUESTS,
+    Killable,
+    Streams,
+    assert_same,
+    checkpoint,
+    config,
+    survive,
+    undisturbed,
+)
+
+JOIN_S = 120.0
+TOKENS = 12
+LENGTHS = (1, 6, 7, 8, 21, 34, 45, 14)
+
+
+def check(
+    folder: Path, model: PretrainedConfig, stages: int, lengths: tuple[int, ...] = LENGTHS, **settings: Any
+) -> dict[str, int]:
+    """Greedy tokens of one and of two completions equal Hugging Face's. Returns the bytes loaded, by compute worker."""
+    given: dict[str, Any] = {"compute": f"cpu:{stages}", "memory": "cpu:2"} | settings
+    target = Target.CPU if given["compute"].startswith(CPU) else Target.GPU
+    reference = write_prepared(model, folder, target=target)
+    draw = random.Random(model.model_type)
+    prompts = [[draw.randrange(3, model.vocab_size) for _ in range(length)] for length in lengths]
+    prompts.append(prompts[-2][:30] + prompts[-1])  # begins like another one
+    wanted = EngineConfig(
+        model=str(folder),
+        pipeline_parallel=stages,
+        max_model_len=64,
+        max_num_seqs=6,
+        max_num_batched_tokens=24,
+        kv_cache_memory_bytes=4 << 20,
+        dtype=DType.FLOAT32,
+        **given,
+    )
+    loaded: dict[str, int] = {}
+
+    def on_progress(worker: str, progress: LoadProgress) -> None:
+        if progress.stage == "weights":
+            assert progress.done <= progress.total
+            loaded[worker] = progress.done
+
+    engine = launch(wanted, on_progress)
+    try:
+        params = [SamplingParams(n=n, temperature=0.0, max_tokens=TOKENS, ignore_eos=True) for n in (1, 2)]
+        outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
+    finally:
+        engine.close()
+    expected = [greedy(reference, prompt, TOKENS) for prompt in prompts]
+    got = [[part.token_ids for part in output.outputs] for output in outputs]
+    assert got == [[tokens] for tokens in expected] + [[tokens] * 2 for tokens in expected]
+    return loaded
+
+
+@pytest.mark.slow  # test_preemption.py runs two stages too, and tests/compute/test_preparation.py loads them
+def test_each_stage_loads_its_own_weights_and_an_embedding_tied_to_the_head_at_both_ends(tmp_path: Path) -> None:
+    model = served("llama", layers=2, tie_word_embeddings=True)
+    loaded = check(tmp_path, model, 2, lengths=(1, 21, 14), memory="cpu:1")
+    embedding = model.vocab_size * model.hidden_size * 4
+    (file,) = tmp_path.glob("*.safetensors")
+    whole = file.stat().st_size  # with a header
+    assert loaded.keys() == {"compute0", "compute1"}
+    assert 0 <= whole + embedding - sum(loaded.values()) < 8192
+    assert max(loaded.values()) < 0.7 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"transport": "tcp", "q_first": True, "mini_batches": 2},
+        {"plan_ahead": False},
+        {"lanes": 5},
+        {"partition": "head", "memory": "cpu:2"},
+        {"balance": "bandwidth", "kv_tokens_per_worker": 40},
+        {"compute": "cpu:4"},
+        {"compute": "cpu:3", "pipeline_parallel": 3},
+    ],
+    ids=str,
+)
+def test_stages_give_the_tokens_of_one_worker(
+    settings: dict[str, Any],
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    """Whatever is requested: seeds, penalties, log probabilities, stops."""
+    wanted: dict[str, Any] = {"pipeline_parallel": 2, "compute": "cpu:2"} | settings
+    engine = launch(config(checkpoint, 2, 2, **wanted))
+    try:
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)  # from cached prefixes
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", SERVED)
+def test_four_stages_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    loaded = check(tmp_path, served(family, layers=4), 4)
+    assert len(loaded) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", NAMES)
+def test_two_stages_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    check(tmp_path, served(family) if family in SERVED else variant(family), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_stages_on_emulated_gpus_equal_hugging_face(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    check(tmp_path, served(family), 2, lengths=(1, 3, 30), compute="emulated:2", memory="cpu:1")
+
+
+@pytest.mark.slow
+def test_more_stages_than_slices_are_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="pipeline_parallel is 4, and the model has 3 slices"):
+        check(tmp_path, served("llama", layers=2), 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_lost_memory_worker_is_a_pause(
+    restarts: int,
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    wanted = config(checkpoint, 2, 2, pipeline_parallel=2, max_restarts=restarts)
+    assert_same(survive(wanted, [("memory0", signal.SIGKILL)], 150), undisturbed)
+
+
+@pytest.mark.slow
+def test_memory_workers_join_and_leave_and_stages_stay(
+    checkpoint: Path,  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+) -> None:
+    engine = launch(config(checkpoint, 2, 1, pipeline_parallel=2))
+    try:
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(100)
+        (joined,) = engine.scale(memory=1).result(JOIN_S)
+        streams.wait_for_tokens(300)
+        engine.scale(memory=-1).result(JOIN_S)
+        assert_same(streams.results(), undisturbed)
+        for count in (-1, 1):
+            with pytest.raises(ConfigError, match="with pipeline_parallel the compute pool keeps its size"):
+                engine.scale(compute=count).result(JOIN_S)
+        assert engine.stats().recoveries == 0 and joined == "memory1"
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["compute0", "compute1"])
+def test_the_loss_of_a_stage_ends_the_engine_and_all_requests(victim: str, checkpoint: Path) -> None:  # noqa: F811
+    workers = Killable()
+    engine = launch(config(checkpoint, 2, 2, pipeline_parallel=2), workers=workers)
+    pids = workers.pids
+    try:
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(150)
+        os.kill(pids[victim], signal.SIGKILL)
+        failed = [output for output in streams.wait() if output.error]
+    finally:
+        engine.close()
+    why = f"worker {victim} is gone.*With pipeline_parallel the loss of a compute worker ends the engine"
+    assert failed and all(re.search(why, str(output.error), re.DOTALL) for output in failed)
+    assert not [name for name, pid in pids.items() if psutil.pid_exists(pid)]
