@@ -68,7 +68,7 @@ def is_servable(step: StepTables) -> bool:
     """True if the device can serve a step's requests if they come in slots."""
     rows, tables = step.rows, step.tables[0]
     whole = len(step.pieces) == 1 and not rows.pulled and not rows.further and not step.newest
-    return whole and len(tables) == 1 and tables[0].shard == 0 and len(rows.queries) > 0
+    return whole and len(tables) == 1 and tables[0].part == 0 and len(rows.queries) > 0
 
 
 def attend(
@@ -101,7 +101,7 @@ class Ahead:
         self._channels: Mapping[str, Channel] = {}
         self._pipeline, self._computes = Pipeline(1, 1), tuple[str, ...]()
         self._runs: dict[int, _Run] = {}
-        self._left: dict[int, StepTables] = {}  # steps that the host serves
+        self._left: dict[int, int] = {}  # by lane, the turn of the last step that was left to the host
         self._seen = set[tuple[str, int]]()  # slots with messages that the device serves
         self.busy_s = 0.0
 
@@ -155,11 +155,11 @@ class Ahead:
         if lane.number in self._runs:
             return True
         step = lane.steps[0]
-        if not lane.is_idle or self._left.get(lane.number) is step:
+        if not lane.is_idle or self._left.get(lane.number) == step.plan.turn:
             return False
         run = self._plan(lane.number, step) if is_servable(step) else None
         if run is None:
-            self._left[lane.number] = step
+            self._left[lane.number] = step.plan.turn
             for channel in self._channels.values():
                 channel.unbook(lane.number)
             return False
@@ -171,6 +171,8 @@ class Ahead:
     def _plan(self, lane: int, step: StepTables) -> _Run | None:
         """How the device serves a step; None if it cannot."""
         specs, rows = self._store.attentions, step.rows
+        if self._store.shards.sharers(self._pipeline.ranks) > 1:
+            return None  # it attends to K and V that another rank's lane may still fetch, on another stream
         sources = [self._peer(lane, step, layer) for layer in range(len(specs))]
         targets = [self._peer(lane, step, layer + 1) for layer in range(len(specs))]
         if not {*sources, *targets} <= self._direct.keys() & self._channels.keys():
@@ -200,7 +202,8 @@ class Ahead:
     def _peer(self, lane: int, step: StepTables, layer: int) -> str:
         """Who sends the request for an attention, and gets the answer of the one before."""
         ranks, plan = self._pipeline.ranks, step.plan
-        return self._computes[self._pipeline.replica(plan.lane, plan.turn + layer, plan.rotates) * ranks + lane % ranks]
+        stage = self._pipeline.stage(plan.lane, plan.turn, layer, plan.rotates)
+        return self._computes[stage * ranks + lane % ranks]
 
     def _may_book(self, name: str, lane: int, step: StepTables) -> bool:
         """True if a lane may have a slot of this peer's for itself.
@@ -208,7 +211,7 @@ class Ahead:
         If there are more lanes than slots, the first one alone may: the same everywhere, so that it waits for no other
         lane, and all others have the rest of the slots after its step at the latest.
         """
-        replica, rotates = self._computes.index(name) // self._pipeline.ranks, step.plan.rotates
+        replica, rotates = self._computes.index(name) // self._pipeline.workers, step.plan.rotates
         lanes = [
             number for number in range(self._pipeline.lanes) if replica in self._pipeline.replicas_of(number, rotates)
         ]

@@ -11,8 +11,7 @@ import pytest
 from lamina.errors import ConfigError, DeadlineError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
-from lamina.memory import worker
-from lamina.memory.ahead import WINDOW
+from lamina.memory import ahead, worker
 from lamina.memory.device import polling
 from lamina.memory.device.select import gpu_polls
 from lamina.pipeline import Pipeline
@@ -27,6 +26,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from lamina.kernels.gpu.interpreter import Interpreter
 
+WINDOW = 2
 LAYERS = WINDOW + 2
 SPECS = [AttentionSpec(layer, 2, 2, 8, 8, 0.5, window=4 if layer % 2 else 0) for layer in range(LAYERS)]
 PROMPT = 6
@@ -34,6 +34,7 @@ PROMPT = 6
 
 def make(monkeypatch: pytest.MonkeyPatch, lanes: int) -> Iterator[Pair]:
     monkeypatch.setattr(worker, "IDLE_SLICE_S", 0.0)
+    monkeypatch.setattr(ahead, "WINDOW", WINDOW)
     pair = Pair("emulated", "device", SPECS, lanes)
     yield pair
     pair.resources.close()
@@ -139,6 +140,7 @@ def test_a_decode_step_is_answered_while_the_host_does_nothing(pair: Pair) -> No
     lanes.decode(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_lanes_of_both_kinds_share_the_slots_of_a_link(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     """Of three lanes, only the first one may book one of the two slots."""
