@@ -6,9 +6,9 @@ from lamina.protocol.leases import HEADER_NBYTES, SLOTS
 from lamina.transport.base import Buffer
 
 HEADER = struct.Struct(f"<HBxHHQQqQQ{SLOTS}Q")
-"""Lane, ``IS_FETCHED`` and ``IS_BOOKED`` if they apply, low bits of the turn and of the number that announces the first piece, turn, bytes
-of the body, where what is fetched lies (or -1), its number, regions fetched so far of those announced to this receiver,
-uses given back of each of its slots.
+"""Lane, ``IS_FETCHED`` and ``IS_BOOKED`` if they apply, low bits of the turn and of the number that announces the first
+piece, turn, bytes of the body, where what is fetched lies (or -1), its number, regions fetched so far of those
+announced to this receiver, uses given back of each of its slots.
 
 The first word tells a message from all others of its slot, even while the next one is being written."""
 
