@@ -142,7 +142,7 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
         return _tensor_parallel(config, computes)
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
-            most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # each lane needs a slot of its own
+            most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
             fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, most + 1)))
             rotates = config.pipelining == "auto" and computes > 1 and config.polling != "device"
             rotational = (Arrangement(computes + 1, rotates=True),) if rotates else ()

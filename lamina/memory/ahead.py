@@ -1,7 +1,7 @@
 """Steps that the device serves itself: it waits for their requests, attends, and answers, without the host in between.
 
-A step is served so if its requests come over shared memory, in slots and in one piece, and it keeps no K and V that
-must be fetched: decode steps, mostly. All others are served by the host, message by message. While a lane's step is
+A step is served so if its requests come over shared memory, in slots and in one piece, all from one compute worker, and
+it keeps no K and V that must be fetched: decode steps, mostly. All others are served by the host, message by message. While a lane's step is
 served so, the host launches the next attentions ahead (``WINDOW``), and follows: it takes over what the device has
 recorded of messages (``Channel.settle``), wakes peers that sleep, and ends the wait when the epoch ends.
 
@@ -52,14 +52,14 @@ class _Run:
     """A step that the device serves.
 
     Attributes:
-        sources, targets: by attention, who sends the request and who gets the answer. slots: by attention, the slot of
-            the answer and how often it was used before. launched, done: how many attentions.
+        peer: who sends the requests and gets the answers. slot, uses: of the answers, and how often it was used before.
+        launched, done: how many attentions.
     """
 
     step: StepTables
-    sources: list[str]
-    targets: list[str]
-    slots: list[tuple[int, int]]
+    peer: str
+    slot: int
+    uses: int
     launched: int = 0
     done: int = 0
 
@@ -173,31 +173,16 @@ class Ahead:
         specs, rows = self._store.attentions, step.rows
         if self._store.shards.sharers(self._pipeline.ranks) > 1:
             return None  # it attends to K and V that another rank's lane may still fetch, on another stream
-        sources = [self._peer(lane, step, layer) for layer in range(len(specs))]
-        targets = [self._peer(lane, step, layer + 1) for layer in range(len(specs))]
-        if not {*sources, *targets} <= self._direct.keys() & self._channels.keys():
+        peer, *others = {self._peer(lane, step, layer) for layer in range(len(specs) + 1)}
+        if others or peer not in self._direct or peer not in self._channels or not self._has_slots(peer):
             return None
         requests = [body_nbytes(spec, self._store.dtype, rows) for spec in specs]
         replies = [reply_nbytes([spec], len(rows.queries)) for spec in specs]
-        fit = [nbytes <= self._direct[name].request_nbytes for name, nbytes in zip(sources, requests, strict=True)]
-        fit += [nbytes <= self._direct[name].reply_nbytes for name, nbytes in zip(targets, replies, strict=True)]
-        if not all(fit):
+        direct = self._direct[peer]
+        if max(requests) > direct.request_nbytes or max(replies) > direct.reply_nbytes:
             return None
-        counts = collections.Counter(targets)
-        booked: dict[str, tuple[int, int]] = {}
-        for name, count in counts.items():
-            found = self._channels[name].book(lane, count) if self._may_book(name, lane, step) else None
-            if found is None:
-                for other in booked:
-                    self._channels[other].unbook(lane, counts[other])
-                return None
-            booked[name] = found
-        slots = []
-        for name in targets:
-            slot, uses = booked[name]
-            slots.append((slot, uses))
-            booked[name] = slot, uses + 1
-        return _Run(step, sources, targets, slots)
+        booked = self._channels[peer].book(lane, len(specs))
+        return None if booked is None else _Run(step, peer, *booked)
 
     def _peer(self, lane: int, step: StepTables, layer: int) -> str:
         """Who sends the request for an attention, and gets the answer of the one before."""
@@ -205,28 +190,26 @@ class Ahead:
         stage = self._pipeline.stage(plan.lane, plan.turn, layer, plan.rotates)
         return self._computes[stage * ranks + lane % ranks]
 
-    def _may_book(self, name: str, lane: int, step: StepTables) -> bool:
-        """True if a lane may have a slot of this peer's for itself.
+    def _has_slots(self, peer: str) -> bool:
+        """True if no more lanes use the link to a compute worker than it has slots.
 
-        If there are more lanes than slots, the first one alone may: the same everywhere, so that it waits for no other
-        lane, and all others have the rest of the slots after its step at the latest.
+        Then a lane that has booked one leaves one to the other, whose own requests give it back. If others shared what
+        is left, they might wait for each other: a peer does not know which of its slots are booked.
         """
-        replica, rotates = self._computes.index(name) // self._pipeline.workers, step.plan.rotates
-        lanes = [
-            number for number in range(self._pipeline.lanes) if replica in self._pipeline.replicas_of(number, rotates)
-        ]
-        return len(lanes) <= SLOTS or lane // self._pipeline.ranks == lanes[0]
+        replica, lanes = self._computes.index(peer) // self._pipeline.workers, range(self._pipeline.lanes)
+        return sum(replica in self._pipeline.replicas_of(lane) for lane in lanes) <= SLOTS
 
     def _launch(self, number: int, run: _Run) -> None:
         """Launch attentions until the window is full."""
         lane, step, ranks = self._lanes[number], run.step, self._pipeline.ranks
-        while run.launched < min(run.done + WINDOW, len(run.sources)):
+        direct, channel = self._direct[run.peer], self._channels[run.peer]
+        while run.launched < min(run.done + WINDOW, len(self._store.attentions)):
             layer, spec = run.launched, self._store.attentions[run.launched]
-            source, target, turn = run.sources[layer], run.targets[layer], step.plan.turn + layer
+            turn = step.plan.turn + layer
             nbytes, rows = reply_nbytes([spec], len(step.rows.queries)), len(step.rows.queries)
             lane.serve(
-                self._direct[source].incoming(self._channels[source], number, turn),
-                self._direct[target].outgoing(number // ranks, turn, nbytes, *run.slots[layer]),
+                direct.incoming(channel, number, turn),
+                direct.outgoing(number // ranks, turn, nbytes, run.slot, run.uses + layer),
                 layer % WINDOW,
                 body_nbytes(spec, self._store.dtype, step.rows),
                 (rows, spec.query_heads, spec.v_dim),
@@ -241,7 +224,7 @@ class Ahead:
             run = self._runs.get(lane.number)
             if run is not None:
                 self._settle(lane.number, run)
-                if run.done == len(run.sources):
+                if run.done == len(self._store.attentions):
                     lane.steps.popleft()
                     del self._runs[lane.number]
                     ended = True
@@ -255,14 +238,14 @@ class Ahead:
         stream = self._lanes[number].stream
         stream.check()
         while run.done < run.launched and (done_ns := int((row := stream.records[run.done % WINDOW])["done_ns"])):
-            name, slot = run.sources[run.done], int(row["slot"])
+            name, slot = run.peer, int(row["slot"])
             self._channels[name].settle(slot, int(row["number"]), row["header"].tobytes())
             self._seen.discard((name, slot))
             spent_ns = done_ns - int(row["found_ns"])
             self.busy_s += 1e-9 * spent_ns
             self._timeline.add("attention", number, self._timeline.now() - spent_ns)
             row["done_ns"] = 0
-            self._direct[run.targets[run.done]].wake()
+            self._direct[name].wake()
             run.done += 1
         if self._hub.keeping:
             self._hub.go_on()  # headers may have brought credits

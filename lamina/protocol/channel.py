@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lamina.protocol.credits import SlotCredits
-from lamina.protocol.header import HEADER, IS_BOOKED, IS_FETCHED, lane_of, pack
+from lamina.protocol.header import HEADER, lane_of, pack
 from lamina.protocol.leases import ALIGNMENT, DOORBELLS, HEADER_NBYTES, SLOTS, Lease, Space, aligned
 from lamina.protocol.wire import MOST_PIECES, slot_number
 from lamina.topology import Epoch, Topology
@@ -252,7 +252,6 @@ class Channel:
         self.awaited = {slot: self._target(slot) for slot in range(len(self._slots))}
         self._fetched, self._finished = first, set[int]()
         self._told = [first] * SLOTS, first  # what the peer knows of both
-        self._booked = set[int]()  # own slots, by the peer
         self._untold, self._known = 0, SLOTS  # free slots that it does not know of, and that it may know of
 
     # Sending
@@ -336,9 +335,9 @@ class Channel:
         self._read_slots()
         return None if self in self.hub.keeping else self._slots_there.book(lane, count)
 
-    def unbook(self, lane: int, unsent: int = 0) -> None:
+    def unbook(self, lane: int) -> None:
         """See ``SlotCredits.unbook``."""
-        self._slots_there.unbook(lane, unsent)
+        self._slots_there.unbook(lane)
 
     def read_credits(self) -> None:
         """Take in what the peer has rung. ``Hub.go_on`` must follow: a region may be what another message waits for."""
@@ -398,13 +397,12 @@ class Channel:
     def read(self, slot: int) -> Arrival:
         """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
         view = self._slots[slot]
-        lane, flags, _, _, turn, nbytes, at, number, *credits = HEADER.unpack_from(view)
+        lane, is_fetched, _, _, turn, nbytes, at, number, *credits = HEADER.unpack_from(view)
         self._take_credits(*credits)
         self._known -= 1
-        (self._booked.add if flags & IS_BOOKED else self._booked.discard)(slot)
-        if self._untold:
-            self._owe_slots()
-        body = None if flags & IS_FETCHED else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
+        if self._untold and not self._known:
+            self._owe()
+        body = None if is_fetched else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
 
     def _take_credits(self, fetched: int, *given_back: int) -> None:
@@ -438,11 +436,7 @@ class Channel:
         self._piece[slot] = 0
         self.awaited[slot] = self._target(slot)
         self._untold += 1
-        self._owe_slots()
-
-    def _owe_slots(self) -> None:
-        """Note that the peer must be told of free slots if it may know of none, but for those that it has booked."""
-        if self._known <= len(self._booked) < SLOTS:
+        if not self._known:
             self._owe()
 
     def fetched(self, number: int) -> None:

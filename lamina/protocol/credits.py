@@ -54,9 +54,6 @@ class SlotCredits:
         self.used[slot] += count
         return slot, self.used[slot] - count
 
-    def unbook(self, lane: int, unsent: int = 0) -> None:
-        """The slot of this lane, if it has one, is as any other from now on: free once it has been given back.
-        ``unsent``: how many of the messages that it was booked for last will not be sent."""
-        for slot in [slot for slot, owner in self._booked.items() if owner == lane]:
-            del self._booked[slot]
-            self.used[slot] -= unsent
+    def unbook(self, lane: int) -> None:
+        """The slot of this lane, if it has one, is as any other from now on: free once it has been given back."""
+        self._booked = {slot: owner for slot, owner in self._booked.items() if owner != lane}

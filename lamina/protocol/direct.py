@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.protocol.channel import ARRIVED, Channel
-from lamina.protocol.header import pack_booked, stamp
+from lamina.protocol.header import pack_alone, stamp
 from lamina.protocol.leases import HEADER_NBYTES, SLOTS, Lease
 from lamina.protocol.wire import MOST_PIECES, slot_number
 from lamina.transport.device import slots as device_slots
@@ -58,7 +58,7 @@ class Direct:
     def outgoing(self, lane: int, turn: int, nbytes: int, slot: int, uses: int) -> Outgoing:
         """A message of one piece into a booked slot, which has been used ``uses`` times."""
         number = slot_number(uses, 0)
-        header = struct.unpack(f"={device_slots.HEADER_WORDS}Q", pack_booked(number, lane, turn, nbytes))
+        header = struct.unpack(f"={device_slots.HEADER_WORDS}Q", pack_alone(number, lane, turn, nbytes))
         return Outgoing(
             self.their_arena.data_address + self.theirs.slot(slot),
             _doorbell(self.their_arena, self.theirs) + slot * DOORBELL_NBYTES,

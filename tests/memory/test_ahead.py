@@ -143,7 +143,7 @@ def test_a_decode_step_is_answered_while_the_host_does_nothing(pair: Pair) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_lanes_of_both_kinds_share_the_slots_of_a_link(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Of three lanes, only the first one may book one of the two slots."""
+    """Three lanes are the host's: a link has two slots."""
     for pair in make(monkeypatch, count):
         lanes = Lanes(pair, count)
         for lane in range(count):
@@ -169,7 +169,7 @@ def test_lanes_of_both_kinds_share_the_slots_of_a_link(monkeypatch: pytest.Monke
                             left.remove(lane)
                             if lane != prompting:
                                 lanes.check(lane, layer, wanted[lane])
-        assert served_by_the_device(pair) > 0.0
+        assert (served_by_the_device(pair) > 0.0) == (count == 2)
         assert not pair.links.hub.keeping and not pair.worker._hub.keeping
 
 

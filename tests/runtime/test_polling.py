@@ -36,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "by heads": {"memory": "emulated:2", "partition": "head"},
     "over TCP": {"transport": "tcp"},
 }
+BY_HOST = ("three lanes", "lanes that rotate", "two stages", "over TCP")
+"""More lanes than a link has slots, steps of several compute workers, and no shared memory."""
 
 
 def settings(place: Path, **others: Any) -> EngineConfig:
@@ -88,7 +90,7 @@ def test_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", SETTINGS)
 def test_so_they_do_with_any_lanes(which: str, tmp_path: Path) -> None:
     served_by_device = check(tmp_path, "gpt_oss", **SETTINGS[which])
-    assert served_by_device == 0 if which == "over TCP" else served_by_device > TOKENS
+    assert served_by_device == 0 if which in BY_HOST else served_by_device > TOKENS
 
 
 def test_codes_are_served_too(tmp_path: Path) -> None:
