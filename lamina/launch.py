@@ -13,6 +13,7 @@ from lamina.cluster import locality, pool, sizing
 from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress, Workers
+from lamina.cluster.joining import check_version
 from lamina.cluster.launchers import placement
 from lamina.cluster.launchers.local import MODULES, LocalWorkers
 from lamina.cluster.launchers.remote import RemoteWorkers
@@ -170,8 +171,13 @@ def _engine(
 def _take_over(
     config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
 ) -> tuple[ControlServer, ClusterPlan, Cluster]:
-    """Go on with the workers of an earlier engine. Raises TransportError."""
+    """Go on with the workers of an earlier engine.
+
+    Raises TransportError, or ConfigError if they are of another release because files were upgraded meanwhile.
+    """
     saved = msgspec.msgpack.decode(state, type=Saved)
+    for name, hello in saved.greetings.items():
+        check_version(name, hello)
     members = saved.topology.members
     kinds: dict[Role, dict[str, str]] = {"compute": {}, "memory": {}}
     for member in members:

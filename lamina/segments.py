@@ -1,6 +1,7 @@
 """Which segments hold which tokens of a sequence. Pure.
 
-The segments of a sequence with the same heads follow one another from token 0 on; the last has no end. Each function
+The segments of a sequence with the same heads follow one another from token 0 on; the last has no end. They are listed
+by ascending first token, so that those of a prefix are the first ones, in a list and in its forks. Each function
 gives the same for one worker's segments of a sequence as for all of them, less those of the others: so a memory worker
 needs to know its own alone.
 """
@@ -59,7 +60,7 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
             ended.remove(segment)
             new = dataclasses.replace(new, tokens=(segment.tokens[0], new.tokens[1]))
             break
-    return [*ended, new]
+    return sorted([*ended, new], key=lambda one: one.tokens[0])
 
 
 def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:

@@ -33,9 +33,9 @@ def chunk_times(model: CostModel, prompt: int, chunk: int, groups: int) -> Float
 
 def first_and_between(model: CostModel, prompt: int, chunk: int, groups: int) -> tuple[float, float]:
     """Seconds to the first token, with chunks in flight on all stages; and between those of a sequence that decodes
-    behind the last chunks, each of which passes all stages before the next token."""
+    behind the longest chunk, the last whole one, which passes all stages before the next token."""
     times = chunk_times(model, prompt, chunk, groups)
-    return float(times.sum() / STAGES + times[0] * (STAGES - 1) / STAGES), float(times[-1])
+    return float(times.sum() / STAGES + times[0] * (STAGES - 1) / STAGES), float(times.max())
 
 
 def helped(model: CostModel) -> tuple[int, int]:

@@ -274,7 +274,7 @@ def mnemosyne(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
         xticks=(1, 2, 4),
         title="decode, 4 pipeline stages",
     )
-    right.legend(fontsize=8)
+    right.legend(fontsize=8, handlelength=4)  # long enough for dashes
     section.figure(
         "mnemosyne",
         "Left: TTFT falls nearly with the number of servers. Right: TBT falls with KV parallelism, more "

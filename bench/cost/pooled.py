@@ -214,7 +214,7 @@ class Pooled(BaselineSimulation):
             self._begin(other, now)
 
 
-REQUESTS, FILLS = 200, 4
+REQUESTS, FILLS = 200, 3
 """Requests of a run; and at least so many that their contexts fill the memory of all copies so many times."""
 
 DONE = 0.7

@@ -69,7 +69,7 @@ def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
                 published["source"],
                 published["batch_ratio"],
                 float(np.mean(batches)),
-                why,
+                "Here KV may fill 90% of a device, less the weights; vLLM keeps activations beside it.",
             ),
         ],
     )

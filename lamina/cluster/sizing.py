@@ -137,13 +137,13 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     ConfigError.
     """
     if config.pipeline_parallel > 1:
-        return _pipeline_parallel(config, computes)
+        return _pipeline_parallel(config, computes, shared)
     if config.tensor_parallel > 1:
         return _tensor_parallel(config, computes)
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
             most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
-            fixed = tuple(Arrangement(each * computes) for each in (2, 1, *range(3, most + 1)))
+            fixed = _fixed(computes, most)
             rotates = config.pipelining == "auto" and computes > 1 and config.polling != "device"
             rotational = (Arrangement(computes + 1, rotates=True),) if rotates else ()
             return Pipeline(most * computes, computes, choices=fixed + rotational)
@@ -175,9 +175,15 @@ def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
     return Pipeline(replicas, replicas, ranks=ranks)
 
 
-def _pipeline_parallel(config: EngineConfig, computes: int) -> Pipeline:
-    """As many lanes as compute workers, so that each stage has one to work on while others work on the other stages, on
-    shared cores too: each worker has its own share of them."""
+def _fixed(computes: int, most: int = LANES_PER_REPLICA) -> tuple[Arrangement, ...]:
+    """The arrangements in fixed order from which the engine chooses, of ``most`` lanes per compute worker; the first is
+    that at the start."""
+    return tuple(Arrangement(each * computes) for each in (2, 1, *range(3, most + 1)))
+
+
+def _pipeline_parallel(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
+    """At least as many lanes as compute workers, so that each stage has one to work on while others work on the other
+    stages, on shared cores too: each worker has its own share of them."""
     stages = config.pipeline_parallel
     replicas = _replicas("pipeline_parallel", stages, computes)
     _refuse(
@@ -190,6 +196,8 @@ def _pipeline_parallel(config: EngineConfig, computes: int) -> Pipeline:
         },
     )
     try:
+        if config.lanes is None and not shared:
+            return Pipeline(LANES_PER_REPLICA * computes, replicas, choices=_fixed(computes), stages=stages)
         return Pipeline(config.lanes or computes, replicas, stages=stages)
     except ValueError as error:
         raise ConfigError(f"{error}. Change lanes, pipeline_parallel or the compute pool") from error

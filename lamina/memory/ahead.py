@@ -1,9 +1,10 @@
 """Steps that the device serves itself: it waits for their requests, attends, and answers, without the host in between.
 
 A step is served so if its requests come over shared memory, in slots and in one piece, all from one compute worker, and
-it keeps no K and V that must be fetched: decode steps, mostly. All others are served by the host, message by message. While a lane's step is
-served so, the host launches the next attentions ahead (``WINDOW``), and follows: it takes over what the device has
-recorded of messages (``Channel.settle``), wakes peers that sleep, and ends the wait when the epoch ends.
+it keeps no K and V that must be fetched: decode steps, mostly. All others are served by the host, message by message.
+While a lane's step is served so, the host launches the next attentions ahead (``WINDOW``), and follows: it takes over
+what the device has recorded of messages (``Channel.settle``), wakes peers that sleep, and ends the wait when the epoch
+ends.
 
 Both may serve messages of one link at once, since every message names its lane. For its answers, a lane books a slot of
 the peer's: each request shows that the answer before was read, so that they need no credits.

@@ -203,14 +203,12 @@ class KvStore:
             if segment.tokens[0] >= first and overlaps(segment, new):
                 for key in self._keys(segment):
                     self.slab.free(key)
-        *ended, last = grown(segments, new)
-        if last.worker == self.worker:
-            for key in self._keys(last):
-                if key not in self.slab:  # else it has come back
-                    self.slab.open(key)
-            ended.append(last)
-        if ended:
-            self._segments[sequence] = ended
+        after = [segment for segment in grown(segments, new) if segment.worker == self.worker]
+        for key in itertools.chain.from_iterable(map(self._keys, after)):
+            if key not in self.slab:  # of the new one, unless the sequence has come back
+                self.slab.open(key)
+        if after:
+            self._segments[sequence] = after
 
     def _forget(self, sequence: int) -> None:
         """Free the slots of a sequence, if it has any here or is moving here."""

@@ -28,8 +28,8 @@ def pack_alone(first: int, lane: int, turn: int, nbytes: int) -> bytes:
 
 
 def stamp(lane: int, turn: int) -> int:
-    """The first word of the header of a message in a slot, as a little-endian number, without its highest 16 bits: those
-    of the number."""
+    """The first word of the header of a message in a slot, as a little-endian number, but for the highest 16 bits,
+    which have the number's."""
     return lane | (turn & _LOW_BITS) << 32
 
 

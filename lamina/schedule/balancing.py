@@ -109,7 +109,7 @@ class Balancing:
                 capacity,
                 max(0, placement.left(worker) - AHEAD * (placement.sequences[worker] + 1)),
                 placement.sequences[worker],
-                reads[worker] + moving.get(worker, 0),
+                max(0, reads[worker] + moving.get(worker, 0)),  # some of what moves may be read no more
                 self._token_s.get(worker) or _mean(self._token_s),
                 worker not in placement.closed,
             )

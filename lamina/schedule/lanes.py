@@ -71,8 +71,8 @@ class LaneChooser:
     with the lanes as customers: if all steps take the same time, n lanes on r replicas make n / (slices + wait) steps a
     second, until the replicas or the memory workers are never idle; the more unequal steps are, the closer it is to the
     result of mean value analysis for memoryless service times (Reiser and Lavenberg 1980). In fixed order each replica
-    has n / r customers of its own; in rotational order all lanes visit all replicas in turn, so that one long step
-    delays all lanes behind it.
+    has n / r customers of its own, which visit its stages in turn; in rotational order all lanes visit all replicas in
+    turn, so that one long step delays all lanes behind it.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -142,7 +142,8 @@ class LaneChooser:
             progress = 1 + prompts * (more - 1)
             return progress * self._rate(one, each, attention * each / rows, unequal) / one.lanes
 
-        allowed = [one for one in self._pipeline.choices if one.lanes <= max(sequences, self._pipeline.replicas)]
+        least = self._pipeline.replicas * self._pipeline.stages
+        allowed = [one for one in self._pipeline.choices if one.lanes <= max(sequences, least)]
         best_before, self._best = self._best, max(allowed, key=speed)
         if self._best == best_before and speed(self._best) > WORTH * speed(self.active):
             self.active = self._best
@@ -162,7 +163,7 @@ class LaneChooser:
         upper bound: what it contradicts is forgotten. While waits are unknown, attention alone is taken for them, so
         that fewer lanes are tried, which shows them."""
         elapsed = now - self._since if self._since is not None else 0.0
-        if self._seconds < SATURATED * elapsed * self._pipeline.replicas:
+        if self._seconds < SATURATED * elapsed * self._pipeline.replicas * self._pipeline.stages:
             for rows, seconds in self._seen:
                 self._waits.note(rows, seconds)
         elif self._waits.known:
@@ -175,9 +176,11 @@ class LaneChooser:
     def _rate(self, one: Arrangement, rows: float, attention: float, unequal: float) -> float:
         """Steps a second of all lanes together: each of ``rows`` rows and ``attention`` seconds of the busiest memory
         worker. ``unequal``: squared coefficient of variation of step times, at most 1."""
-        replicas, slices = self._pipeline.replicas, self._slices.at(rows)
+        replicas, stages, slices = self._pipeline.replicas, self._pipeline.stages, self._slices.at(rows)
         wait = max(self._waits.at(rows) if self._waits.known else 0.0, attention)
-        visited, customers, systems = (replicas, one.lanes, 1) if one.rotates else (1, one.lanes // replicas, replicas)
+        visited, customers, systems = (
+            (replicas, one.lanes, 1) if one.rotates else (stages, one.lanes // replicas, replicas)
+        )
         equal = min(visited / slices, customers / (slices + wait))
         memoryless = _mean_value(customers, visited, slices / visited, wait)
         share = max(unequal, ROTATION) if one.rotates else unequal

@@ -13,8 +13,8 @@ from lamina.plan.ways import Slo
 from lamina.plan.workload import TracedRequest, Workload
 from lamina.simulate.trial import MOST, WORSE, Course
 
-ROUNDS, TOLERANCE = 6, 0.1
-"""Of a cell: highest loads are found to TOLERANCE."""
+ROUNDS, TOLERANCE, TURNOVERS = 6, 0.1, 8
+"""Of a cell: highest loads are found to TOLERANCE, in runs half as long as plans have, as all requests are alike."""
 
 
 def can_simulate(workload: Workload) -> bool:
@@ -58,7 +58,7 @@ def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
     Of each side, the cheapest way and those that come next are simulated, and the cheapest is kept. Sides that hold no
     load are left out. Those that cost more than ``WORSE`` times another by the closed form keep its rate.
     """
-    course = Course(shape, cell.workload, trace(cell.workload), prices, slo)
+    course = Course(shape, cell.workload, trace(cell.workload), prices, slo, turnovers=TURNOVERS)
     sides = {name: found for name in SIDES if (found := getattr(cell, name)) is not None}
     least = min((found.usd_per_request for found in sides.values()), default=0.0)
     near = [name for name, found in sides.items() if found.usd_per_request <= WORSE * least]

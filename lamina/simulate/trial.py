@@ -92,9 +92,10 @@ class Course:
         prices: Prices,
         slo: Slo,
         profile: ProfileStore | None = None,
+        turnovers: int = TURNOVERS,
     ) -> None:
         """``trace``: the requests whose lengths are drawn; empty: all have the workload's mean lengths. If prompts have
-        something in common, the first ones are replayed in order instead."""
+        something in common, the first ones are replayed in order instead. ``turnovers``: see ``TURNOVERS``."""
         self._shape = shape
         self._workload = workload
         lengths = max(1, round(workload.prompt)), max(1, round(workload.output))
@@ -105,6 +106,7 @@ class Course:
         self._prices = prices
         self._slo = slo
         self._profile = profile
+        self._turnovers = turnovers
 
     @property
     def prices(self) -> str:
@@ -120,7 +122,7 @@ class Course:
     def requests(self, capacity: Capacity) -> int:
         """Of a run."""
         fewest = MOST_REPLAYED if self.replays else FEWEST
-        needed = int(min(MOST, max(fewest, TURNOVERS * capacity.batch)))
+        needed = int(min(MOST, max(fewest, self._turnovers * capacity.batch)))
         return min(needed, len(self._trace)) if self.replays else needed
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:

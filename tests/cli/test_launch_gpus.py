@@ -13,6 +13,7 @@ from lamina.compute.preparation import prepare
 from lamina.lowering import Target
 from lamina.models import directory
 from lamina.models.tokenizer import Tokenizer
+from lamina.splitter.parts import Rank
 from lamina.types import DType
 from tests.cli.commands import END_S, RUN_S, assert_refused, run_here, start
 from tests.random_models import greedy
@@ -30,14 +31,17 @@ def test_a_small_model_on_an_a100_and_an_rtx3090(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("a100s", "rtx3090s"), [(1, 1), (2, 6)])
-def test_a100s_compute_and_rtx3090s_attend(a100s: int, rtx3090s: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("a100s", "rtx3090s", "ranks"), [(1, 1, 1), (2, 6, 1), (2, 1, 2)])
+def test_a100s_compute_and_rtx3090s_attend(
+    a100s: int, rtx3090s: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The text is what Hugging Face says. Eight workers take a minute to start on two cores."""
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     monkeypatch.setenv("LAMINA_EMULATED_GPUS", "rtx3090:6,a100:2")
     model = directory.find(None)
-    prepare(model, DType.FLOAT32, lambda: None, Target.GPU)  # once, instead of in every worker
-    pools = "--compute", f"a100:{a100s}", "--memory", f"rtx3090:{rtx3090s}"
+    for number in range(ranks):  # once, instead of in every worker
+        prepare(model, DType.FLOAT32, lambda: None, Target.GPU, Rank(number, ranks))
+    pools = "--compute", f"a100:{a100s}", "--memory", f"rtx3090:{rtx3090s}", "--tensor-parallel", str(ranks)
     sizes = "--max-num-seqs", "8", "--max-num-batched-tokens", "16"
     server = start(*pools, *sizes, "--dtype", "float32")
     workers = server.workers()

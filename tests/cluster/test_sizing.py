@@ -140,8 +140,11 @@ def test_what_stages_cannot_do_is_refused(computes: int, settings: dict, says: s
         sizing.pipeline(EngineConfig(pipeline_parallel=2, **settings), computes, shared=False)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_four_compute_workers_are_two_replicas_of_two_stages(shared: bool) -> None:
-    order = sizing.pipeline(EngineConfig(pipeline_parallel=2), 4, shared=shared)
-    assert (order.replicas, order.stages, order.lanes, order.rotates) == (2, 2, 4, False)
+def test_four_compute_workers_are_two_replicas_of_two_stages() -> None:
+    order = sizing.pipeline(EngineConfig(pipeline_parallel=2), 4, shared=True)
+    assert (order.replicas, order.stages, order.lanes, order.start.lanes, order.rotates) == (2, 2, 4, 4, False)
     assert [order.workers_of(lane) for lane in range(4)] == [(0, 1), (2, 3)] * 2
+    apart = sizing.pipeline(EngineConfig(pipeline_parallel=2), 4, shared=False)
+    assert (apart.lanes, [one.lanes for one in apart.choices]) == (12, [8, 4, 12])
+    given = sizing.pipeline(EngineConfig(pipeline_parallel=2, lanes=5), 4, shared=False)
+    assert (given.lanes, given.choices) == (5, ())

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PretrainedConfig
 
 from lamina.compute.device.chunks import attend_chunks
 from lamina.compute.device.cuda import Cuda
@@ -25,10 +26,15 @@ from lamina.lowering import Target, lower
 from lamina.lowering.lowered import PositionTable
 from lamina.lowering.placed import place
 from lamina.splitter import SliceOutput, SplitModel, split
-from lamina.types import AttentionSpec
+from lamina.splitter.assemble import assemble, capture_clean
+from lamina.splitter.collective import Reduce
+from lamina.splitter.parts import Rank
+from lamina.splitter.split_model import cut
+from lamina.types import AttentionSpec, DType
 from tests.random_models import NAMES, VOCABULARY, random_model, variant
-from tests.splitter import test_variants
+from tests.splitter import test_shard, test_variants
 from tests.splitter.oracle import Runner
+from tests.splitter.test_shard import Ranks
 from tests.sweep import sweep
 
 ORDINARY = ("gemma2", "deepseek_v3")
@@ -37,11 +43,17 @@ ORDINARY = ("gemma2", "deepseek_v3")
 class OnGpu(Runner):
     """The reference runtime with slices on an emulated card, where another lane runs between any two of them."""
 
-    def __init__(self, model: SplitModel, weights: Mapping[str, Tensor], kit: Kit | None = None) -> None:
+    def __init__(
+        self,
+        model: SplitModel,
+        weights: Mapping[str, Tensor],
+        kit: Kit | None = None,
+        reduce: Reduce | None = None,
+    ) -> None:
         super().__init__(model, weights)
         card = Gpu(kit or Emulated())
         lowered = lower(model, Target.GPU)
-        self._runner = card.runner(lowered, {name: weights[name].to(card.place) for name in lowered.weights})
+        self._runner = card.runner(lowered, {name: weights[name].to(card.place) for name in lowered.weights}, reduce)
 
     def run(
         self, index: int, ids: Tensor, positions: Tensor, attention: Tensor | None, context: tuple[Tensor, ...]
@@ -77,6 +89,41 @@ def test_slices_on_an_emulated_gpu_compute_what_hugging_face_computes(
 ) -> None:
     monkeypatch.setattr(test_variants, "Runner", OnGpu)
     test_variants.assert_same_logits(variant(name))
+
+
+_reduces: list[Reduce] = []
+
+
+@torch.library.custom_op("lamina_tests::sum_over_ranks", mutates_args=("x",))
+def _sum_over_ranks(x: Tensor, number: int) -> None:
+    """An operator, so that recordings have it, as they have those of torch.distributed."""
+    x.copy_(_reduces[number](x))
+
+
+def ranks_on_gpus(config: PretrainedConfig, state: dict[str, Tensor], ranks: Ranks, count: int) -> list[Runner]:
+    """As ``test_shard.runners``, on emulated cards."""
+    found, captured = list[Runner](), capture_clean(config, DType.FLOAT32)
+    for number in range(count):
+        model = assemble(config, DType.FLOAT32, captured, Rank(number, count))
+        weights = {name: cut(state[name], model.shards.get(name, {})) for name in model.weights}
+        _reduces.append(ranks.reduce(number))
+
+        def reduce(x: Tensor, place: int = len(_reduces) - 1) -> Tensor:
+            x = x.contiguous()
+            _sum_over_ranks(x, place)
+            return x
+
+        found.append(OnGpu(model, weights, reduce=reduce))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_two_ranks_on_emulated_gpus_compute_what_hugging_face_computes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(test_shard, "runners", ranks_on_gpus)
+    test_shard.assert_same_logits(variant(name), 2)
 
 
 @pytest.mark.parametrize("name", sweep(NAMES, ["llama4_text"]))

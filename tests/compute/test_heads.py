@@ -17,7 +17,7 @@ from lamina.heads import HeadShards
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
 from lamina.protocol.wire import body_nbytes, check_segments, message_rows
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
 from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.compute.test_exchange import Connected, connected, overlaps
 from tests.compute.test_segments import NAMES, Sequences, drive
@@ -133,6 +133,17 @@ def test_any_splits_of_heads_and_tokens_equal_whole_attention(
     with mock.patch.object(cpu, "MOST_PRODUCTS", most_products), connected(NAMES, overlap, specs, count) as cluster:
         poison(cluster)
         drive(data, HeadSequences(cluster, overlap, seed), bands(cluster.shards))
+
+
+def test_a_fork_has_all_heads_of_a_prefix_whichever_of_them_have_grown() -> None:
+    specs = [AttentionSpec(0, 2, 2, 8, 8, 0.35)]
+    with connected(NAMES, Overlap(), specs, shards=2) as cluster:
+        under_test = HeadSequences(cluster, Overlap(), 0)
+        split = [((0, 1), NAMES[1], (0, 2)), ((0, 1), NAMES[0], (2, None)), ((1, 2), NAMES[0], (0, None))]
+        placed = [Segment(0, worker, heads, tokens) for heads, worker, tokens in split]
+        under_test.run({0: 3}, admitted=[Admission(0, 1, 3, placed, SamplingParams(), 0)])
+        under_test.run({0: 1}, grown=[Segment(0, NAMES[0], heads, (3, None)) for heads in [(0, 1), (1, 2)]])
+        under_test.run({0: 1, 1: 1}, forks=[Fork(0, 1, 1)])
 
 
 def test_the_code_for_gpus_attends_with_some_heads_too() -> None:

@@ -357,7 +357,8 @@ def test_stages_load_their_own_weights_and_compute_together_what_the_whole_model
     bundled: ModelDirectory, fresh: Prepared
 ) -> None:
     slices = len(fresh.lowered.parts)
-    rows, attention = Rows(torch.arange(5), torch.arange(5)), torch.ones(5, *_heads(fresh))
+    spec, dtype = fresh.lowered.attentions[0], getattr(torch, fresh.lowered.dtype.value)
+    rows, attention = Rows(torch.arange(5), torch.arange(5)), torch.ones(5, spec.query_heads, spec.v_dim, dtype=dtype)
 
     def run(parts: list[range]) -> tuple[torch.Tensor, list[set[str]]]:
         context, found = tuple[torch.Tensor, ...](), []
@@ -378,8 +379,3 @@ def test_stages_load_their_own_weights_and_compute_together_what_the_whole_model
     assert set().union(*held) == every == {*fresh.lowered.weights}
     assert sum(map(len, held)) == len(every) + len(held[0] & held[2]), "no weight twice, but a tied embedding"
     assert len(held[0] & held[2]) <= 1
-
-
-def _heads(prepared: Prepared) -> tuple[int, int]:
-    spec = prepared.lowered.attentions[0]
-    return spec.query_heads, spec.v_dim

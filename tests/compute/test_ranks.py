@@ -1,6 +1,8 @@
 """Sums over ranks, through shared memory between threads."""
 
 import contextlib
+import random
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,6 +57,25 @@ def connected(count: int) -> Iterator[list[Ranks]]:
         for name, one in zip(names, ranks, strict=True):
             one.connect(Ends(stations[name], stations), stations[name].endpoint.wait, names)  # type: ignore[arg-type]
         yield ranks
+
+
+def test_ranks_go_on_once_all_have_come() -> None:
+    come: list[int] = []
+    with connected(3) as ranks, ThreadPoolExecutor(3) as pool:
+
+        def meet(one: Ranks) -> list[list[int]]:
+            seen = []
+            for _ in range(20):
+                time.sleep(random.random() * 2e-3)
+                come.append(one.rank.number)
+                one.meet()
+                seen.append(list(come))
+            return seen
+
+        for seen in pool.map(meet, ranks):
+            assert all(
+                sum(number == other for other in found) > turn for turn, found in enumerate(seen) for number in range(3)
+            )
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -12,8 +12,9 @@ from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 from tests.compute import test_gpu_device, test_transfers
-from tests.random_models import variant
+from tests.random_models import served, variant
 from tests.runtime.test_parity import check_greedy
+from tests.runtime.test_tensor_parallel import check
 from tests.splitter import test_variants
 
 pytestmark = pytest.mark.gpu
@@ -66,3 +67,12 @@ def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
 def test_greedy_tokens_equal_hugging_face(compute: str, memory: str, tmp_path: Path) -> None:
     """A compute worker with memory workers on CPUs; and one GPU in both roles."""
     check_greedy("llama", tmp_path, compute=compute, memory=memory)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("q_first", [False, True])
+def test_two_ranks_equal_hugging_face(q_first: bool, tmp_path: Path) -> None:
+    """Ranks that add up by NCCL in recordings, of one part or of two; a prompt too long to be recorded; one KV head."""
+    model = served("llama", num_key_value_heads=1, max_position_embeddings=1024)
+    sizes = {"max_model_len": 1024, "max_num_batched_tokens": 640}
+    check(tmp_path, model, 2, (1, 6, 600), 5, compute="cuda:2", q_first=q_first, **sizes)

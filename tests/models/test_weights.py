@@ -91,6 +91,11 @@ def test_parts_of_tensors(tmp_path: Path, load_format: LoadFormat) -> None:
         assert torch.equal(held[name], cut(whole[name], shards.get(name, {}))), name
         assert held[name].is_contiguous() and held[name].untyped_storage().nbytes() == held[name].nbytes
     assert told[-1] == (sum(tensor.nbytes for tensor in held.values()),) * 2
+    there = torch.device("meta")  # nothing can be read on it: only the parts come there
+    sent = tensors.load(directory, names, plan, load_format, device=there, shards=shards)
+    assert {name: (part.shape, part.device) for name, part in sent.items()} == {
+        name: (part.shape, there) for name, part in held.items()
+    }
 
 
 def weights_of(family: str) -> list[str]:

@@ -35,7 +35,8 @@ def check(
     tokens: int = TOKENS,
     **settings: Any,
 ) -> None:
-    given: dict[str, Any] = {"compute": f"cpu:{ranks}", "memory": "cpu:2", "dtype": DType.FLOAT32} | settings
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 24}
+    given: dict[str, Any] = {"compute": f"cpu:{ranks}", "memory": "cpu:2", "dtype": DType.FLOAT32} | sizes | settings
     target = Target.CPU if given["compute"].startswith("cpu") else Target.GPU
     reference = write_prepared(model, folder, target=target, ranks=ranks)
     draw = random.Random(model.model_type)
@@ -44,9 +45,7 @@ def check(
     config = EngineConfig(
         model=str(folder),
         tensor_parallel=ranks,
-        max_model_len=64,
         max_num_seqs=6,
-        max_num_batched_tokens=24,
         kv_cache_memory_bytes=4 << 20,
         **given,
     )

@@ -1,5 +1,6 @@
 """The choice of lanes against the truth it is to find out: times that a test made up."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,9 +8,11 @@ from lamina.pipeline import Arrangement, Pipeline
 from lamina.schedule.lanes import STEPS_BETWEEN_LOOKS, LaneChooser, chooser
 
 
-def choices(replicas: int) -> Pipeline:
-    """Two, one or three fixed lanes for each replica."""
-    return Pipeline(3 * replicas, replicas, choices=tuple(Arrangement(each * replicas) for each in (2, 1, 3)))
+def choices(replicas: int, stages: int = 1) -> Pipeline:
+    """Two, one or three fixed lanes for each stage of each replica."""
+    computes = replicas * stages
+    fixed = tuple(Arrangement(each * computes) for each in (2, 1, 3))
+    return Pipeline(3 * computes, replicas, choices=fixed, stages=stages)
 
 
 def settle(
@@ -49,6 +52,24 @@ def test_decoding_takes_few_lanes_where_weights_bound_it_and_more_where_it_waits
     times = {lanes: round_s(lanes, sequences, constant, per_row, wait_per_row) for lanes in (1, 2, 3)}
     # A slope that no other number of rows has shown is not known, nor how much of a wait is constant.
     assert times[chosen] <= min(times.values()) * 1.5
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize(("constant", "per_row", "wait_per_row", "each"), [(10.0, 0.01, 0.01, 1), (0.1, 0.5, 2.0, 3)])
+def test_stages_get_more_lanes_than_one_each_where_steps_wait_for_attention(
+    stages: int, constant: float, per_row: float, wait_per_row: float, each: int
+) -> None:
+    """With one lane each, stages are never idle where weights bound steps; waits as long as all slices need more."""
+    chooser = LaneChooser(choices(1, stages))
+    sequences, now = 24 * stages, 0.0
+    for _ in range(60 * STEPS_BETWEEN_LOOKS * 3 * stages):
+        lanes = chooser.active.lanes
+        rows = sequences // lanes
+        busy, wait = constant + per_row * rows, wait_per_row * rows
+        now += max(busy / stages, (busy + wait) / lanes)
+        chooser.note_step(rows, rows, busy, wait)
+        chooser.choose(sequences, now)
+    assert chooser.active.lanes == each * stages
 
 
 def test_prompts_alone_use_lanes_though_nothing_decodes() -> None:

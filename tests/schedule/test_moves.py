@@ -228,6 +228,17 @@ def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_st
     assert under_test.moves.try_move(group, "memory0", "memory1", 10) == (10 if 3 * 16 > 30 else 0)
 
 
+def test_a_range_that_moves_for_a_request_that_has_ended_leaves_no_worker_with_negative_reads() -> None:
+    under_test = settled(prefix_cache=True)
+    (group,) = under_test.holders("memory0")
+    under_test.moves.try_move(group, "memory0", "memory1", 30)
+    step(under_test)
+    under_test.abort("long")
+    assert under_test.moves.in_progress
+    view = Balancing(POLICIES["throughput"](), under_test.moves, under_test.placement).view([])
+    assert view.loads["memory0"].reads == 0
+
+
 @pytest.mark.parametrize("when", ["at once", "while it is copied", "when it has arrived", "after the switch"])
 def test_a_request_that_is_cancelled_at_any_moment_of_a_move_leaves_nothing(when: str) -> None:
     under_test = settled()

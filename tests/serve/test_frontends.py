@@ -14,12 +14,19 @@ import httpx
 import psutil
 import pytest
 
+from lamina.version import __version__
 from tests.cli.commands import END_S, RUN_S, Server, start
 
 PROMPT = "def fibonacci(n):"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
 LONG = GREEDY | {"max_tokens": 150, "stream": True}
 ENDLESS = LONG | {"max_tokens": 800, "n": 4}
+UPGRADE = """
+import os
+if os.path.exists({!r}):
+    from lamina import version
+    version.__version__ = "9.9.9"
+"""
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +239,34 @@ def test_local_memory_outlives_an_engine_and_then_its_compute_worker() -> None:
         psutil.Process(worker).kill()
         assert ask(running, **GREEDY)["choices"] == expected
         assert engine_of(running).pid != old.pid and workers_of(running).keys() != {worker}
+    finally:
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(END_S) == 0
+    assert psutil.wait_procs(children, END_S)[1] == []
+
+
+@pytest.mark.slow
+def test_an_engine_of_another_release_starts_its_own_workers_and_requests_go_on(tmp_path: Path) -> None:
+    """As if Lamina were upgraded while it serves. What engine and workers say to each other may have changed."""
+    upgraded = tmp_path / "upgraded"
+    (tmp_path / "sitecustomize.py").write_text(UPGRADE.format(str(upgraded)))
+    running = start("--frontends", "1", "--dtype", "float32", PYTHONPATH=str(tmp_path))
+    children = running.workers()
+    try:
+        body = LONG | {"max_tokens": 100}
+        expected = ask(running, **body | {"stream": False})["choices"][0]["text"]
+        before = workers_of(running).keys()
+        with httpx.Client(timeout=RUN_S) as client, _texts(client, running, body) as (texts, found):
+            _add(texts, next(found))
+            upgraded.touch()
+            engine_of(running).kill()
+            for event in found:
+                _add(texts, event)
+        assert texts == [expected]
+        assert workers_of(running).keys().isdisjoint(before)
+        assert running.process.stderr is not None
+        said = next(line for line in running.process.stderr if "could not take over" in line)
+        assert f"runs lamina {__version__}, the engine 9.9.9; install the same release" in said
     finally:
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(END_S) == 0

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamina.compute.device.kit import Kit
-from lamina.compute.ranks import TIMEOUT_S
 from lamina.errors import ConfigError
+from lamina.protocol.control import SETUP_TIMEOUT_S
 from lamina.protocol.links import Links, Wait
 from lamina.splitter.parts import Rank
 
@@ -45,7 +45,7 @@ class GpuSums:
             )
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        bound = timedelta(seconds=TIMEOUT_S)
+        bound = timedelta(seconds=SETUP_TIMEOUT_S)  # one may load for long; the engine ends a step that does not go on
         try:
             dist.init_process_group(
                 kit.backend,
