@@ -20,6 +20,7 @@ from lamina.types import (
     LoadFormat,
     Partition,
     Pipelining,
+    Polling,
     TransportName,
 )
 
@@ -179,6 +180,13 @@ class EngineConfig:
     mini_batches: Annotated[
         int, Meaning("Messages in which the rows of q are sent.", unit="messages", ge=1, le=MOST_MINI_BATCHES)
     ] = 1
+    polling: Annotated[
+        Polling,
+        Meaning(
+            "Who waits for the messages of memory workers on GPUs: the GPU itself, for decode steps over shared memory "
+            "(device), or the host (host); auto: what is faster, measured once for each kind of GPU."
+        ),
+    ] = "auto"
     prefix_cache: Annotated[
         bool,
         Meaning("Keep the KV of ended requests in otherwise free slots, for requests that begin with the same tokens."),
@@ -296,6 +304,11 @@ class EngineConfig:
             )
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")
+        if self.polling == "device" and (self.q_first or self.mini_batches > 1):
+            raise ConfigError(
+                "polling device serves requests that come in one piece, but q_first and mini_batches cut them: leave "
+                "out one of them"
+            )
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
 

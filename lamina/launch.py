@@ -199,7 +199,11 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
     if config.ray is not None:
         return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
-    given = {"memory_cores": config.memory_cores is not None, "kv_overcommit": config.kv_overcommit > 1}
+    given = {
+        "memory_cores": config.memory_cores is not None,
+        "kv_overcommit": config.kv_overcommit > 1,
+        "polling device": config.polling == "device",
+    }
     least, _ = pool.parse_bounds(config.autoscale).get("memory", (0, 0)) if config.autoscale is not None else (0, 0)
     apart = any(given.values()) or config.partition == "head" or least > 0
     memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)

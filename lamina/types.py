@@ -65,6 +65,9 @@ LoadFormat = Literal["auto", "dummy"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
+Polling = Literal["auto", "device", "host"]
+"""Who waits for the messages of a memory worker on a GPU."""
+
 Balance = Literal["off", "bandwidth", "throughput", "ledger"]
 """How a user names what moves between memory workers: a policy of ``lamina.placement.balance``, or nothing."""
 

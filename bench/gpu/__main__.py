@@ -1,14 +1,15 @@
 """GPU kernels: the resources they use, compiled without a GPU, and their speed on one.
 
     python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
-    python bench/gpu.py [tests tune attention merge polling loop torch_sdpa flash_attention flashinfer]
+    python bench/gpu.py [tests tune attention merge polling loop worker torch_sdpa flash_attention flashinfer]
                         [--device 0] [--json FILE]
 
 ``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a GPU,
 measure everything they compare with in the same run and write ``results/gpu-<gpu>.json``; without a GPU they say what
 is missing. Each is a process of its own with a deadline of its own, and the file is written after each: one that fails
 takes no other with it. All together take less than eight minutes. ``tests`` runs the kernels' tests first; ``tune``
-measures tilings of attention on this GPU and keeps them for the others and for later processes.
+measures tilings of attention on this GPU and keeps them for the others and for later processes; ``worker`` is the
+memory worker itself, with messages that the GPU or the host waits for.
 """
 
 import argparse
@@ -52,7 +53,7 @@ from lamina.types import AttentionSpec, KvElement
 CAPABILITIES = (80, 86, 89, 90)
 PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used
 TOTAL_S = 470  # all parts together: a GPU may be lent for ten minutes
-DEADLINES_S = {"tests": 90, "tune": 90, "attention": 90, "merge": 30, "polling": 30, "loop": 45, **PEERS}
+DEADLINES_S = {"tests": 90, "tune": 90, "attention": 90, "merge": 30, "polling": 30, "loop": 45, "worker": 90, **PEERS}
 KERNEL_TESTS = ("tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py")
 TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals"
 Rows = list[dict[str, Any]]
@@ -165,7 +166,7 @@ def require_card(index: int) -> str:
 
 def part(what: str, index: int) -> dict[str, Any]:
     """Run one part in this process: the GPU, the versions and its rows."""
-    from bench.gpu import attention, doorbells, peers  # these import CuPy
+    from bench.gpu import attention, doorbells, peers, worker  # these import CuPy
     from bench.gpu.step import Gpu
 
     parts: dict[str, Callable[[Gpu], Rows]] = {
@@ -174,6 +175,7 @@ def part(what: str, index: int) -> dict[str, Any]:
         "merge": attention.merge,
         "polling": doorbells.polling,
         "loop": doorbells.loop,
+        "worker": lambda gpu: worker.worker(f"cuda:{index}", 16, [1, 16, 64], 1024, 20),
         **{name: partial(attention.peer, name=name) for name in PEERS},
     }
     gpu = Gpu(index)

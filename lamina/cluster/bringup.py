@@ -50,7 +50,7 @@ from lamina.protocol.messages import (
 )
 from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Epoch, Member, Role, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, TransportName
+from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Polling, TransportName
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ClusterPlan:
             ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
         is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``; those on
-            GPUs keep everything. prefix_cache: as in ``EngineConfig``.
+            GPUs keep everything. prefix_cache, polling: as in ``EngineConfig``.
     """
 
     computes: tuple[str, ...]
@@ -87,6 +87,7 @@ class ClusterPlan:
     kv_overcommit: float = 1.0
     kv_spill_dir: str = ""
     forgets: bool = False
+    polling: Polling = "host"
     prefix_cache: bool = False
     start_s: float = START_TIMEOUT_S
 
@@ -185,6 +186,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         plan.kv_spill_dir,
         ranks,
         plan.forgets,
+        plan.polling,
     )
     control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes))
     control.send(holders, Inspect())  # not before: weights may be loaded where they are

@@ -202,13 +202,13 @@ def _make_slab(
 
 def reservation(setup: MemorySetup, limits: Limits, lanes: int) -> Reserve:
     """What a worker with a slab reserves before its capacity is computed."""
-    return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes)
+    return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, lanes)
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:
     """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap, and
     it has no disk: nothing reads that between the steps."""
-    return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0)
+    return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
 
 
 def prepare_compute(

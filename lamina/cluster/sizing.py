@@ -14,6 +14,7 @@ from lamina.errors import ConfigError
 from lamina.models.directory import ModelDirectory
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.placement.partition import head_workers
+from lamina.protocol.leases import SLOTS
 from lamina.protocol.messages import ComputeSetup, Hello
 from lamina.schedule.limits import Limits
 from lamina.topology import Role
@@ -131,8 +132,9 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     """Lanes and their order for ``computes`` compute workers. ``shared``: both pools run on the same cores.
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker
-    in fixed order, or one more lane than compute workers, rotating. It starts with two per worker. On shared cores
-    nothing can overlap, nor without memory workers, so each worker gets one lane. Raises ConfigError.
+    in fixed order, or one more lane than compute workers, rotating. It starts with two per worker, which is the most if
+    devices poll. On shared cores nothing can overlap, nor without memory workers, so each worker gets one lane. Raises
+    ConfigError.
     """
     if config.pipeline_parallel > 1:
         return _pipeline_parallel(config, computes, shared)
@@ -140,10 +142,11 @@ def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
         return _tensor_parallel(config, computes)
     try:
         if config.lanes is None and not shared and config.pipelining != "rotational":
-            fixed = _fixed(computes)
-            rotates = config.pipelining == "auto" and computes > 1
+            most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
+            fixed = _fixed(computes, most)
+            rotates = config.pipelining == "auto" and computes > 1 and config.polling != "device"
             rotational = (Arrangement(computes + 1, rotates=True),) if rotates else ()
-            return Pipeline(LANES_PER_REPLICA * computes, computes, choices=fixed + rotational)
+            return Pipeline(most * computes, computes, choices=fixed + rotational)
         lanes = config.lanes or (computes if shared else computes + 1)
         rotates = lanes == computes + 1 if config.pipelining == "auto" else config.pipelining == "rotational"
         return Pipeline(lanes, computes, rotates)
@@ -172,9 +175,10 @@ def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
     return Pipeline(replicas, replicas, ranks=ranks)
 
 
-def _fixed(computes: int) -> tuple[Arrangement, ...]:
-    """The arrangements in fixed order from which the engine chooses; the first is that at the start."""
-    return tuple(Arrangement(each * computes) for each in (2, 1, *range(3, LANES_PER_REPLICA + 1)))
+def _fixed(computes: int, most: int = LANES_PER_REPLICA) -> tuple[Arrangement, ...]:
+    """The arrangements in fixed order from which the engine chooses, of ``most`` lanes per compute worker; the first is
+    that at the start."""
+    return tuple(Arrangement(each * computes) for each in (2, 1, *range(3, most + 1)))
 
 
 def _pipeline_parallel(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
@@ -308,6 +312,7 @@ def cluster_plan(
         kv_overcommit=overcommit(config),
         forgets=overcommit(config) == 1,  # blocks on disks have all tokens of all layers
         prefix_cache=config.prefix_cache,
+        polling=config.polling,
         kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
         start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
     )

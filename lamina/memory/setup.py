@@ -6,11 +6,11 @@ import time
 from lamina.errors import ConfigError
 from lamina.heads import HeadShards
 from lamina.memory.device.base import Largest
-from lamina.memory.device.select import reserve
+from lamina.memory.device.select import gpu_polls, reserve
 from lamina.memory.store import KvStore
 from lamina.memory.tier import Tier, open_tier
 from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.leases import LANDING_NBYTES
+from lamina.protocol.leases import LANDING_NBYTES, SLOT_ROWS
 from lamina.protocol.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
 from lamina.protocol.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
 from lamina.types import AttentionSpec, KvElement
@@ -34,6 +34,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
             setup.head_shards,
             setup.ranks,
             setup.forgets,
+            setup.polling,
         )
     except MemoryError as error:  # CuPy's is one too
         lower = "kv_cache_memory_bytes" + (" or gpu_memory_utilization" if control.device != "cpu" else "")
@@ -49,8 +50,9 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
     """Take what steps need beside the slab. Raises ConfigError if there is too little memory."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.of(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
+    polls = gpu_polls(control.device, setup.polling)
     try:
-        reserve(control.device, specs, element, query, largest(asked))
+        reserve(control.device, specs, element, query, largest(asked, polls))
     except MemoryError as error:
         raise ConfigError(
             f"{control.device} has too little memory for steps of {asked.rows} rows beside the KV: {error}. Lower "
@@ -64,8 +66,8 @@ def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
     return shards, [shards.spec(spec, 0, shards.sharers(setup.ranks)) for spec in setup.attentions]
 
 
-def largest(asked: Reserve) -> Largest:
-    """The largest steps of a worker."""
+def largest(asked: Reserve, polls: bool = False) -> Largest:
+    """The largest steps of a worker. ``polls``: its device serves lanes itself."""
     setup, (shards, specs) = asked.setup, _of_shards(asked.setup)
     own = shards.of_rank(setup.ranks).count
     rows = asked.rows * own
@@ -76,7 +78,11 @@ def largest(asked: Reserve) -> Largest:
     # a piece of a segment that moves, in and out; slots of all steps.
     buffers = (*[request] * 3, *[reply] * 2, *[LANDING_NBYTES] * 2, 12 * rows * asked.steps)
     tables = asked.steps * setup.ranks * (setup.overlap.mini_batches + 2) * (own if by_shard else 1)
-    return Largest(min(rows, asked.sequences * own), rows, tables, buffers)
+    few, lanes = min(asked.rows, SLOT_ROWS) * own, asked.lanes * setup.ranks
+    if polls:  # what each lane keeps: a request, and out and lse apart
+        buffers += (request_nbytes(specs, setup.dtype, few), *[reply_nbytes(specs, few)] * 2) * lanes
+    polled = (lanes, few) if polls else (0, 0)
+    return Largest(min(rows, asked.sequences * own), rows, tables, buffers, polled)
 
 
 class UsageReports:

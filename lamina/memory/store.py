@@ -31,7 +31,7 @@ from lamina.protocol.wire import (
 from lamina.segments import by_sequence, forked, grown, moved, overlaps
 from lamina.spills import BLOCK, Fetch
 from lamina.steps import Fork, Migration, StepPlan, Switch
-from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Segment
+from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Polling, Segment
 
 
 class KvStore:
@@ -55,12 +55,14 @@ class KvStore:
         head_shards: int = 1,
         ranks: int = 1,
         forgets: bool = False,
+        polling: Polling = "host",
     ) -> None:
         """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
 
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
         have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
         with a window keep no tokens that no step will attend to: a fork of a cached prefix must have all of its tokens.
+        ``polling``: see ``memory.device.select.make``.
         Raises ConfigError if the device cannot be used.
         """
         self.worker = worker
@@ -82,7 +84,8 @@ class KvStore:
         self._starts: dict[int, collections.deque[int]] = {}
         self._forgets = forgets
         needed = self._needed if forgets else None
-        self.device = make(device, self.attentions, self.element, self.slab.capacity, threads, needed)
+        capacity = self.slab.capacity
+        self.device = make(device, self.attentions, self.element, capacity, threads, needed, polling)
 
     @property
     def sequences(self) -> int:

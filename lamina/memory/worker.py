@@ -2,8 +2,9 @@
 
 One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks and of segments
 that move. The attention of a long chunk is served in cuts of a few milliseconds, with messages of other lanes between
-them (``lamina.memory.cuts``). Control messages are read when the worker is idle, between cuts, or when a message
-arrives before its plan. Slab changes happen in the order in which the engine sent the plans.
+them (``lamina.memory.cuts``). The device may serve decode steps itself (``lamina.memory.ahead``). Control messages are
+read when the worker is idle, between cuts, or when a message arrives before its plan. Slab changes happen in the order
+in which the engine sent the plans.
 """
 
 import collections
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
+from lamina.memory.ahead import Ahead
 from lamina.memory.device.base import Floats
 from lamina.memory.device.select import gpu_memory
 from lamina.memory.migrations import Migrations
@@ -112,6 +114,11 @@ class Lane:
         self.layer = self.piece = self.begin = 0
         self.work = self.door = self.reply = None
 
+    @property
+    def is_idle(self) -> bool:
+        """True if nothing of the first step has been served, and the last reply has been sent."""
+        return self.layer == self.piece == 0 and self.work is None and self.door is None and self.reply is None
+
 
 class MemoryWorker:
     """Serves its channels until the engine says stop."""
@@ -147,6 +154,8 @@ class MemoryWorker:
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
         self._doors = self._closed_doors()
         self._timeline = timeline
+        self._ahead = Ahead(store, links, timeline)
+        self._ahead.use(self._channels, self._pipeline, self._computes)
         self._running = True
         self._busy_s = 0.0
         self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
@@ -161,9 +170,13 @@ class MemoryWorker:
                 self._newcomers.look()
             except PeerLostError as error:
                 self._fence.lose(error)
-            self._usage.tell(self._busy_s)
+            self._usage.tell(self._busy_s + self._ahead.busy_s)
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
+
+    def close(self) -> None:
+        """End what the device does for this worker."""
+        self._ahead.close()
 
     def _serve_once(self) -> None:
         if not self._fence.open:
@@ -174,6 +187,10 @@ class MemoryWorker:
             timeout_s = LINKING_SLICE_S if self._newcomers.pending else IDLE_SLICE_S
             if (message := self._control.poll(timeout_s)) is not None:
                 self._handle(message)
+            return
+        self._ahead.beat()
+        if self._ahead.advance(self._lanes):
+            self._read_control()
             return
         self._copy(MOST_IN_A_ROW)
         begun = next(((lane, lane.work) for lane in self._lanes if lane.work is not None), None)
@@ -187,7 +204,7 @@ class MemoryWorker:
         try:
             timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
             timeout_s = min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
-            timeout_s = timeout_s if begun is None and not self._copies else 0.0
+            timeout_s = timeout_s if begun is None and not self._copies and not self._ahead.is_busy else 0.0
             ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
         except DeadlineError:
             if begun is None:
@@ -218,6 +235,7 @@ class MemoryWorker:
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop every step, pull and migration, and what they have left in the slab."""
         topology = message.topology
+        self._ahead.drop()
         for peer in set(self._links.peers) - topology.names:
             self._puller.forget(peer)
         self._puller.drop()
@@ -232,6 +250,7 @@ class MemoryWorker:
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin(topology)
+        self._ahead.use(self._channels, self._pipeline, self._computes)
 
     def _change(self, message: Change) -> None:
         """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
@@ -249,6 +268,7 @@ class MemoryWorker:
         self._pipeline, self._computes = topology.pipeline, topology.computes
         lanes = topology.pipeline.lanes * topology.pipeline.ranks
         self._lanes += [Lane(number) for number in range(len(self._lanes), lanes)]
+        self._ahead.use(self._channels, self._pipeline, self._computes)
         self._control.send(Changed(message.number))
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
@@ -266,6 +286,8 @@ class MemoryWorker:
 
     def _open(self, door: Door, waiting: int) -> None:
         """A piece of a request has arrived."""
+        if self._ahead.is_used and door.request is None and self._leave(door):
+            return
         self._doors.remove(door)
         self._doors.append(door)
         door.channel.close_slot(door.slot)
@@ -276,10 +298,7 @@ class MemoryWorker:
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
         request = door.request
         self._timeline.add("wait", request.lane, waiting)
-        deadline, epoch = time.monotonic() + PLAN_TIMEOUT_S, self._fence.epoch
-        while self._running and self._fence.epoch == epoch and not self._has_step(request.lane):
-            self._handle(self._control.receive(deadline - time.monotonic()))  # the data overtook its plan
-        if not self._running or self._fence.epoch != epoch:
+        if not self._wait_for_step(request.lane):
             return
         lane = self._lanes[request.lane]
         turn = lane.steps[0].plan.turn + lane.layer
@@ -291,6 +310,21 @@ class MemoryWorker:
             )
         lane.door = door
         self._receive(lane, door, request)
+
+    def _leave(self, door: Door) -> bool:
+        """True if the message at this door is the device's, or the device has taken it already."""
+        self._ahead.advance(self._lanes)  # it may have answered the one before in this slot
+        number = door.channel.lane_at(door.slot)
+        if number is None or not self._wait_for_step(number):
+            return True
+        return self._ahead.take(self._lanes[number], door.channel, door.slot)
+
+    def _wait_for_step(self, lane: int) -> bool:
+        """Wait for the plan of a lane's message, which may overtake it; False if the epoch or the worker ends first."""
+        deadline, epoch = time.monotonic() + PLAN_TIMEOUT_S, self._fence.epoch
+        while self._running and self._fence.epoch == epoch and not self._has_step(lane):
+            self._handle(self._control.receive(deadline - time.monotonic()))
+        return self._running and self._fence.epoch == epoch
 
     def _has_step(self, lane: int) -> bool:
         """Whether a lane has a step to run. It may be one of a compute worker that has joined, and unknown so far."""
@@ -355,7 +389,7 @@ class MemoryWorker:
         number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
         ranks, rank = self._pipeline.ranks, lane.number % self._pipeline.ranks
         if door is not None and door.request is not None:
-            self._leave(door, door.request, lane.layer, step)
+            self._give_back(door, door.request, lane.layer, step)
         lane.door = None
         following = self._pipeline.stage(number, step.plan.turn, lane.layer + 1, rotates)
         peer = self._computes[following * ranks + rank]
@@ -364,7 +398,7 @@ class MemoryWorker:
         lane.reply = Reply(peer, parts, turn, turn if ends else -1)
         self._answer(lane)
 
-    def _leave(self, door: Door, request: Arrival, layer: int, step: StepTables) -> None:
+    def _give_back(self, door: Door, request: Arrival, layer: int, step: StepTables) -> None:
         """Give back the slot of a request, and its region once K and V of prompt chunks have been pulled from it."""
         channel, number = request.channel, request.number
         channel.free(door.slot)
@@ -443,6 +477,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWork
     store, tier, setup = make_store(control, resources)
     links, connect = set_up_links(control, resources)
     worker = MemoryWorker(control, store, tier, links, links.settle(), connect, Timeline(setup.trace))
+    resources.callback(worker.close)
     control.send(Connected())
     return worker
 

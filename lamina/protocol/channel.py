@@ -17,26 +17,23 @@ to take a reply out of its slot (``compute.links``); and both fetch without wait
 region is given back at some time, and every kept message is sent.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lamina.protocol.credits import SlotCredits
+from lamina.protocol.header import HEADER, lane_of, pack
 from lamina.protocol.leases import ALIGNMENT, DOORBELLS, HEADER_NBYTES, SLOTS, Lease, Space, aligned
-from lamina.protocol.wire import slot_number
+from lamina.protocol.wire import MOST_PIECES, slot_number
 from lamina.topology import Epoch, Topology
 from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer, part_nbytes
-
-_HEADER = struct.Struct(f"<IIQQqQQ{SLOTS}Q")
-"""Lane, whether the body is fetched, turn, bytes of the body, where what is fetched lies (or -1), its number, regions
-fetched so far of those announced to this receiver, uses given back of each of its slots."""
 
 # Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
 PROOF = 0
 ARRIVED = 1  # by slot: a piece of a message is in it
 GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses given back
 FETCHED = GIVEN_BACK + SLOTS  # regions fetched
-assert _HEADER.size <= HEADER_NBYTES and FETCHED < DOORBELLS
+assert FETCHED < DOORBELLS
 
 Target = tuple[int, int]
 """A doorbell and the number that it has to reach."""
@@ -247,8 +244,8 @@ class Channel:
     def restart(self, first: int) -> None:
         """Drop all messages; both ends count uses of slots and regions from ``first`` on."""
         self._drop_messages()
-        # Outgoing: uses of the peer's slots, and those given back; regions announced, and those fetched.
-        self._used, self._given_back = [first] * SLOTS, [first] * SLOTS
+        # Outgoing: the peer's slots; regions announced, and those fetched.
+        self._slots_there = SlotCredits(SLOTS, first)
         self._announced, self._fetched_there = first, first
         # Incoming: uses of the own slots given back, and the next piece of each slot.
         self._freed, self._piece = [first] * SLOTS, [0] * SLOTS
@@ -284,15 +281,18 @@ class Channel:
         if slot is None:
             self.begin(lane, turn, nbytes).send(parts)
             return
-        number = slot_number(self._used[slot], 0)
-        self._used[slot] += 1
-        header = self._header(lane, False, turn, nbytes, -1, 0)
+        used = self._slots_there.used
+        number = slot_number(used[slot], 0)
+        used[slot] += 1
+        header = self._header(number, lane, False, turn, nbytes, -1, 0)
         room = self.most_nbytes + HEADER_NBYTES
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
-    def _header(self, lane: int, is_fetched: bool, turn: int, nbytes: int, region: int, number: int) -> bytes:
-        """The header of a message, which tells the peer what it is owed."""
-        header = _HEADER.pack(lane, is_fetched, turn, nbytes, region, number, self._fetched, *self._freed)
+    def _header(
+        self, first: int, lane: int, is_fetched: bool, turn: int, nbytes: int, region: int, number: int
+    ) -> bytes:
+        """The header of a message, which tells the peer what it is owed. ``first``: the number of its first piece."""
+        header = pack(first, lane, is_fetched, turn, nbytes, region, number, self._fetched, *self._freed)
         if self._untold or self in self.hub.owing:
             self._tell()
         return header
@@ -304,12 +304,11 @@ class Channel:
         if message.is_fetched:
             self.hub.write(message.region + at, parts)
             offset, nbytes, parts = self._places[slot] + HEADER_NBYTES, 0, ()
+        number = slot_number(self._slots_there.used[slot] - 1, message.piece)
         if message.piece == 0:
-            header = self._header(
-                message.lane, message.is_fetched, message.turn, message.nbytes, message.region, message.number
-            )
+            content = message.turn, message.nbytes, message.region, message.number
+            header = self._header(number, message.lane, message.is_fetched, *content)
             offset, nbytes, parts = offset - HEADER_NBYTES, nbytes + HEADER_NBYTES, [header, *parts]
-        number = slot_number(self._used[slot] - 1, message.piece)
         self._endpoint.post(self._peer, offset, nbytes, parts, self._there[slot], number)
 
     def _admit(self, message: Message) -> bool:
@@ -324,16 +323,21 @@ class Channel:
             self._announced += 1
             self._regions.append((region, message.region_nbytes))
             message.region, message.number = region, self._announced
-        self._used[slot] += 1
+        self._slots_there.used[slot] += 1
         message.slot = slot
         return True
 
     def _free_slot(self) -> int | None:
-        for slot, used in enumerate(self._used):
-            if used == self._given_back[slot]:
-                return slot
+        return self._slots_there.find(self._read_slots)
+
+    def book(self, lane: int, count: int) -> tuple[int, int] | None:
+        """See ``SlotCredits.book``; None also while other messages wait for a slot."""
         self._read_slots()
-        return next((slot for slot, used in enumerate(self._used) if used == self._given_back[slot]), None)
+        return None if self in self.hub.keeping else self._slots_there.book(lane, count)
+
+    def unbook(self, lane: int) -> None:
+        """See ``SlotCredits.unbook``."""
+        self._slots_there.unbook(lane)
 
     def read_credits(self) -> None:
         """Take in what the peer has rung. ``Hub.go_on`` must follow: a region may be what another message waits for."""
@@ -342,12 +346,7 @@ class Channel:
 
     def _read_slots(self) -> None:
         bell = self._own.doorbell + GIVEN_BACK
-        self._give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
-
-    def _give_back(self, uses: Sequence[int]) -> None:
-        for slot, known in enumerate(self._given_back):
-            if uses[slot] > known:
-                self._given_back[slot] = uses[slot]
+        self._slots_there.give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
 
     def _release(self, fetched: int) -> None:
         while self._fetched_there < fetched:
@@ -358,8 +357,8 @@ class Channel:
     def credits(self) -> list[Target]:
         """Each of these gives back a slot or a region."""
         bell = self._own.doorbell
-        used = [slot for slot in range(SLOTS) if self._used[slot] > self._given_back[slot]]
-        targets = [(bell + GIVEN_BACK + slot, self._given_back[slot] + 1) for slot in used]
+        there = self._slots_there
+        targets = [(bell + GIVEN_BACK + slot, there.given_back[slot] + 1) for slot in there.outstanding]
         return targets + ([(bell + FETCHED, self._fetched_there + 1)] if self._regions else [])
 
     def go_on(self) -> None:
@@ -398,15 +397,38 @@ class Channel:
     def read(self, slot: int) -> Arrival:
         """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
         view = self._slots[slot]
-        lane, is_fetched, turn, nbytes, at, number, fetched, *given_back = _HEADER.unpack_from(view)
-        self._give_back(given_back)
-        if fetched > self._fetched_there:
-            self._release(fetched)
+        lane, is_fetched, _, _, turn, nbytes, at, number, *credits = HEADER.unpack_from(view)
+        self._take_credits(*credits)
         self._known -= 1
         if self._untold and not self._known:
             self._owe()
         body = None if is_fetched else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
+
+    def _take_credits(self, fetched: int, *given_back: int) -> None:
+        self._slots_there.give_back(given_back)
+        if fetched > self._fetched_there:
+            self._release(fetched)
+
+    def lane_at(self, slot: int) -> int | None:
+        """The lane of the message whose first piece is awaited in a slot; None before it is there."""
+        doorbell, number = self._target(slot)
+        return lane_of(self._slots[slot], number) if self._arena.sequence(doorbell) >= number else None
+
+    def settle(self, slot: int, number: int, header: bytes) -> None:
+        """A message was read, and its slot given back, without this object. ``header`` is the message's, ``number`` its
+        doorbell's. ``Hub.go_on`` must follow."""
+        self._take_credits(*HEADER.unpack(header)[-1 - SLOTS :])
+        uses = (number - 1) // MOST_PIECES + 1
+        if uses > self._freed[slot]:
+            self._freed[slot] = self._told[0][slot] = uses
+            self._piece[slot] = 0
+            self.awaited[slot] = self._target(slot)
+
+    @property
+    def unread(self) -> list[int]:
+        """By slot: the lowest number that announces a message that has not been given back."""
+        return [slot_number(freed, 0) for freed in self._freed]
 
     def free(self, slot: int) -> None:
         """Give back a slot: its message has been read."""

@@ -16,6 +16,7 @@ from lamina.errors import DeadlineError, PeerLostError, TransportError, WorkerEr
 from lamina.protocol.channel import PROOF, Channel, Hub, Outbox, Slot
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
+from lamina.protocol.direct import Direct
 from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, ArenaPlan, Lease, Leases
 from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Register, Registered
 from lamina.topology import Topology
@@ -23,7 +24,7 @@ from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Endpoint, Fetch, Peer, deadline_error
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.rdma.endpoint import RdmaEndpoint
-from lamina.transport.shm import ShmEndpoint, host
+from lamina.transport.shm import ShmEndpoint, ShmPeer, host
 from lamina.transport.tcp import TcpEndpoint
 
 Wait = Callable[[Sequence[tuple[int, int]], float], int]
@@ -306,6 +307,13 @@ class Links:
         """This end of the link to a peer, for messages in slots."""
         link = self._links[name]
         return Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
+
+    def direct(self, name: str) -> Direct | None:
+        """The memory of a link whose two arenas are mapped here, for a device of this process; None if they are not."""
+        link = self._links.get(name)
+        if link is None or not isinstance(link.peer, ShmPeer):
+            return None
+        return Direct(self._own.native, link.peer.native, self._leases[name], link.lease)
 
     def leases(self, name: str) -> tuple[Lease, Lease]:
         """What a linked peer may write into here, and this worker there."""

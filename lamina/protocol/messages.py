@@ -9,7 +9,7 @@ from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.steps import StepPlan
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap
+from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, Polling
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
@@ -49,7 +49,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
     says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``), which the
     ``ranks`` of a replica share. ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir``
-    together. ``forgets``: layers with a window keep no tokens that it has left.
+    together. ``forgets``: layers with a window keep no tokens that it has left. ``polling``: who waits for messages.
     """
 
     attentions: list[AttentionSpec]
@@ -64,6 +64,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     spill_dir: str = ""
     ranks: int = 1
     forgets: bool = False
+    polling: Polling = "host"
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
@@ -71,13 +72,14 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     and compile kernels, before it is asked what is free.
 
     ``setup``: what follows, with the largest capacity that it may have. A step has at most ``rows`` rows of
-    ``sequences``, and up to ``steps`` are planned at once.
+    ``sequences``, and up to ``steps`` are planned at once, of ``lanes`` lanes.
     """
 
     setup: MemorySetup
     rows: int
     sequences: int
     steps: int
+    lanes: int = 1
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):

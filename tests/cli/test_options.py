@@ -38,6 +38,7 @@ GIVEN: dict[str, Any] = {
     "pipelining": "fixed",
     "q_first": True,
     "mini_batches": 9,
+    "polling": "host",
     "prefix_cache": False,
     "plan_ahead": False,
     "transport": "tcp",

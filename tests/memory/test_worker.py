@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -38,7 +40,8 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.wire import read_reply
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.topology import FIRST
+from lamina.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
 
 SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5)
 NOBODY = DecodeRows([], [], [])
@@ -51,7 +54,8 @@ TIMEOUT_S = 20.0
 class Control:
     """A worker's end of the control plane, in one process with the test."""
 
-    name, local_address, data_secret, device = "memory0", "127.0.0.1", b"a secret of 16 bytes or more", "cpu"
+    name, local_address, data_secret = "memory0", "127.0.0.1", b"a secret of 16 bytes or more"
+    device = "cpu"
     bind_address = local_address
 
     def __init__(self) -> None:
@@ -87,8 +91,10 @@ class Control:
 class Pair:
     """A memory worker, whose turns the test counts, and its peer."""
 
-    def __init__(self) -> None:
-        connect = Connect(["compute0"], ["memory0"], Pipeline(2, 1))
+    def __init__(
+        self, device: str = "cpu", polling: Polling = "host", specs: Sequence[AttentionSpec] = (SPEC,), lanes: int = 2
+    ) -> None:
+        connect = Connect(["compute0"], ["memory0"], Pipeline(lanes, 1))
         sizes = Messages(
             request=64 + 4096,
             reply=64 + 4096,
@@ -97,12 +103,14 @@ class Pair:
             fetched_from_compute=PREFIX * PER_TOKEN + 64,
             fetched_from_memory=4096,
         )
+        self.specs = specs
         self.control = Control()
+        self.control.device = device
         self.resources = contextlib.ExitStack()
         pool = self.resources.enter_context(ThreadPoolExecutor(1))
         building = pool.submit(worker.build, self.control, self.resources)  # type: ignore[arg-type]
-        setup = MemorySetup([SPEC], DType.FLOAT32, 3000, 1, Overlap(), trace=False)
-        self.control.tell(Reserve(setup, ROWS, 2, 4))
+        setup = MemorySetup(list(specs), DType.FLOAT32, 3000, 1, Overlap(), trace=False, polling=polling)
+        self.control.tell(Reserve(setup, ROWS, 2, 2 * lanes, lanes))
         self.control.tell(setup)
         self.control.tell(Register(sizes.memory_arena(1, 1), [Transport.SHM], 0.0))
         offer = self.control.hear(Registered).offer
@@ -119,8 +127,9 @@ class Pair:
         self.wait = self.links.settle()
         channels = {"memory0": self.links.channel("memory0")}
         fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
-        self.mail = Mail(self.links.hub, channels, fetcher, 2)
-        self.turns = [0, 0]
+        self.mail = Mail(self.links.hub, channels, fetcher, lanes)
+        self.turns = [0] * lanes
+        self.epoch = FIRST
 
     def plan(self, lane: int, admitted: int = 0, chunk: tuple[int, int] = (0, 0), decode_at: int = -1) -> None:
         """Sequence ``lane`` is admitted, runs tokens ``chunk`` of its prompt, or decodes."""
@@ -129,7 +138,8 @@ class Pair:
         admissions = [Admission(lane, 1, admitted, [segment], SamplingParams(), 0)] if admitted else []
         chunks = [SequenceStep(lane, start, [0] * (stop - start), [])] if stop else []
         decoding = NOBODY if decode_at < 0 else DecodeRows([lane], [decode_at], [])
-        self.control.tell(Step(StepPlan(0, lane, self.turns[lane], [], [], admissions, chunks, decoding)))
+        plan = StepPlan(0, lane, self.turns[lane], [], [], admissions, chunks, decoding)
+        self.control.tell(Step(plan, self.epoch))
 
     def send(self, lane: int, *parts: np.ndarray, bulk: Sequence[np.ndarray] = ()) -> None:
         nbytes = sum(part.nbytes for part in parts)
@@ -154,11 +164,13 @@ class Pair:
 
     def serve_until_answered(self, lane: int) -> int:
         """How many turns of the worker that took."""
-        for turn in range(1, 5000):
+        deadline = time.monotonic() + TIMEOUT_S
+        for turn in itertools.count(1):
             self.worker._serve_once()
             if self.answered(lane):
                 return turn
-        raise AssertionError(f"lane {lane} is not answered")
+            assert time.monotonic() < deadline, f"lane {lane} is not answered"
+        raise AssertionError
 
 
 @pytest.fixture

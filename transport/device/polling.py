@@ -1,31 +1,31 @@
 """Doorbells that a GPU waits on and rings in stream order, so that no launch and no host delays the next kernel."""
 
-import enum
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, TransportError
+from lamina.transport.device.slots import DRAIN_S, Outcome
 
 SOURCE = Path(__file__).with_name("polling.cu")
-DRAIN_S = 5.0  # for kernels to end after an abort
 WATCH_S = 0.001  # how often the host checks on a peer while the GPU waits
 BLOCK = 2 << 20
 """Bytes. Requests to cudaMalloc in multiples of it get page-aligned memory of their own. Smaller ones share a block,
 which a CUDA IPC handle would open as a whole (CUDA C++ Programming Guide, interprocess communication)."""
 
 
-class Outcome(enum.IntEnum):
-    """How the waits of a stream have ended; after anything but READY, all later ones do nothing."""
+class Flags(NamedTuple):
+    """What kernels that wait share: addresses of the host's words (abort, beat) and of the outcome, in pinned memory,
+    and ``failed``, the outcome in device memory."""
 
-    READY = 0
-    EXPIRED = 1
-    ABORTED = 2
+    host: np.uint64
+    outcome: np.uint64
+    failed: Any
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,9 @@ class Polling:
 
     ``check`` reports a failure to the host. After one, rings do nothing, so that no peer uses results computed from a
     message that never came.
+
+    Attributes:
+        flags: for kernels of others that wait in the same stream. ticks_per_s: of the GPU's clock, at its highest rate.
     """
 
     def __init__(self, peer: str) -> None:
@@ -50,15 +53,16 @@ class Polling:
         self._cupy = cupy
         self._peer = peer
         self._failed = cupy.zeros(1, np.uint32)
-        # The host writes the first word, abort; the GPU writes the second, the outcome.
-        self._pinned = cupy.cuda.alloc_pinned_memory(8)
-        self._words = np.frombuffer(self._pinned, np.uint32, 2)
+        # The host writes the first two words, abort and beat; the GPU writes the third, the outcome.
+        self._pinned = cupy.cuda.alloc_pinned_memory(12)
+        self._words = np.frombuffer(self._pinned, np.uint32, 3)
         self._words[:] = 0
+        self.flags = Flags(np.uint64(self._pinned.ptr), np.uint64(self._pinned.ptr + 8), self._failed)
         runtime, device = cupy.cuda.runtime, cupy.cuda.Device().id
-        self._ticks_per_s = 1000 * runtime.deviceGetAttribute(runtime.cudaDevAttrClockRate, device)  # from kHz
+        self.ticks_per_s = 1000 * runtime.deviceGetAttribute(runtime.cudaDevAttrClockRate, device)  # from kHz
         self._timeout_s = 0.0
         for name in ("lamina_wait", "lamina_ring"):
-            _kernel(name, device)  # compiled and loaded before anything waits
+            kernel(name, device)  # compiled and loaded before anything waits
 
     def doorbell(self, address: int) -> Doorbell:
         """A doorbell at the address of an 8-byte word in device, peer or pinned memory, counted from 0."""
@@ -71,18 +75,27 @@ class Polling:
         earlier.
         """
         self._timeout_s = timeout_s
-        ticks = np.int64(timeout_s * self._ticks_per_s)
-        arguments = np.uint64(doorbell.address), doorbell.sequence, ticks, self._at(0), self._failed, self._at(1)
-        _kernel("lamina_wait", self._cupy.cuda.Device().id)((1,), (1,), arguments)
+        ticks, flags = np.int64(timeout_s * self.ticks_per_s), self.flags
+        arguments = np.uint64(doorbell.address), doorbell.sequence, ticks, flags.host, self._failed, flags.outcome
+        kernel("lamina_wait", self._cupy.cuda.Device().id)((1,), (1,), arguments)
 
     def ring(self, doorbell: Doorbell) -> None:
         """Announce the next message: everything that the stream has written before."""
         arguments = np.uint64(doorbell.address), doorbell.sequence, self._failed
-        _kernel("lamina_ring", self._cupy.cuda.Device().id)((1,), (1,), arguments)
+        kernel("lamina_ring", self._cupy.cuda.Device().id)((1,), (1,), arguments)
 
     def abort(self) -> None:
         """End every wait, soon. From any thread."""
         self._words[0] = 1
+
+    def beat(self) -> None:
+        """Show waits that look for it that the host is alive."""
+        self._words[1] += 1
+
+    @property
+    def has_expired(self) -> bool:
+        """True if a wait has ended without a message or an abort; does not synchronise."""
+        return bool(self._words[2] == Outcome.EXPIRED)
 
     def check(self) -> None:
         """Raise the first failure of the waits that have ended; does not synchronise.
@@ -90,7 +103,7 @@ class Polling:
         Raises:
             DeadlineError: a wait passed its deadline. PeerLostError: ``abort`` ended one.
         """
-        outcome = Outcome(int(self._words[1]))
+        outcome = Outcome(int(self._words[2]))
         if outcome is Outcome.EXPIRED:
             raise DeadlineError(
                 f"no message from {self._peer} within {self._timeout_s:g} s of the GPU's clock; "
@@ -119,13 +132,19 @@ class Polling:
             time.sleep(WATCH_S)
         self.check()
 
+    def drain(self) -> None:
+        """Wait until the stream is empty. Raises TransportError if it is not ``DRAIN_S`` later."""
+        done, until = self._cupy.cuda.Event(disable_timing=True), time.monotonic() + DRAIN_S
+        done.record()
+        while not done.done:
+            if time.monotonic() > until:
+                raise TransportError(f"kernels still run {DRAIN_S:g} s after their waits were aborted")
+            time.sleep(WATCH_S)
+
     def reset(self) -> None:
         """Clear a failure, for the next peer. The stream must be empty."""
         self._words[:] = 0
         self._failed[...] = 0
-
-    def _at(self, word: int) -> np.uint64:
-        return np.uint64(self._pinned.ptr + 4 * word)
 
 
 class DeviceArena:
@@ -171,7 +190,7 @@ class PeerArena:
 
 
 @cache
-def _kernel(name: str, device: int) -> Any:
+def kernel(name: str, device: int) -> Any:
     """The compiled kernel for one GPU, ``device``, which must be the current one.
 
     Its code is loaded when this returns. Loading a kernel at its first launch may wait for running kernels to end, a
@@ -179,7 +198,7 @@ def _kernel(name: str, device: int) -> Any:
     """
     import cupy
 
-    kernel = cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",)).get_function(name)
+    function = cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++17",)).get_function(name)
     # The same split as attention's (cuda.py): kernels with different splits cannot share a multiprocessor.
-    kernel.preferred_shared_memory_carveout = 100
-    return kernel
+    function.preferred_shared_memory_carveout = 100
+    return function

@@ -259,6 +259,7 @@ class Attention:
         out: Any,
         lse: Any,
         new: tuple[Any, Any] | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         """Attention of every query row over its pair's segment, without sinks, which ``merge`` applies.
 
@@ -269,6 +270,7 @@ class Attention:
             out: float32 [R, Hq, Dv] and lse: float32 [R, Hq], natural log; written. 0 and -inf for a row that sees
                 nothing.
             new: k [T, Hkv, D] and v [T, Hkv, Dv] of which pairs append rows while they attend.
+            scratch: in place of its own, in a stream of its own.
 
         Raises:
             ValueError: a shape or an element type is invalid, or ``new`` lacks rows that pairs append.
@@ -281,7 +283,7 @@ class Attention:
                 "message's k and v, with as many rows, as new"
             )
         for pairs in _PairClass.all(spec, slab.element, self._most_rows):
-            self._run(pairs, given if pairs.rows[0] == 1 else replace(given, new=None))
+            self._run(pairs, given if pairs.rows[0] == 1 else replace(given, new=None), scratch or self._scratch)
 
     def reserve(self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike) -> set[Program]:
         """Take the memory that attentions like this need in steps of any lengths within the capacity, and return the
@@ -298,13 +300,13 @@ class Attention:
         self._scratch.take(rows * (spec.v_dim + 1))
         return programs
 
-    def _run(self, pairs: _PairClass, given: _Operands) -> None:
+    def _run(self, pairs: _PairClass, given: _Operands, scratch: Scratch) -> None:
         """Attend for one class of pairs, and merge the parts of split tiles."""
         if pairs not in self._current:
             self._current[pairs] = self._plan(pairs)
         plan, spec, slab, q, out, lse = self._current[pairs], given.spec, given.slab, given.q, given.out, given.lse
         part_rows = plan.part_rows(pairs)
-        parts = self._scratch.take(part_rows * (spec.v_dim + 1))
+        parts = scratch.take(part_rows * (spec.v_dim + 1))
         part_lse, part_out = parts[:part_rows], parts[part_rows:]
         slopes = lse if spec.alibi_slopes is None else self._alibi(spec.alibi_slopes)
         new_type = None if given.new is None else given.new[0].dtype

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from lamina.kernels.gpu.program import ALIGNMENT, Program
 
+RUNNING = threading.Lock()  # the interpreter's state is the process's, and programs may come from several threads
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "u8": torch.uint8}
 
 
@@ -74,7 +76,8 @@ class Interpreter:
                     f"{argument.strides}; give C-contiguous ones at multiples of {ALIGNMENT} bytes"
                 )
         kernel = getattr(importlib.import_module(f"lamina.kernels.gpu.{program.module}"), program.kernel)
-        kernel[grid](*map(as_tensor, arguments, program.types), **constants(program, tl))
+        with RUNNING:
+            kernel[grid](*map(as_tensor, arguments, program.types), **constants(program, tl))
 
 
 @functools.cache

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.segments import SegmentTable
+from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots, SlotStream
 from lamina.types import AttentionSpec
 
 Array = npt.NDArray[Any]
@@ -65,12 +66,14 @@ class Largest:
         pairs, rows: of a request; query rows count once for each shard of heads.
         tables: of all steps that are planned at once.
         buffers: bytes of the arrays on the GPU that serving one request takes at once.
+        polled: lanes that the GPU may serve itself, and query rows of the largest request that comes in a slot.
     """
 
     pairs: int
     rows: int
     tables: int
     buffers: Sequence[int] = ()
+    polled: tuple[int, int] = (0, 0)
 
 
 class Table(Protocol):
@@ -96,11 +99,53 @@ class Table(Protocol):
         """
 
 
+Work = Callable[[Array, Array, Array], None]
+"""Attends to a request, uint8 [nbytes], and writes out and lse; all three on the device."""
+
+
+class PolledLane(Protocol):
+    """The requests of one lane, in order. What is launched may run much later, so that it must not use what changes.
+
+    Attributes:
+        stream: that waits and answers.
+    """
+
+    stream: SlotStream
+
+    def serve(
+        self, incoming: Incoming, outgoing: Outgoing, record: int, nbytes: int, shape: tuple[int, int, int], work: Work
+    ) -> None:
+        """Launch the service of a request with a body of ``nbytes``: ``work`` writes out float32 of ``shape`` [R, Hq,
+        Dv] and lse [R, Hq], which are the answer. ``record``: of the stream, written after that."""
+
+    def attend(
+        self, layer: int, table: Table, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
+    ) -> None:
+        """As ``Table.attend``, but all arrays are on the device and it only launches; called by ``work``."""
+
+
+class Polled(Protocol):
+    """How a device serves requests without the host.
+
+    Attributes:
+        slots: what it can read and write.
+    """
+
+    slots: PolledSlots
+
+    def lane(self, records: int, request_nbytes: int, reply_nbytes: int) -> PolledLane:
+        """Serves another lane, whose messages have at most so many bytes."""
+
+
 class Device(Protocol):
     """Holds the slabs of all attentions, by layer. One thread owns it.
 
     Shapes use T tokens, R query rows, Hq query heads, Hkv key/value heads, D and Dv head sizes.
     """
+
+    @property
+    def polled(self) -> Polled | None:
+        """How it serves requests without the host; None if the host serves them all."""
 
     def sent(self, array: Array) -> Array:
         """An array of the host where the device reads it: a copy, or the array itself. So are views of it."""

@@ -46,6 +46,8 @@ class KvArrays:
 class Cpu:
     """A ``Device``. Memory is touched only when tokens arrive."""
 
+    polled = None
+
     def __init__(
         self,
         attentions: Sequence[AttentionSpec],

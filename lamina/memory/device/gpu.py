@@ -1,7 +1,8 @@
 """Slabs in the memory of a GPU, and attention by Triton kernels; the host keeps the slots and plans.
 
 Messages arrive in host memory: a layer costs one copy to the GPU, and one back. What a step attends to is sent when its
-plan arrives, and of the page tables only the words that have changed since the step before.
+plan arrives, and of the page tables only the words that have changed since the step before. Steps that decode may be
+served by the GPU itself, see ``lamina.memory.ahead``.
 """
 
 import functools
@@ -14,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from lamina.errors import CapacityError, ConfigError
-from lamina.kernels.gpu.attention import Attention, KvSlab, append, pair_table, write_words
+from lamina.kernels.gpu.attention import Attention, KvSlab, Scratch, append, pair_table, write_words
 from lamina.kernels.gpu.program import Backend
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.kernels.gpu.tables import PageTables
 from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
+from lamina.memory.device.polled import GpuPolled
 from lamina.memory.device.workspaces import Workspaces
+from lamina.transport.device.slots import PolledSlots
 from lamina.types import AttentionSpec, KvElement
 
 EMULATED = "emulated"
@@ -46,6 +49,18 @@ def backend(name: str) -> Backend:
     from lamina.kernels.gpu.cuda import Cuda
 
     return Cuda(int(index))
+
+
+def polled_slots(name: str) -> PolledSlots:
+    """What the GPU ``name`` reads and writes itself; threads in place of its streams for "emulated"."""
+    if name.partition(":")[0] == EMULATED:
+        from lamina.transport.device.threads import ThreadSlots
+
+        return ThreadSlots()
+    from lamina.transport.device.cuda import CudaSlots
+
+    backend(name)  # makes it the current one
+    return CudaSlots()
 
 
 @functools.cache
@@ -96,13 +111,16 @@ class Gpu:
         element: KvElement,
         capacity: int,
         workspaces: Workspaces | None = None,
+        slots: PolledSlots | None = None,
     ) -> None:
-        """Slabs of ``capacity`` slots. ``workspaces``: of the backend, that may have been reserved."""
+        """Slabs of ``capacity`` slots. ``workspaces``: of the backend, that may have been reserved. ``slots``: what the
+        GPU polls, if it is to serve requests itself."""
         self._backend = backend
+        self._workspaces = workspaces or Workspaces(backend)
+        self.polled = None if slots is None else GpuPolled(backend, self._workspaces, self.launch, slots)
         self._specs = attentions
         self._slabs = [KvSlab.allocate(backend, element, spec, capacity) for spec in attentions]
         self._pages = _Pages(backend, power_of_two(2 * capacity))
-        self._workspaces = workspaces or Workspaces(backend)
 
     def sent(self, array: Array) -> Any:
         """See ``Device``."""
@@ -153,11 +171,25 @@ class Gpu:
     ) -> Iterator[None]:
         """See ``Table``."""
         out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
-        slab, spec, q = self._slabs[layer], spec or self._specs[layer], self._backend.aligned(q)
-        added = None if new is None else (self._backend.aligned(new.k), self._backend.aligned(new.v))
-        table.attention.partial(q, slab, table.pages.words, spec, out_there, lse_there, added)
+        self.launch(layer, table, q, out_there, lse_there, spec or self._specs[layer], new)
         self._backend.download((out_there, out), (lse_there, lse))
         yield from ()
+
+    def launch(
+        self,
+        layer: int,
+        table: "GpuTable",
+        q: Array,
+        out: Array,
+        lse: Array,
+        spec: AttentionSpec,
+        new: New | None,
+        scratch: Scratch | None = None,
+    ) -> None:
+        """As ``attend``, but ``out`` and ``lse`` are on the GPU. ``scratch``: of a stream of its own."""
+        added = None if new is None else (self._backend.aligned(new.k), self._backend.aligned(new.v))
+        operands = self._backend.aligned(q), self._slabs[layer], table.pages.words, spec, out, lse, added
+        table.attention.partial(*operands, scratch)
 
     def renew(self, slots: Slots, others: Slots, left: int) -> None:
         """See ``Device``; nothing is forgotten."""

@@ -1,14 +1,16 @@
 """Makes a memory worker's device by name."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from lamina.errors import ConfigError
 from lamina.kernels.gpu.device import memory
 from lamina.memory.device.base import Device, Largest
 from lamina.memory.device.windows import Needed
-from lamina.types import AttentionSpec, KvElement
+from lamina.types import AttentionSpec, KvElement, Polling
 
 
 def make(
@@ -18,9 +20,11 @@ def make(
     capacity: int,
     threads: int,
     needed: Needed | None = None,
+    polling: Polling = "host",
 ) -> Device:
     """The device ``name``, with slabs of ``capacity`` token slots: "cpu", "cuda:0", or "emulated", which runs the code
     for GPUs in Triton's interpreter. ``needed``: the slots that layers with a window keep on a CPU; GPUs keep all.
+    ``polling``: who waits for messages, see ``reserve``.
 
     Raises ConfigError if the device does not exist or a package is missing.
     """
@@ -28,9 +32,26 @@ def make(
         from lamina.memory.device.cpu import Cpu
 
         return Cpu(attentions, element, capacity, threads, needed)
-    from lamina.memory.device.gpu import Gpu, backend, workspaces
+    from lamina.memory.device.gpu import Gpu, backend, polled_slots, workspaces
 
-    return Gpu(backend(name), attentions, element, capacity, workspaces(name))
+    slots = polled_slots(name) if gpu_polls(name, polling) else None
+    return Gpu(backend(name), attentions, element, capacity, workspaces(name), slots)
+
+
+@functools.cache
+def gpu_polls(name: str, polling: Polling) -> bool:
+    """Whether the device ``name`` waits for messages itself. Raises ConfigError if it is to and cannot."""
+    if name == "cpu" and polling == "device":
+        raise ConfigError(
+            "polling is device, but a memory worker on a CPU has no device that could poll; give auto, or memory "
+            "workers on GPUs only, such as --memory cuda:1"
+        )
+    if name == "cpu" or polling == "host":
+        return False
+    from lamina.memory.device.gpu import backend, polled_slots
+    from lamina.memory.device.polling import polls
+
+    return polls(polling, backend(name), lambda: polled_slots(name))
 
 
 def reserve(

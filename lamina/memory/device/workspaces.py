@@ -30,6 +30,7 @@ class Workspaces:
         self._choices = Choices.load(backend.name)
         self._scratch = Scratch(backend)
         self._most_tables, self._used = MOST_TABLES, 0
+        self._lane_floats = 0
         self._unused = collections.deque[Attention]()  # in order of last use
 
     def take(self, pairs: int, rows: int) -> Attention:
@@ -48,6 +49,12 @@ class Workspaces:
         self._used -= 1
         self._unused.append(attention)
         self._shrink()
+
+    def lane_scratch(self) -> Scratch:
+        """Scratch for a stream of its own, of the size for which ``reserve`` has left memory."""
+        scratch = Scratch(self._backend)
+        scratch.take(self._lane_floats)
+        return scratch
 
     def _shrink(self) -> None:
         while self._unused and len(self._unused) + self._used > self._most_tables:
@@ -73,7 +80,15 @@ class Workspaces:
         few = [Attention(self._backend, size, self._choices, self._scratch) for size in sizes[:-1]]
         for attention, spec in itertools.product(tables + few, specs):
             programs |= attention.reserve(spec, element, query)
+        lanes, lane_rows = largest.polled
+        if lanes:
+            capacity, alone = StepCapacity(*[power_of_two(lane_rows)] * 2), Scratch(self._backend)
+            attention = Attention(self._backend, capacity, self._choices, alone)
+            for spec in specs:
+                programs |= attention.reserve(spec, element, query)
+            self._lane_floats = len(alone.take(0))
         for program in sorted(programs, key=str):
             self._backend.prepare(program)
-        held = [self._backend.empty((nbytes,), np.uint8) for nbytes in (*largest.buffers, 8 * MOST_CHANGES)]
+        sizes_held = (*largest.buffers, 8 * MOST_CHANGES, *[4 * self._lane_floats] * lanes)
+        held = [self._backend.empty((nbytes,), np.uint8) for nbytes in sizes_held]
         del held

@@ -1,0 +1,135 @@
+"""Whether a GPU waits for messages itself or the host does: as requested, or as measured, once for each kind of GPU.
+
+The measurement is in the user's cache, as those of tilings are (``lamina.kernels.gpu.choice``).
+"""
+
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from lamina.env import environment
+from lamina.errors import DeadlineError
+from lamina.kernels.gpu.program import Backend
+from lamina.transport.device.slots import HEADER_WORDS, SLOTS, Incoming, Outgoing, PolledSlots
+from lamina.types import Polling
+
+logger = logging.getLogger(__name__)
+
+NBYTES = 128 << 10  # of a request, and of its answer: some tens of decoding sequences
+TRIPS, WARM = 40, 10
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Trips:
+    """Seconds from a request in host memory to its answer there, without attention."""
+
+    device_s: float
+    host_s: float
+
+
+def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) -> bool:
+    """Whether the device of ``backend`` polls. Without a measurement that says something, the host does.
+
+    The first time on a kind of GPU, "auto" takes a moment. Nothing may run on the GPU meanwhile.
+    """
+    if polling != "auto":
+        return polling == "device"
+    if not backend.timed:
+        return False
+    path = _file(backend.name)
+    found = None if path is None else load(path)
+    if found is None:
+        found = measure(backend, slots())
+        logger.warning(
+            "%s answers a message in %.1f us if it polls, in %.1f us if the host does",
+            backend.name,
+            1e6 * found.device_s,
+            1e6 * found.host_s,
+        )
+        if path is not None:
+            save(path, found)
+    return found.device_s < found.host_s
+
+
+def measure(backend: Backend, slots: PolledSlots) -> Trips:
+    """Median times of messages that this thread sends to itself. Raises DeadlineError if the device does not answer."""
+    return Trips(_device_trip(backend, slots), _host_trip(backend))
+
+
+def _device_trip(backend: Backend, slots: PolledSlots) -> float:
+    words = backend.pinned((SLOTS + 1, HEADER_WORDS + NBYTES // 8), np.uint64)  # a message in each slot, and an answer
+    bells = backend.pinned((SLOTS + 1, HEADER_WORDS), np.uint64)  # one to a cache line
+    words[:], bells[:] = 0, 0
+    there = backend.empty((NBYTES,), np.uint8)
+    stream, times = slots.stream(TRIPS), []
+    places, doorbells = ([one + row * size for row in range(SLOTS + 1)] for one, size in _strides(words, bells))
+
+    def launch(trip: int) -> None:
+        incoming = Incoming(tuple(places[:SLOTS]), tuple(doorbells[:SLOTS]), (trip, trip), 0, 1)
+        outgoing = Outgoing(places[SLOTS], doorbells[SLOTS], trip, (0,) * 6)
+
+        def work() -> None:
+            stream.receive(incoming, there, NBYTES)
+            stream.answer(outgoing, (there,), trip - 1, 1)
+
+        stream.launch(work)
+
+    try:
+        for trip in range(1, TRIPS + 1):
+            launch(trip)
+        for trip in range(1, TRIPS + 1):
+            start = time.perf_counter()
+            words[0, 0] = trip << 48
+            bells[0, 0] = trip
+            while bells[SLOTS, 0] != trip:
+                if time.perf_counter() - start > TIMEOUT_S:
+                    raise DeadlineError(f"{backend.name} has not answered a message within {TIMEOUT_S:g} s")
+            times.append(time.perf_counter() - start)
+    finally:
+        stream.close()
+    return statistics.median(times[WARM:])
+
+
+def _strides(*arrays: np.ndarray) -> list[tuple[int, int]]:
+    """Where arrays begin, and bytes from one row to the next."""
+    return [(array.ctypes.data, array.strides[0]) for array in arrays]
+
+
+def _host_trip(backend: Backend) -> float:
+    request, there = np.zeros(NBYTES, np.uint8), backend.empty((NBYTES,), np.uint8)
+    answer, times = backend.pinned((NBYTES,), np.uint8), []
+    for _ in range(TRIPS):
+        start = time.perf_counter()
+        backend.upload(request, there)
+        backend.download((there, answer))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM:])
+
+
+def load(path: Path) -> Trips | None:
+    """What ``save`` wrote; None if it is not there or unreadable: it is a cache."""
+    try:
+        return Trips(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def save(path: Path, trips: Trips) -> None:
+    """Keep a measurement for later processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(asdict(trips)))
+    unfinished.replace(path)
+
+
+def _file(device: str) -> Path | None:
+    cache = environment().cache_dir
+    return cache and cache / "polling" / f"{device.replace(' ', '-').replace('/', '-').lower()}.json"

@@ -1,0 +1,76 @@
+"""Links whose messages a device of this process reads and writes itself: where their slots and doorbells are.
+
+Only links over shared memory: both arenas are mapped here. What a message looks like, and which slot it may be in,
+``protocol.channel`` says.
+"""
+
+import struct
+from dataclasses import dataclass
+
+from lamina._native import DOORBELL_NBYTES
+from lamina._native import Arena as NativeArena
+from lamina.protocol.channel import ARRIVED, Channel
+from lamina.protocol.header import pack_alone, stamp
+from lamina.protocol.leases import HEADER_NBYTES, SLOTS, Lease
+from lamina.protocol.wire import MOST_PIECES, slot_number
+from lamina.transport.device import slots as device_slots
+from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots
+
+assert SLOTS == device_slots.SLOTS and HEADER_NBYTES == 8 * device_slots.HEADER_WORDS
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Both arenas of a link, and what each side may write into the other's: ``own`` by the peer, ``theirs`` by us."""
+
+    own_arena: NativeArena
+    their_arena: NativeArena
+    own: Lease
+    theirs: Lease
+
+    @property
+    def request_nbytes(self) -> int:
+        """Most bytes of a message's body in a slot here."""
+        return self.own.slot_nbytes - HEADER_NBYTES
+
+    @property
+    def reply_nbytes(self) -> int:
+        """The same of a slot there."""
+        return self.theirs.slot_nbytes - HEADER_NBYTES
+
+    def map(self, slots: PolledSlots) -> None:
+        """Let a device use the slots and doorbells of both sides. Raises TransportError if it cannot."""
+        for arena, lease in ((self.own_arena, self.own), (self.their_arena, self.theirs)):
+            doorbells = _doorbell(arena, lease), SLOTS * DOORBELL_NBYTES
+            slots.map(arena, [doorbells, (arena.data_address + lease.offset, lease.nbytes)])
+
+    def incoming(self, channel: Channel, lane: int, turn: int) -> Incoming:
+        """The message for an attention of a lane, which comes over ``channel``, this link's."""
+        first = _doorbell(self.own_arena, self.own)
+        return Incoming(
+            tuple(self.own_arena.data_address + self.own.slot(number) for number in range(SLOTS)),
+            tuple(first + number * DOORBELL_NBYTES for number in range(SLOTS)),
+            tuple(channel.unread),
+            stamp(lane, turn),
+            MOST_PIECES,
+        )
+
+    def outgoing(self, lane: int, turn: int, nbytes: int, slot: int, uses: int) -> Outgoing:
+        """A message of one piece into a booked slot, which has been used ``uses`` times."""
+        number = slot_number(uses, 0)
+        header = struct.unpack(f"={device_slots.HEADER_WORDS}Q", pack_alone(number, lane, turn, nbytes))
+        return Outgoing(
+            self.their_arena.data_address + self.theirs.slot(slot),
+            _doorbell(self.their_arena, self.theirs) + slot * DOORBELL_NBYTES,
+            number,
+            header[: device_slots.CREDIT_WORD],
+        )
+
+    def wake(self) -> None:
+        """Wake the peer if it sleeps: a device that rings does not."""
+        self.their_arena.nudge()
+
+
+def _doorbell(arena: NativeArena, lease: Lease) -> int:
+    """Address of the doorbell of a lease's first slot."""
+    return arena.doorbells_address + (lease.doorbell + ARRIVED) * DOORBELL_NBYTES

@@ -1,0 +1,276 @@
+"""Steps that the device serves itself: the memory worker with an emulated device, whose streams are threads."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lamina.errors import ConfigError, DeadlineError
+from lamina.kernels import reference
+from lamina.kernels.segments import SegmentTable
+from lamina.memory import ahead, worker
+from lamina.memory.device import polling
+from lamina.memory.device.select import gpu_polls
+from lamina.pipeline import Pipeline
+from lamina.protocol.messages import EndEpoch, EpochEnded
+from lamina.protocol.wire import read_reply
+from lamina.topology import Epoch, Member, Topology
+from lamina.transport.device.threads import ThreadSlots, ThreadStream
+from lamina.types import AttentionSpec
+from tests.memory.test_worker import TIMEOUT_S, Pair
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+from lamina.kernels.gpu.interpreter import Interpreter
+
+WINDOW = 2
+LAYERS = WINDOW + 2
+SPECS = [AttentionSpec(layer, 2, 2, 8, 8, 0.5, window=4 if layer % 2 else 0) for layer in range(LAYERS)]
+PROMPT = 6
+
+
+def make(monkeypatch: pytest.MonkeyPatch, lanes: int) -> Iterator[Pair]:
+    monkeypatch.setattr(worker, "IDLE_SLICE_S", 0.0)
+    monkeypatch.setattr(ahead, "WINDOW", WINDOW)
+    pair = Pair("emulated", "device", SPECS, lanes)
+    yield pair
+    pair.resources.close()
+    pair.links.close()
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    yield from make(monkeypatch, 2)
+
+
+class Lanes:
+    """Sequence n decodes in lane n; K and V of all layers are kept here too, for the oracle."""
+
+    def __init__(self, pair: Pair, count: int = 2) -> None:
+        self.pair, self.random = pair, np.random.default_rng(0)
+        self.k: list[list[np.ndarray]] = [[np.empty((0, 2, 8), np.float32)] * LAYERS for _ in range(count)]
+        self.v = [list(layers) for layers in self.k]
+
+    def token(self, rows: int = 1) -> np.ndarray:
+        return self.random.standard_normal((rows, 2, 8)).astype(np.float32)
+
+    def held(self, lane: int) -> int:
+        return len(self.k[lane][-1])
+
+    def keep(self, lane: int, layer: int, k: np.ndarray, v: np.ndarray) -> None:
+        self.k[lane][layer] = np.concatenate((self.k[lane][layer], k))
+        self.v[lane][layer] = np.concatenate((self.v[lane][layer], v))
+
+    def prompt(self, lane: int) -> None:
+        """A step that the host serves: K and V are fetched."""
+        first = self.held(lane) == 0
+        start = self.held(lane)
+        self.pair.plan(lane, admitted=PROMPT if first else 0, chunk=(start, start + PROMPT))
+        for layer in range(LAYERS):
+            k, v, q = self.token(PROMPT), self.token(PROMPT), self.token(PROMPT)
+            self.pair.send(lane, *([] if first else [q]), bulk=[k, v])
+            self.pair.serve_until_answered(lane)
+            self.keep(lane, layer, k, v)
+
+    def plan(self, lane: int) -> None:
+        self.pair.plan(lane, decode_at=self.held(lane))
+
+    def ask(self, lane: int, layer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Send a token; what the answer must be."""
+        q, k, v = self.token(), self.token(), self.token()
+        self.keep(lane, layer, k, v)
+        self.pair.send(lane, k, v, q)
+        keys, values = self.k[lane][layer], self.v[lane][layer]
+        count = len(keys)
+        table = SegmentTable(
+            np.array([0, 1], np.int32),
+            np.array([count - 1], np.int32),
+            np.array([0, count], np.int64),
+            np.zeros(1, np.int32),
+            np.arange(count, dtype=np.int32),
+        )
+        return reference.partial(q, keys, values, table, SPECS[layer], threads=1)
+
+    def check(self, lane: int, layer: int, wanted: tuple[np.ndarray, np.ndarray]) -> None:
+        got = read_reply(memoryview(self.pair.reply), SPECS[layer], 1)
+        for ours, right in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(ours, right, rtol=2e-6, atol=4e-6)
+
+    def decode(self, lane: int, layers: range = range(LAYERS)) -> None:
+        for layer in layers:
+            wanted = self.ask(lane, layer)
+            self.pair.serve_until_answered(lane)
+            self.check(lane, layer, wanted)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(1e-3)
+
+
+def served_by_the_device(pair: Pair) -> float:
+    pair.worker._serve_once()
+    return pair.worker._ahead.busy_s
+
+
+def test_a_decode_step_is_answered_while_the_host_does_nothing(pair: Pair) -> None:
+    lanes = Lanes(pair)
+    lanes.prompt(0)
+    assert served_by_the_device(pair) == 0.0, "K and V that are fetched are the host's"
+    lanes.plan(0)
+    pair.worker._serve_once()  # reads the plan
+    pair.worker._serve_once()  # launches
+    for layer in range(WINDOW):
+        wanted = lanes.ask(0, layer)
+        until(lambda: pair.answered(0))
+        lanes.check(0, layer, wanted)
+    wanted = lanes.ask(0, WINDOW)
+    time.sleep(0.05)
+    assert not pair.answered(0), "the host has launched no more"
+    pair.serve_until_answered(0)
+    lanes.check(0, WINDOW, wanted)
+    lanes.decode(0, range(WINDOW + 1, LAYERS))
+    assert served_by_the_device(pair) > 0.0
+    lanes.plan(0)
+    lanes.decode(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3])
+def test_lanes_of_both_kinds_share_the_slots_of_a_link(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Three lanes are the host's: a link has two slots."""
+    for pair in make(monkeypatch, count):
+        lanes = Lanes(pair, count)
+        for lane in range(count):
+            lanes.prompt(lane)
+        for step in range(4):
+            prompting = step % count  # its next chunk attends to the one before, and its K and V are fetched
+            for lane in range(count):
+                if lane != prompting:
+                    lanes.plan(lane)
+            start = lanes.held(prompting)
+            pair.plan(prompting, chunk=(start, start + PROMPT))
+            for layer in range(LAYERS):
+                k, v = lanes.token(PROMPT), lanes.token(PROMPT)
+                pair.send(prompting, lanes.token(PROMPT), bulk=[k, v])
+                lanes.keep(prompting, layer, k, v)
+                wanted = {lane: lanes.ask(lane, layer) for lane in range(count) if lane != prompting}
+                left, deadline = set(range(count)), time.monotonic() + TIMEOUT_S
+                while left:
+                    assert time.monotonic() < deadline, left
+                    pair.worker._serve_once()
+                    for lane in sorted(left):
+                        if pair.answered(lane):
+                            left.remove(lane)
+                            if lane != prompting:
+                                lanes.check(lane, layer, wanted[lane])
+        assert (served_by_the_device(pair) > 0.0) == (count == 2)
+        assert not pair.links.hub.keeping and not pair.worker._hub.keeping
+
+
+def end_epoch(pair: Pair, number: int) -> None:
+    """Both sides drop everything and go on in the next epoch, keeping no KV."""
+    members = (Member("compute0", "compute", "cpu", "host"), Member("memory0", "memory", "emulated", "host", 3000))
+    topology = Topology(Epoch(0, number), members, Pipeline(2, 1))
+    pair.control.sent.clear()
+    pair.control.tell(EndEpoch(topology))
+    pair.mail.restart(topology)
+    while not pair.control.sent:
+        pair.worker._serve_once()
+    pair.links.ring("memory0", number)
+    while not pair.worker._fence.open:
+        pair.worker._serve_once()
+    assert [message.missing for message in pair.control.sent if isinstance(message, EpochEnded)][-1] == []
+    pair.turns, pair.epoch = [0] * len(pair.turns), topology.epoch
+
+
+def test_the_end_of_an_epoch_ends_waits_and_no_earlier_message_is_taken_for_a_new_one(pair: Pair) -> None:
+    """Turns begin again in the next epoch, so that a message of the last one has the same lane and turn."""
+    lanes = Lanes(pair)
+    for epoch in (2, 3, 4):
+        lanes.k[0], lanes.v[0] = lanes.k[1][:], lanes.v[1][:]
+        lanes.prompt(0)
+        lanes.plan(0)
+        pair.worker._serve_once()
+        pair.worker._serve_once()
+        time.sleep(0.02)
+        with pytest.raises(DeadlineError):  # no message of this epoch is there that could have been answered
+            pair.mail.wait(pair.wait, ["memory0"], 0.0)
+        if epoch == 2:
+            lanes.decode(0, range(2))  # ends after some attentions
+        wanted = lanes.ask(0, 2 if epoch == 2 else 0)
+        if epoch == 4:
+            pair.serve_until_answered(0)
+            lanes.check(0, 0, wanted)
+            lanes.decode(0, range(1, LAYERS))
+        else:
+            end_epoch(pair, epoch)
+
+
+def test_a_wait_ends_by_itself_if_the_host_hangs(pair: Pair) -> None:
+    lanes = Lanes(pair)
+    lanes.prompt(0)
+    stream = pair.worker._ahead._lanes[0].stream
+    assert isinstance(stream, ThreadStream)
+    stream._silence_s = 0.05
+    lanes.plan(0)
+    pair.worker._serve_once()
+    pair.worker._serve_once()
+    for _ in range(10):  # a host that is alive may wait as long as it likes
+        time.sleep(0.02)
+        pair.worker._serve_once()
+    time.sleep(0.2)
+    stream.drain()
+    lanes.ask(0, 0)
+    with pytest.raises(DeadlineError, match=r"had done nothing for 0\.05 s"):
+        pair.worker._serve_once()
+    assert not pair.answered(0)
+
+
+def test_closing_ends_the_waits(pair: Pair) -> None:
+    lanes = Lanes(pair)
+    lanes.prompt(0)
+    lanes.plan(0)
+    pair.worker._serve_once()
+    pair.worker._serve_once()
+    before = threading.active_count()
+    pair.worker.close()
+    assert threading.active_count() < before
+
+
+def test_a_cpu_has_nothing_that_polls() -> None:
+    assert not gpu_polls("cpu", "auto") and not gpu_polls("cpu", "host")
+    with pytest.raises(ConfigError, match="polling is device, but a memory worker on a CPU"):
+        gpu_polls("cpu", "device")
+
+
+class Timed(Interpreter):
+    """Says that its times mean something."""
+
+    timed, name = True, "timed"
+
+
+def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(polling, "_file", lambda device: tmp_path / "folder" / device)
+    made: list[ThreadSlots] = []
+
+    def slots() -> ThreadSlots:
+        made.append(ThreadSlots())
+        return made[-1]
+
+    first = polling.polls("auto", Timed(), slots)
+    trips = polling.load(tmp_path / "folder" / "timed")
+    assert trips is not None and min(trips.device_s, trips.host_s) > 0.0
+    assert first == (trips.device_s < trips.host_s)
+    polling.save(tmp_path / "folder" / "timed", polling.Trips(1e-6, 2e-6))
+    assert polling.polls("auto", Timed(), slots) and len(made) == 1
+    assert polling.polls("device", Timed(), slots) and not polling.polls("host", Timed(), slots)
+
+
+def test_auto_needs_a_measurement_that_says_something() -> None:
+    assert not gpu_polls("emulated", "auto"), "times of an emulated device say nothing"

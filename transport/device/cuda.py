@@ -1,0 +1,153 @@
+"""Slots served by the streams of a GPU, which reads and writes registered host memory. Imports CuPy only when used."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from lamina._native import Arena as NativeArena
+from lamina.errors import TransportError
+from lamina.transport.device.polling import Polling, kernel
+from lamina.transport.device.slots import CREDIT_WORD, RECORD, SILENCE_S, Incoming, Outgoing, Records
+from lamina.transport.device.threads import expired
+
+PAGE = 4096
+THREADS, BLOCKS = 256, 32  # of copies: messages in slots have some MiB at most
+REGISTERED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
+SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+KERNELS = ("lamina_receive", "lamina_take_in", "lamina_give_out", "lamina_answer")
+
+
+class CudaSlots:
+    """``PolledSlots`` of the current GPU.
+
+    Pages are registered once for each arena. Unregistering them may wait for the GPU, so that no stream may be waiting.
+    """
+
+    def __init__(self) -> None:
+        """Loads the kernels. Raises ImportError without CuPy; ``kernels.gpu.device.require`` says what to install."""
+        import cupy
+
+        self._cupy = cupy
+        self._device = cupy.cuda.Device().id
+        self._arenas: dict[int, tuple[NativeArena, set[int], list[int]]] = {}  # with pages, and starts of runs
+        for name in KERNELS:
+            kernel(name, self._device)
+
+    def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
+        """See ``PolledSlots``."""
+        runtime = self._cupy.cuda.runtime
+        if not runtime.deviceGetAttribute(SAME_ADDRESS, self._device):
+            raise TransportError(f"cuda:{self._device} cannot use host memory under its own addresses")
+        _, pages, starts = self._arenas.setdefault(id(arena), (arena, set(), []))
+        wanted = {page for at, nbytes in ranges for page in range(at // PAGE, -(-(at + nbytes) // PAGE))}
+        for first, count in runs(sorted(wanted - pages)):
+            try:
+                runtime.hostRegister(first * PAGE, count * PAGE, REGISTERED)
+            except runtime.CUDARuntimeError as error:
+                raise TransportError(f"cannot register {count * PAGE} bytes of an arena with CUDA: {error}") from error
+            starts.append(first * PAGE)
+            pages.update(range(first, first + count))
+
+    def unmap(self, arena: NativeArena) -> None:
+        """See ``PolledSlots``."""
+        _, _, starts = self._arenas.pop(id(arena), (arena, set(), []))
+        for start in starts:
+            self._cupy.cuda.runtime.hostUnregister(start)
+
+    def stream(self, records: int) -> "CudaStream":
+        """See ``PolledSlots``."""
+        return CudaStream(records)
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs (first, count)."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and sum(found[-1]) == number:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((number, 1))
+    return found
+
+
+class CudaStream:
+    """A ``SlotStream``."""
+
+    def __init__(self, records: int) -> None:
+        import cupy
+
+        self._cupy = cupy
+        self._device = cupy.cuda.Device().id
+        # The legacy default stream, where the host's other work goes, waits for streams that block.
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._pinned = cupy.cuda.alloc_pinned_memory(records * RECORD.itemsize)
+        self.records: Records = np.frombuffer(self._pinned, RECORD, records)
+        self.records[:] = np.zeros(1, RECORD)
+        self._polling = Polling("the peer")  # its flags: abort and outcome; a third word of the host's, the beat
+        self._found = cupy.zeros(RECORD.itemsize, np.uint8)
+        cupy.cuda.get_current_stream().synchronize()
+
+    def follow(self) -> None:
+        """See ``SlotStream``."""
+        self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """See ``SlotStream``."""
+        with self._stream:
+            work()
+
+    def receive(self, incoming: Incoming, into: Any, nbytes: int) -> None:
+        """See ``SlotStream``."""
+        slots, flags = [np.uint64(at) for at in incoming.slots], self._polling.flags
+        bells, floors = ([np.uint64(each) for each in many] for many in (incoming.doorbells, incoming.floors))
+        stamp, ticks = np.uint64(incoming.stamp), np.int64(SILENCE_S * self._polling.ticks_per_s)
+        waiting = *slots, *bells, *floors, stamp, ticks, flags.host, flags.failed, flags.outcome, self._found
+        kernel("lamina_receive", self._device)((1,), (1,), waiting)
+        copying = *slots, self._found, flags.failed, into, np.int64(nbytes)
+        kernel("lamina_take_in", self._device)(_grid(nbytes), (THREADS,), copying)
+
+    def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
+        """See ``SlotStream``."""
+        flags, at = self._polling.flags, outgoing.slot + RECORD["header"].itemsize
+        for part in parts:
+            copying = part, np.uint64(at), np.int64(part.nbytes // 4), flags.failed
+            kernel("lamina_give_out", self._device)(_grid(part.nbytes), (THREADS,), copying)
+            at += part.nbytes
+        words = [np.uint64(word) for word in outgoing.header[:CREDIT_WORD]]
+        places = np.uint64(outgoing.slot), np.uint64(outgoing.doorbell), np.uint64(outgoing.number), np.uint64(pieces)
+        row = np.uint64(self._pinned.ptr + record * RECORD.itemsize)
+        kernel("lamina_answer", self._device)((1,), (1,), (self._found, *words, *places, flags.failed, row))
+
+    def beat(self) -> None:
+        """See ``SlotStream``."""
+        self._polling.beat()
+
+    def abort(self) -> None:
+        """See ``SlotStream``."""
+        self._polling.abort()
+
+    def check(self) -> None:
+        """See ``SlotStream``."""
+        if self._polling.has_expired:
+            raise expired(SILENCE_S)
+
+    def drain(self) -> None:
+        """See ``SlotStream``."""
+        with self._stream:
+            self._polling.drain()
+
+    def reset(self) -> None:
+        """See ``SlotStream``."""
+        with self._stream:
+            self._polling.reset()
+
+    def close(self) -> None:
+        """See ``SlotStream``."""
+        self.abort()
+        self.drain()
+
+
+def _grid(nbytes: int) -> tuple[int]:
+    """Blocks that copy so many bytes."""
+    return (min(BLOCKS, -(-nbytes // (16 * THREADS)) or 1),)

@@ -1,0 +1,124 @@
+"""Messages that a device of this process takes out of slots and answers itself, in the order of launches.
+
+For every message, the host launches ahead: a wait that finds the message and copies its body to the device, the work,
+and a kernel that writes the answer into the peer's slot, rings, and leaves a record for the host. The host is not in
+the path between messages: it only follows the records. Slots, doorbells and records are in host memory that the device
+reads and writes directly.
+
+A wait ends when its message is there, when the host aborts it, or when the host has not shown for ``SILENCE_S`` that it
+is alive: it decides how long a peer may take, and a host that hangs never leaves a device waiting. After an end without
+a message, everything later in the same stream does nothing until ``reset``.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina._native import Arena as NativeArena
+
+SLOTS = 2  # that a message may be in
+HEADER_WORDS = 8  # of 8 bytes, in front of the body
+CREDIT_WORD = 6  # of an answer's header, first of SLOTS: how often each of the own slots has been given back
+SILENCE_S = 60.0
+DRAIN_S = 5.0  # for what was launched to end after an abort
+
+RECORD = np.dtype(
+    [("header", np.uint64, HEADER_WORDS)]
+    + [(name, np.uint64) for name in ("number", "slot", "found_ns", "done_ns")]
+    + [("unused", np.uint64, 4)]
+)
+"""What the device leaves for the host: the message's header, the number of its doorbell and its slot; when it was found
+and, written last and never 0, when it was answered, in nanoseconds of the device's clock."""
+
+Records = npt.NDArray[Any]
+
+
+class Outcome(enum.IntEnum):
+    """How the waits of a stream have ended; after anything but READY, all later ones do nothing."""
+
+    READY = 0
+    EXPIRED = 1
+    ABORTED = 2
+
+
+class Incoming(NamedTuple):
+    """A message that is awaited: addresses of the slots that it may be in and of their doorbells, in host memory.
+
+    It is there once the doorbell of a slot is at its floor or above and the slot's first word is ``stamp``, with the
+    low 16 bits of the doorbell's number on top. ``pieces``: by how much a doorbell's number grows with each use.
+    """
+
+    slots: tuple[int, ...]
+    doorbells: tuple[int, ...]
+    floors: tuple[int, ...]
+    stamp: int
+    pieces: int
+
+
+class Outgoing(NamedTuple):
+    """An answer: the address of its slot, the doorbell to ring and the number; ``header`` without credits."""
+
+    slot: int
+    doorbell: int
+    number: int
+    header: tuple[int, ...]
+
+
+class SlotStream(Protocol):
+    """What a device does for one lane, in order. One thread of the host owns it.
+
+    Attributes:
+        records: ``RECORD``, in host memory. The host clears one before it launches what writes it.
+    """
+
+    records: Records
+
+    def follow(self) -> None:
+        """Let what is launched from now on come after everything that the host has given to the device so far."""
+
+    def launch(self, work: Callable[[], None]) -> None:
+        """Run ``work``, which calls ``receive``, then works on the device, then ``answer``. It may run later, in a
+        thread of its own."""
+
+    def receive(self, incoming: Incoming, into: Any, nbytes: int) -> None:
+        """Wait for a message, and copy the first ``nbytes`` of its body to ``into``, uint8 on the device."""
+
+    def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
+        """Send ``parts``, arrays on the device, as the body, with the use of the received message's slot given back;
+        then write the record. ``pieces``: as for the message."""
+
+    def beat(self) -> None:
+        """Show the waits that the host is alive."""
+
+    def abort(self) -> None:
+        """End every wait, soon."""
+
+    def check(self) -> None:
+        """Raise what has gone wrong, without waiting. Raises DeadlineError after a wait that the host let expire."""
+
+    def drain(self) -> None:
+        """Wait until everything launched has ended. Raises TransportError after ``DRAIN_S``."""
+
+    def reset(self) -> None:
+        """Clear an abort. Only after ``drain``."""
+
+    def close(self) -> None:
+        """Abort, and end. Idempotent."""
+
+
+class PolledSlots(Protocol):
+    """A device that reads and writes host memory."""
+
+    def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
+        """Let the device use these ranges (address, bytes) of an arena, which stays mapped until ``unmap``.
+
+        Raises TransportError if it cannot."""
+
+    def unmap(self, arena: NativeArena) -> None:
+        """The device uses this arena no more; no stream may be waiting. Nothing happens if it was not mapped."""
+
+    def stream(self, records: int) -> SlotStream:
+        """Another stream, with so many records."""
