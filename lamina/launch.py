@@ -171,8 +171,10 @@ def _engine(
 def _take_over(
     config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
 ) -> tuple[ControlServer, ClusterPlan, Cluster]:
-    """Go on with the workers of an earlier engine. Raises TransportError, or ConfigError if they are of another release:
-    files were upgraded meanwhile."""
+    """Go on with the workers of an earlier engine.
+
+    Raises TransportError, or ConfigError if they are of another release, since files were upgraded meanwhile.
+    """
     saved = msgspec.msgpack.decode(state, type=Saved)
     for name, hello in saved.greetings.items():
         check_version(name, hello)
