@@ -1,5 +1,6 @@
 """The process of a server's engine: ``python -m lamina.serve.engine DESCRIPTOR``, which leads to the supervisor."""
 
+import contextlib
 import logging
 import sys
 import threading
@@ -46,6 +47,8 @@ class EngineProcess:
         self._frontends: Frontends | None = None
         self._closing = threading.Event()
         threading.Thread(target=self._read, name="supervisor", daemon=True).start()
+        # From the start: loading may take longer than the supervisor waits for a process that does not run.
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def run(self) -> None:
         """Serve until told to close, or until the engine has stopped by itself."""
@@ -70,7 +73,6 @@ class EngineProcess:
         try:
             self._workers.tell(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
-                self._workers.tell(Beat())
                 if engine.dead is not None:
                     self._note_death(engine.dead)  # it may have died before there were frontends
                     self._closing.wait(CLOSE_S)
@@ -97,6 +99,11 @@ class EngineProcess:
 
     def _note_death(self, why: str) -> None:
         self._workers.tell(Stopped("EngineDeadError", why))
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # the supervisor has exited, and this process ends too
+            while not self._closing.wait(BEAT_S):
+                self._workers.tell(Beat())
 
     def _read(self) -> None:
         """Take what the supervisor says; it ends this process if it exits."""
