@@ -4,6 +4,7 @@ import os
 import random
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_stages_give_the_tokens_of_one_worker(
 ) -> None:
     """Whatever is requested: seeds, penalties, log probabilities, stops."""
     wanted: dict[str, Any] = {"pipeline_parallel": 2, "compute": "cpu:2"} | settings
-    engine = launch(config(checkpoint, 2, 2, **wanted))
+    engine = launch(replace(config(checkpoint, 2, 2), **wanted))
     try:
         assert_same(Streams(engine, REQUESTS).results(), undisturbed)
         assert_same(Streams(engine, REQUESTS).results(), undisturbed)  # from cached prefixes
