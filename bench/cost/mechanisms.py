@@ -272,16 +272,16 @@ def _trade_off(section: Section, model: CostModel) -> None:
     for axis, prompt in zip(plots, (kv_parallel.PROMPTS[0], kv_parallel.PROMPTS[-1]), strict=True):
         for groups in kv_parallel.GROUPS:
             times = [kv_parallel.first_and_between(model, prompt, chunk, groups) for chunk in kv_parallel.CHUNKS]
-            label = f"{groups} group{'s' if groups > 1 else ''} of 32 GPUs"
+            label = f"{groups} group{'s' if groups > 1 else ''}"
             axis.plot([one for one, _ in times], [1e3 * between for _, between in times], "-o", label=label)
         axis.set(xscale="log", yscale="log", xlabel="TTFT (s)", title=f"{prompt // 1_000_000}M tokens, Llama-3-8B")
     plots[0].set(ylabel="TBT behind a chunk (ms)")
-    plots[0].legend(fontsize=8)
+    plots[0].legend(fontsize=8, loc="upper right")
     smallest, *_, largest = kv_parallel.CHUNKS
     section.figure(
         "trade-off",
-        f"As Mnemosyne's Figure 18: chunks of {largest} tokens at the upper left end of a line, of {smallest} at the "
-        "lower right one.",
+        f"As Mnemosyne's Figure 18, groups of 32 GPUs: chunks of {largest} tokens at the upper left end of a line, of "
+        f"{smallest} at the lower right one.",
         plot,
     )
 
