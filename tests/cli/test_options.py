@@ -17,6 +17,7 @@ GIVEN: dict[str, Any] = {
     "model": "M",
     "compute": "cpu:2",
     "tensor_parallel": 4,
+    "pipeline_parallel": 2,
     "memory": "cpu:3",
     "load_format": "dummy",
     "dtype": "float16",
