@@ -114,8 +114,9 @@ __device__ long long all_threads() {
 } // namespace
 
 // Waits until one of two slots has the message `stamp`: the slot's doorbell is at its floor or above, and the
-// first word of its header has the low bits of the doorbell's number. So a message is not mistaken for another
-// one of its slot, not even while that is being written. Leaves the header, the number and the slot in *found.
+// first word of its header has the low bits of the doorbell's number. So a message is not mistaken for
+// another one of its slot, not even while that is being written. Leaves the header, the number and the slot
+// in *found.
 //
 // Gives up when host[0], the abort flag, is set, or host[1] has not changed for `ticks` of the
 // multiprocessor's clock. After that, all kernels here with this *failed do nothing. One thread.
