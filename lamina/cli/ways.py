@@ -94,12 +94,14 @@ def _print(
         padding=(0, 1, 0, 0),
     )
     table.add_column("way to serve", max_width=11 if narrow else None)
-    for heading in HEADINGS:
+    requests_s, _, stall, *others = HEADINGS
+    for heading in (requests_s, f"TTFT, {stall}", *others) if narrow else HEADINGS:
         table.add_column(heading.replace(" ", "\n") if narrow else heading, justify="right", no_wrap=True)
     for trial in trials:
         way, *figures = cells(trial)
         if narrow:
-            figures = [_broken(figure) for figure in figures]
+            requests_s, ttft, stall, *others = map(_broken, figures)
+            figures = [requests_s, f"{ttft}\n{stall}", *others]
         table.add_row(way, *figures, style="bold green" if trial is trials[0] else None)
     print_table(table)
     print_text("Recommended\n", style="bold")
