@@ -95,9 +95,9 @@ class EngineConfig:
             ge=1,
         ),
     ] = None
-    max_num_seqs: Annotated[
-        int, Meaning("Most sequences that decode at once.", unit="sequences per compute worker", ge=1)
-    ] = 256
+    max_num_seqs: Annotated[int, Meaning("Most sequences that decode at once.", unit="sequences per replica", ge=1)] = (
+        256
+    )
     max_num_batched_tokens: Annotated[
         int,
         Meaning("Largest step: a row for each decoding sequence, the rest for prompts.", "token rows", ge=1),

@@ -96,3 +96,30 @@ class PrefillAttentionFit:
         return np.asarray(
             self.fixed_s + flops / rate + moved / (self.memory_share * hardware.memory_bytes_s) + self.tail * last_tile
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkFit:
+    """Causal attention of a prompt chunk on a CPU, measured instead of predicted from peaks.
+
+    Attributes:
+        fixed_s: of a call. row_s: per row of the chunk and query head. flops_s: FLOP/s besides.
+    """
+
+    fixed_s: float
+    row_s: float
+    flops_s: float
+
+    def seconds(self, chunk: ArrayLike, prefix: ArrayLike, query_heads: ArrayLike, head_size: int) -> Floats:
+        """Seconds of one chunk after ``prefix`` cached tokens."""
+        own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
+        rows = own * np.asarray(query_heads, dtype=np.float64)
+        return np.asarray(
+            self.fixed_s + rows * self.row_s + attention_flops(rows, own, before, head_size) / self.flops_s
+        )
+
+
+def attention_flops(rows: ArrayLike, chunk: ArrayLike, prefix: ArrayLike, head_size: int) -> Floats:
+    """FLOPs of causal attention of ``rows`` (tokens of the chunk x query heads)."""
+    seen = np.asarray(prefix) + (np.asarray(chunk) + 1) / 2  # keys, on average
+    return np.asarray(4 * head_size * np.asarray(rows) * seen, dtype=np.float64)

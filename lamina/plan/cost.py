@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lamina.errors import ConfigError
-from lamina.plan.attention import DecodeAttentionFit, PrefillAttentionFit
+from lamina.plan.attention import ChunkFit, DecodeAttentionFit, PrefillAttentionFit
 from lamina.plan.collectives import PeerReadFit, RingFit
 from lamina.plan.experts import Experts
 from lamina.plan.gemm import Floats, GemmFit, gemm_seconds
@@ -181,8 +181,8 @@ class RuntimeFit:
         exchange_s, exchange_row_s: on a compute worker, per layer and per row of it: messages, merging, and the
             slowdown of slices that alternate with messages.
         step_s, step_row_s: on a compute worker, per step and per row of it: sampling.
-        attend, kv_bytes_s: on a memory worker, per layer besides reading KV, and the bandwidth of reading it. None: as
-            the attention kernels of the fits.
+        attend, kv_bytes_s: on a memory worker, per layer besides reading KV, and the bandwidth of reading it.
+        chunks: attention of prompt chunks, on either. None, like the two before: as the attention kernels of the fits.
         round_trip_s: per layer, time in which neither worker is busy.
         contention: where workers share one memory, the relative slowdown of each while both pools work.
     """
@@ -193,13 +193,14 @@ class RuntimeFit:
     step_row_s: float = 0.0
     attend: AttendCurve | None = None
     kv_bytes_s: float | None = None
+    chunks: ChunkFit | None = None
     round_trip_s: float = ROUND_TRIP_S
     contention: float = 0.0
 
     @classmethod
-    def stored(cls, *, attend: Mapping[str, Any], **parameters: float) -> "RuntimeFit":
+    def stored(cls, *, attend: Mapping[str, Any], chunks: Mapping[str, float], **parameters: float) -> "RuntimeFit":
         """Build from the parameters of a measured fit."""
-        return cls(attend=AttendCurve(**attend), **parameters)
+        return cls(attend=AttendCurve(**attend), chunks=ChunkFit(**chunks), **parameters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,12 +357,10 @@ class CostModel:
         tokens = np.asarray(kv_tokens, dtype=np.float64) * heads_share
         read = tokens * self._kv_bytes
         runtime = self.fits.runtime
-        if runtime.attend is None or runtime.kv_bytes_s is None:
+        if runtime.attend is None or runtime.kv_bytes_s is None or runtime.chunks is None:
             return self.fits.decode.seconds(self.hardware, read, rows * shape.kv_heads * heads_share)
         flops = tokens * 4 * shape.query_heads * shape.head_size
-        busy = np.maximum(
-            read / runtime.kv_bytes_s, flops / (self.fits.prefill.share * self.hardware.flops[shape.dtype])
-        )
+        busy = np.maximum(read / runtime.kv_bytes_s, flops / runtime.chunks.flops_s)
         return np.asarray(busy + runtime.attend.at(rows, shape.query_heads * heads_share))
 
     def attention_line(self, rows: ArrayLike) -> tuple[float, Floats]:
@@ -371,7 +370,7 @@ class CostModel:
         """
         count = np.asarray(rows, dtype=np.float64)
         runtime = self.fits.runtime
-        if runtime.attend is not None and runtime.kv_bytes_s is not None:
+        if runtime.attend is not None:
             many = 2.0**20
             at_none = self.attention_seconds(0, count)
             return (float(self.attention_seconds(many, 1)) - float(self.attention_seconds(0, 1))) / many, at_none
@@ -383,6 +382,8 @@ class CostModel:
         """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
         shape = self.shape
         heads = shape.query_heads / tensor_parallel, shape.kv_heads / tensor_parallel
+        if (measured := self.fits.runtime.chunks) is not None:
+            return measured.seconds(chunk, prefix, heads[0], shape.head_size)
         return self.fits.prefill.seconds(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
 
     def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:

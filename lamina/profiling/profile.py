@@ -4,8 +4,8 @@
 so that one compute and one memory worker fill the machine.
 
 Slices of two random Llamas of different width are timed as a decode step runs them, which gives the cost per weight and
-the fixed cost per slice. Then the runtime serves the smaller model, and its timelines give the time it spends on
-messages, sampling, attention and waiting.
+the fixed cost per slice. Attention of prompt chunks is timed as a worker runs it. Then the runtime serves the smaller
+model, and its timelines give the time it spends on messages, sampling, attention and waiting.
 """
 
 import json
@@ -24,6 +24,7 @@ import numpy as np
 
 from lamina.errors import ConfigError
 from lamina.plan import models
+from lamina.plan.attention import ChunkFit, attention_flops
 from lamina.plan.cost import AttendCurve, RuntimeFit, SliceCurve
 from lamina.plan.gemm import Floats
 from lamina.plan.models import ModelShape
@@ -44,6 +45,9 @@ WIDTHS = (512, 1024)
 LAYERS = 12
 BATCHES = ((1, 32), (2, 32), (4, 32), (8, 32), (16, 32), (32, 32), (16, 512), (8, 1024))
 """(sequences, prompt tokens) of the runs with one lane: the first ones vary the rows, the others the tokens."""
+
+CHUNKS = ((16, 0), (64, 0), (256, 0), (64, 256), (256, 256), (64, 1024), (256, 1024))
+"""(tokens of a prompt chunk, cached tokens before it)."""
 
 OVERLAPPED = ((16, 256), (32, 64), (32, 256))
 """(sequences, prompt tokens) of the runs with two lanes."""
@@ -74,6 +78,7 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
         shapes = [models.find(str(path)) for path in paths]
         with on_cores(halves()[0]):
             times = [slice_seconds(path, ROWS) for path in paths]
+            chunk_times = chunk_seconds(shapes[-1], CHUNKS)
         curve = SliceCurve.of(ROWS, [shape.layer_parameters for shape in shapes], times)
         samples = [
             Sample(_slice(shape.hidden), rows, 1, seconds, float(curve.seconds(rows, shape.layer_parameters)))
@@ -82,10 +87,15 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
         ]
         slices = _fit("slices", kind, asdict(curve), samples), samples
         alone, overlapped = (decode(paths[0], batches, n) for batches, n in ((BATCHES, 1), (OVERLAPPED, 2)))
-    runtime, attention = fit_runtime(shapes[0], curve, alone, overlapped), _attend(shapes[0], alone)
+    chunks = fit_chunks(shapes[-1], CHUNKS, chunk_times)
+    runtime, attention = fit_runtime(shapes[0], curve, alone, overlapped, chunks), _attend(shapes[0], alone)
     samples = [
         Sample("attention", round(run.batch * run.live), 1, run.attention_s, attention.seconds(shapes[0], run))
         for run in alone
+    ]
+    samples += [
+        Sample("chunk attention", own, 1, seconds, _chunk_s(shapes[-1], chunks, own, prefix))
+        for (own, prefix), seconds in zip(CHUNKS, chunk_times, strict=True)
     ]
     disturbance = watch.so_far()
     source = f"{SOURCE}, while {disturbance}" if disturbance.disturbed else SOURCE
@@ -266,7 +276,52 @@ def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: 
     )
 
 
-def fit_runtime(shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], overlapped: Sequence[Run]) -> RuntimeFit:
+def chunk_seconds(shape: ModelShape, chunks: Sequence[tuple[int, int]]) -> list[float]:
+    """Seconds of a layer's causal attention of each of ``chunks`` (tokens, cached tokens before them), with torch's
+    number of threads: medians of ROUNDS runs."""
+    import torch
+
+    from lamina.kernels.attention import partial
+    from lamina.kernels.segments import SegmentTable
+    from lamina.splitter import as_numpy
+    from lamina.types import AttentionSpec
+
+    size, heads = shape.head_size, (shape.query_heads, shape.kv_heads)
+    spec = AttentionSpec(0, *heads, size, size, size**-0.5)
+
+    def seconds(own: int, prefix: int) -> float:
+        q, k, v = (
+            as_numpy(torch.randn(rows, count, size, dtype=torch.bfloat16))
+            for rows, count in ((own, heads[0]), (prefix + own, heads[1]), (prefix + own, heads[1]))
+        )
+        bounds = ([0, own], [prefix], [0, prefix + own], [0], range(prefix + own))
+        table = SegmentTable(*(np.array(each, np.int32) for each in bounds))
+        times = []
+        for _ in range(ROUNDS + 2):
+            begun = time.perf_counter()
+            partial(q, k, v, table, spec, torch.get_num_threads())
+            times.append(time.perf_counter() - begun)
+        return statistics.median(times[2:])
+
+    return [seconds(own, prefix) for own, prefix in chunks]
+
+
+def fit_chunks(shape: ModelShape, chunks: Sequence[tuple[int, int]], seconds: Sequence[float]) -> ChunkFit:
+    """Fit the time of chunks' attention, of a model of this shape."""
+    own, prefix = np.array(chunks, dtype=np.float64).T
+    rows = own * shape.query_heads
+    flops = attention_flops(rows, own, prefix, shape.head_size)
+    fixed, row, flop = _least_squares([np.ones_like(own), rows, flops], seconds)
+    return ChunkFit(fixed_s=fixed, row_s=row, flops_s=1 / max(flop, 1e-15))
+
+
+def _chunk_s(shape: ModelShape, fit: ChunkFit, own: int, prefix: int) -> float:
+    return float(fit.seconds(own, prefix, shape.query_heads, shape.head_size))
+
+
+def fit_runtime(
+    shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], overlapped: Sequence[Run], chunks: ChunkFit
+) -> RuntimeFit:
     """Fit the overheads of the runtime to its timelines with one lane and with two. No parameter is negative."""
     batch = np.array([run.batch for run in alone], dtype=np.float64)
     one = np.ones_like(batch)
@@ -282,6 +337,7 @@ def fit_runtime(shape: ModelShape, curve: SliceCurve, alone: Sequence[Run], over
         step_row_s=step[1],
         attend=attention.curve,
         kv_bytes_s=attention.kv_bytes_s,
+        chunks=chunks,
         round_trip_s=max(0.0, float(np.median([(run.wait_s - run.attention_s) / shape.layers for run in alone]))),
     )
     longer = [_contention(shape, curve, without, attention, run) for run in overlapped]

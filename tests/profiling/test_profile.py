@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lamina.plan import hardware, models, workload
+from lamina.plan.attention import ChunkFit
 from lamina.plan.cost import AttendCurve, CostModel, Fits, RuntimeFit, SliceCurve
 from lamina.plan.planner import Goals, Partition, Planner, Pools
 from lamina.plan.prices import UNPRICED
@@ -28,6 +29,7 @@ TRUTH = RuntimeFit(
     step_row_s=4e-5,
     attend=AttendCurve(rows=[1, 4, 16], seconds=[2e-5, 7e-5, 1.5e-4], heads=8),
     kv_bytes_s=15e9,
+    chunks=ChunkFit(fixed_s=3e-6, row_s=2e-8, flops_s=4e10),
     round_trip_s=1e-5,
     contention=0.2,
 )
@@ -58,12 +60,25 @@ def run(batch: int, prompt: int, lanes: int) -> Run:
 
 def test_what_the_runtime_takes_is_found_again() -> None:
     alone = [run(batch, prompt, 1) for batch, prompt in ((1, 32), (4, 32), (16, 32), (16, 512), (4, 1024))]
-    found = profile.fit_runtime(SHAPE, CURVE, alone, [run(32, 256, 2), run(8, 700, 2)])
+    assert TRUTH.chunks is not None
+    found = profile.fit_runtime(SHAPE, CURVE, alone, [run(32, 256, 2), run(8, 700, 2)], TRUTH.chunks)
     assert found.attend is not None and TRUTH.attend is not None
     assert found.attend.seconds == pytest.approx(TRUTH.attend.seconds, rel=1e-6)
     for name, value in vars(TRUTH).items():
         if name != "attend":
             assert getattr(found, name) == pytest.approx(value, rel=1e-6), name
+
+
+def test_what_chunks_take_is_found_again() -> None:
+    """By summing over the keys that each row of each of 8 heads sees."""
+    chunks = [(16, 0), (64, 0), (256, 0), (64, 256), (256, 1024)]
+    keys = [sum(prefix + row + 1 for row in range(own)) for own, prefix in chunks]
+    times = [3e-6 + 8 * (2e-8 * own + 4 * 64 * seen / 4e10) for (own, _), seen in zip(chunks, keys, strict=True)]
+    found = profile.fit_chunks(SHAPE, chunks, times)
+    assert TRUTH.chunks is not None and vars(found) == pytest.approx(vars(TRUTH.chunks), rel=1e-6)
+    measured = Fits(**{**vars(Fits.load(hardware.load()["epyc"])), "runtime": replace(TRUTH, chunks=found)})
+    cost = CostModel(SHAPE, hardware.load()["epyc"], measured)
+    assert [float(cost.chunk_attention_seconds(*chunk)) for chunk in chunks] == pytest.approx(times)
 
 
 def test_slices_of_a_third_width_follow_from_two() -> None:
@@ -119,6 +134,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fits = Fits.load(replace(hardware.load()["epyc"], kind="cpu"), store)
     assert fits.slices is not None and min(fits.slices.weight_s) > 0
     assert fits.runtime.attend is not None and fits.runtime.kv_bytes_s is not None and fits.runtime.kv_bytes_s > 1e8
+    assert fits.runtime.chunks is not None and fits.runtime.chunks.flops_s > 1e8
     assert store.samples("runtime", "cpu")
     assert Fits.load(hardware.load()["a100"], store).runtime == RuntimeFit()
 
