@@ -253,14 +253,30 @@ def linear_pack(weight: int, outputs: int, inputs: int, packed: int, threads: in
     Given by address and not checked; packed must be 64-byte aligned. Releases the GIL.
     """
 
+def linear_codes_bytes(bits: int, outputs: int, inputs: int) -> int:
+    """Bytes of a weight [outputs, inputs] as codes of 8 or 4 bits."""
+
 def linear(
-    x: int, x_stride: int, packed: int, bias: int, out: int, rows: int, inputs: int, outputs: int, threads: int
+    x: int,
+    x_stride: int,
+    packed: int,
+    bias: int,
+    out: int,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    threads: int,
+    bits: int = 0,
+    group: int = 0,
+    scales: int = 0,
+    zeros: int = 0,
 ) -> None:
     """
     Write out = x @ weight.T + bias in bfloat16, summed in float32 and rounded once.
 
     Tensors are given by address and not checked: x [rows, inputs] with a row stride in elements, bias [outputs] or 0,
-    out [rows, outputs] contiguous. Releases the GIL.
+    out [rows, outputs] contiguous. packed: pairs, or codes of 8 or 4 ``bits`` with scales and zeros (0: none) of
+    groups, see linear.h. Releases the GIL.
     """
 
 class Program:
@@ -278,10 +294,15 @@ class Program:
         """
 
     def add_products(
-        self, x: tuple[int, int], inputs: int, products: Sequence[tuple[int, int, tuple[int, int], int]]
+        self,
+        x: tuple[int, int],
+        inputs: int,
+        products: Sequence[tuple[int, int, tuple[int, int], int, tuple[int, int, int, int]]],
     ) -> None:
         """
-        Linear layers of one x, each given as (packed weight, bias or 0, out, outputs).
+        Linear layers of one x, each given as (packed weight, bias or 0, out, outputs, codes).
+
+        codes: (bits, group, scales, zeros), as linear() takes them; bits is 0 for a weight in pairs.
         """
 
     def add_norm(

@@ -21,6 +21,7 @@ from lamina.types import (
     Partition,
     Pipelining,
     Polling,
+    Quantization,
     TransportName,
 )
 
@@ -71,6 +72,15 @@ class EngineConfig:
     dtype: Annotated[
         DTypeName | DType, Meaning("Element type of weights, activations and KV; auto takes the checkpoint's.")
     ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Meaning(
+            "Quantise the weights of linear layers while they are loaded, for less memory: to a byte with a scale for "
+            "each output (int8, fp8), or to half a byte with a scale and a zero point for every 128 inputs (int4). "
+            "Embeddings, the head and activations keep dtype. CPUs have int8 and int4, in bfloat16. Not for "
+            "checkpoints that are quantised already."
+        ),
+    ] = "none"
     kv_cache_dtype: Annotated[
         KvCacheDType,
         Meaning(

@@ -61,6 +61,9 @@ class KvElement(enum.Enum):
 Partition = Literal["auto", "request", "head", "token"]
 """How a user says what of a request's KV goes to one memory worker, see ``lamina.placement.partition``."""
 
+Quantization = Literal["none", "int8", "int4", "fp8"]
+"""How a user names what weights of linear layers become when they are loaded: none leaves them as they are."""
+
 LoadFormat = Literal["auto", "dummy"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]

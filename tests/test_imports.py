@@ -52,13 +52,14 @@ ONLY_IN = {
     "pyverbs": ("transport/rdma/*.py",),
     "cupy": ("*cuda*.py", "*triton*.py", "*gpu*.py", "transport/device/*.py"),
     "triton": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
+    "torchao": ("lamina/lowering/placed_codes.py",),
 }
 
 # Usable, and testable, with the nouns alone.
 STAND_ALONE = ("splitter", "transport")
 
 # Absent on most machines: what imports one of these at its top is itself imported inside functions only.
-OPTIONAL = {"ray", "pyverbs", "cupy", "triton"}
+OPTIONAL = {"ray", "pyverbs", "cupy", "triton", "torchao"}
 
 # Started often or by processes that need no model: these must not wait for the heavy packages.
 LIGHT = (

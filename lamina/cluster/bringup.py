@@ -111,6 +111,7 @@ class Cluster:
     wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
     head_shards: int = 1
     window: int = 0  # the largest of layers that forget; 0 if none do
+    weights: str = ""  # how they are held, in words; empty: all have ``dtype``
 
     @property
     def missing(self) -> int:
@@ -218,6 +219,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         fabric if ranks == 1 else None,  # so far, pools with replicas of several ranks keep their size
         head_shards=shards.count,
         window=forgotten_window(setup),
+        weights=loaded.weights,
     )
 
 

@@ -291,6 +291,7 @@ def cluster_plan(
         head_workers(config.partition, len(kinds["memory"])),
         local,
         sequences=bounds.max_sequences,
+        quantization=config.quantization,
     )
     return ClusterPlan(
         computes=tuple(kinds["compute"]),

@@ -96,6 +96,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         wanted=saved.wanted,
         head_shards=saved.memory_setup.head_shards,
         window=forgotten_window(saved.memory_setup),
+        weights=saved.loaded.weights,
     )
 
 

@@ -1,5 +1,8 @@
 """Splits or recalls the model, and loads the weights of a compute worker, as the engine directs."""
 
+import logging
+from collections.abc import Mapping
+
 import torch
 
 from lamina.compute.device.base import Device, Runner, Sums
@@ -10,9 +13,14 @@ from lamina.compute.step import context_nbytes_per_token
 from lamina.errors import ConfigError
 from lamina.heads import HeadShards
 from lamina.models import directory, tensors
+from lamina.models.codes import Weight
 from lamina.models.digest import checkpoint_digest
+from lamina.models.directory import ModelDirectory
 from lamina.protocol.control import ControlClient
 from lamina.protocol.messages import ComputeSetup, LoadProgress, ModelLoaded
+from lamina.types import DType, Quantization
+
+logger = logging.getLogger(__name__)
 
 
 def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums) -> tuple[Runner, HeadShards]:
@@ -29,10 +37,13 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     place = directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
+    if setup.quantization != "none":
+        _check_quantization(place, prepared, setup.quantization)
     shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
     starts = divide(_weights(prepared), setup.stages)
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))
+    form = device.form(part, setup.quantization)
     try:
         loaded = tensors.load(
             place,
@@ -43,7 +54,9 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             lambda done, of: tell("weights", done, of),
             device.place,
             part.shards,
+            form,
         )
+        weights_held = _describe(place, loaded, setup.quantization, prepared.lowered.dtype)
         runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, setup.overlap.q_first, own)
@@ -61,9 +74,51 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
             checkpoint_digest(place),
             starts,
+            weights_held,
         )
     )
     return runner, shards
+
+
+def _check_quantization(place: ModelDirectory, prepared: Prepared, to: Quantization) -> None:
+    """Raises ConfigError for models whose weights are not quantised ``to`` anything."""
+    if place.scheme is not None:
+        raise ConfigError(
+            f"{place.path} holds weights that are quantised already ({place.scheme}); rounding them again to {to} "
+            "would lose more: leave out --quantization, or give the original checkpoint"
+        )
+    experts = next((name for name, like in prepared.weights.expected.items() if like.dim() == 3), None)
+    if experts is not None:
+        raise ConfigError(
+            f"--quantization {to} covers linear layers, but most weights of this {prepared.weights.family} model "
+            f"are of experts ({experts}), which are not quantised: leave it out"
+        )
+
+
+def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantization, dtype: DType) -> str:
+    """How the weights are held, in words; "" if they are tensors as the checkpoint has them. Codes that had to be made
+    dense are reported in the log."""
+    if to != "none":
+        return f"linear layers in {to}"
+    if place.scheme is None:
+        return ""
+    count = sum(not isinstance(weight, torch.Tensor) for weight in loaded.values())
+    held = f"{count} matrices as stored, " if count else ""
+    text = f"{place.scheme}: {held}{'the others' if count else 'all'} in {dtype.value}"
+    stored = sum(one.nbytes for one in place.packed.values())
+    dense = sum(weight.nbytes for weight in loaded.values() if isinstance(weight, torch.Tensor))
+    logger.warning(
+        "the checkpoint stores %d matrices in %s, %.1f MB; %d of them stay as they are here, and all others take "
+        "%.1f MB in %s%s",
+        len(place.packed),
+        place.scheme,
+        stored / 1e6,
+        count,
+        dense / 1e6,
+        dtype.value,
+        "; activations are not quantised" if place.scheme.activations else "",
+    )
+    return text
 
 
 def _weights(prepared: Prepared) -> list[dict[str, int]]:

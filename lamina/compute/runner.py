@@ -13,6 +13,7 @@ from lamina.compute.rows import Rows, pad
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel
+from lamina.models.codes import Weight, plain
 from lamina.splitter import SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.types import AttentionSpec, DType
@@ -51,12 +52,12 @@ class NativeRunner:
 class SliceRunner(NativeRunner):
     """A lowered model, or a stage of one, with its weights. Runs one slice at a time, without its attention."""
 
-    def __init__(self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None) -> None:
+    def __init__(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> None:
         """``tensors`` holds the model's weights by name, but not its constants. ``reduce``: see ``Device.runner``."""
         super().__init__(model.dtype)
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
-        self.sinks = [None if name is None else tensors[name].float().numpy() for name in model.sinks]
+        self.sinks = [None if name is None else plain(tensors[name]).float().numpy() for name in model.sinks]
         self.slices = model.slices
         self._slices = dict(zip(model.slices, model.with_weights(tensors, reduce), strict=True))
 

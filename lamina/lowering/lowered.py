@@ -19,8 +19,10 @@ from torch import Tensor, fx
 
 from lamina.lowering.fuse import fuse
 from lamina.lowering.linear import Packing, packing
+from lamina.lowering.linear_codes import Linear, PackedCodes, linear_codes, pack_codes, take_codes
 from lamina.lowering.program import SliceProgram, Workspace
 from lamina.lowering.translate import translate
+from lamina.models.codes import Codes, Weight, plain
 from lamina.splitter.collective import Reduce, bind
 from lamina.splitter.split_model import Crossing, OnQuery, Shard, Slice, SliceOutput, SplitModel, call_hook
 from lamina.types import AttentionSpec, DType
@@ -66,7 +68,8 @@ class LoweredSlice:
         self,
         part: LoweredPart,
         table: "PositionTable | None",
-        tensors: Mapping[str, Tensor],
+        tensors: Mapping[str, Weight],
+        constants: Mapping[str, Tensor],
         packing: Packing | None,
         arrivals: Sequence[tuple[int, ...]],
     ) -> None:
@@ -75,10 +78,10 @@ class LoweredSlice:
         self._table = table
         self._last = part.last
         self.weights = [
-            packing.pack(tensors[name]) if packing and place in part.graphs.packed else tensors[name].contiguous()
+            _packed(tensors[name], packing if place in part.graphs.packed else None)
             for place, name in enumerate(part.weights)
         ]
-        self._constants = [tensors[name] for name in part.constants]
+        self._constants = [constants[name] for name in part.constants]
         self.prelude_key = (id(table), part.constants)
         hoisted = list(zip(*(self.prepare(torch.arange(count)) for count in (2, 3)), strict=True))
         steps = translate(self._main.graph, self.weights, hoisted, arrivals)
@@ -203,7 +206,7 @@ class LoweredModel:
             first=slices.start,
         )
 
-    def with_weights(self, tensors: Mapping[str, Tensor], reduce: Reduce | None = None) -> list[LoweredSlice]:
+    def with_weights(self, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> list[LoweredSlice]:
         """Executable slices; ``tensors`` holds all of ``weights``, on the CPU.
 
         Packed weights are copies: drop ``tensors`` to free their memory. ``reduce``: how the ranks of a replica add up
@@ -226,10 +229,32 @@ class LoweredModel:
             spec = self.attentions[index - 1]
             return [(spec.query_heads, spec.v_dim), *(crossing.shape for crossing in self.contexts[index - 1])]
 
-        pack, named = packing(self.dtype), {**tensors, **self.constants}
-        parts = self.parts if reduce is None else _bound(self.parts, reduce)
+        pack = packing(self.dtype)
+        parts = with_codes(self.parts if reduce is None else _bound(self.parts, reduce), tensors, linear_codes)
         numbered = zip(self.slices, parts, strict=True)
-        return [LoweredSlice(part, table(part), named, pack, arrivals(index)) for index, part in numbered]
+        return [
+            LoweredSlice(part, table(part), tensors, self.constants, pack, arrivals(index)) for index, part in numbered
+        ]
+
+
+def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes:
+    if isinstance(weight, Codes):
+        return pack_codes(weight)
+    return plain(weight).contiguous() if packing is None else packing.pack(plain(weight))
+
+
+def with_codes(parts: Sequence[LoweredPart], tensors: Mapping[str, Weight], linear: Linear) -> list[LoweredPart]:
+    """The parts with graphs that use ``linear`` with those weights that are not tensors; slices whose graphs
+    are equal share theirs as before."""
+    graphs: dict[tuple[SliceGraphs, frozenset[int]], SliceGraphs] = {}
+    found = []
+    for part in parts:
+        places = frozenset(place for place, name in enumerate(part.weights) if not isinstance(tensors[name], Tensor))
+        if places and (part.graphs, places) not in graphs:
+            main = take_codes(part.graphs.main, places, linear)
+            graphs[part.graphs, places] = dataclasses.replace(part.graphs, main=main)
+        found.append(dataclasses.replace(part, graphs=graphs[part.graphs, places]) if places else part)
+    return found
 
 
 def _bound(parts: Sequence[LoweredPart], reduce: Reduce) -> list[LoweredPart]:

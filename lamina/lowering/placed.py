@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lamina.lowering.lowered import LoweredModel, LoweredPart, PositionTable, SliceGraphs
+from lamina.lowering.lowered import LoweredModel, LoweredPart, PositionTable, SliceGraphs, with_codes
+from lamina.lowering.placed_codes import linear_held
+from lamina.models.codes import Weight, plain
 from lamina.splitter.collective import Reduce, bind
 
 _NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -27,7 +29,7 @@ class PlacedSlice:
     """
 
     def __init__(
-        self, part: LoweredPart, graphs: SliceGraphs, table: PositionTable | None, tensors: Mapping[str, Tensor]
+        self, part: LoweredPart, graphs: SliceGraphs, table: PositionTable | None, tensors: Mapping[str, Weight]
     ) -> None:
         self.last = part.last
         self.prelude_key = (id(table), part.constants)
@@ -36,8 +38,9 @@ class PlacedSlice:
         self.uses_ids = any(node.op == "placeholder" and node.target == "ids" and node.users for node in nodes)
         self._main = graphs.main
         self._table = table
-        self._weights = [tensors[name].contiguous() for name in part.weights]
-        self._constants = tuple(tensors[name] for name in part.constants)
+        weights = [tensors[name] for name in part.weights]
+        self._weights = [weight.contiguous() if isinstance(weight, Tensor) else weight for weight in weights]
+        self._constants = tuple(plain(tensors[name]) for name in part.constants)
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """The values that depend on positions int64 [T], in host memory, alone."""
@@ -61,7 +64,7 @@ class PlacedSlice:
 
 
 def place(
-    model: LoweredModel, tensors: Mapping[str, Tensor], device: torch.device, reduce: Reduce | None = None
+    model: LoweredModel, tensors: Mapping[str, Weight], device: torch.device, reduce: Reduce | None = None
 ) -> list[PlacedSlice]:
     """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
 
@@ -69,9 +72,9 @@ def place(
     """
     graphs: dict[int, SliceGraphs] = {}
     tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
-    named = {**tensors, **{name: value.to(device) for name, value in model.constants.items()}}
+    named: dict[str, Weight] = {**tensors, **{name: value.to(device) for name, value in model.constants.items()}}
     placed = []
-    for part in model.parts:
+    for part in with_codes(model.parts, tensors, linear_held):
         number = id(part.graphs)
         if number not in graphs:
             prelude = part.graphs.prelude
@@ -81,7 +84,7 @@ def place(
         own = graphs[number].prelude
         table = None
         if own is not None:
-            constants = [named[name] for name in part.constants]
+            constants = [plain(named[name]) for name in part.constants]
             key = number, part.constants
             table = tables.setdefault(key, PositionTable(own, constants, model.positions, device))
         placed.append(PlacedSlice(part, graphs[number], table, named))

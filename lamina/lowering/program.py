@@ -103,7 +103,7 @@ class SliceProgram:
     The native program holds only the weights' addresses, so ``weights`` are kept alive with it.
     """
 
-    def __init__(self, steps: Steps, weights: Sequence[Tensor]) -> None:
+    def __init__(self, steps: Steps, weights: Sequence[object]) -> None:
         self._weights = weights
         self._shapes = tuple(result.shape for result in steps.results)
         self._widths = [steps.widths[matrix] for matrix in steps.inputs]

@@ -16,17 +16,19 @@ from torch import Tensor, fx
 from lamina import _native
 from lamina.lowering import elementwise
 from lamina.lowering.linear import linear_native
+from lamina.lowering.linear_codes import PackedCodes, linear_codes
 from lamina.lowering.program import NOWHERE, Columns, Program, Step, Steps
 from lamina.splitter.split_model import call_hook
 
 aten = torch.ops.aten
 _END = 2**63 - 1
 _IDS = object()
+_PAIRS = (0, 0, 0, 0)  # of a weight that is not codes
 
 
 def translate(
     graph: fx.Graph,
-    weights: Sequence[Tensor],
+    weights: Sequence[Tensor | PackedCodes],
     hoisted: Sequence[tuple[Tensor, Tensor]],
     arrivals: Sequence[tuple[int, ...]],
 ) -> Steps | None:
@@ -74,7 +76,7 @@ class _Translation:
     def take_in(
         self,
         graph: fx.Graph,
-        weights: Sequence[Tensor],
+        weights: Sequence[Tensor | PackedCodes],
         hoisted: Sequence[tuple[Tensor, Tensor]],
         arrivals: Sequence[tuple[int, ...]],
     ) -> None:
@@ -142,9 +144,23 @@ class _Translation:
         rows, packed = self._rows(x), self._weight(weight)
         _require(len(rows.shape) == 1 and packed.numel() == _native.linear_packed_pairs(outputs, rows.width))
         out = self._matrix((outputs,), rows.ones)
-        product = (packed.data_ptr(), 0 if bias is None else self._weight(bias).data_ptr(), out, outputs)
-        self._steps.append(Step(Program.add_products, (rows, rows.width, [product])))
+        self._product(rows, packed, bias, out, outputs, _PAIRS)
         return out
+
+    def _linear_codes(self, x: Any, weight: Any, bias: Any, _: Any) -> Columns:
+        rows, packed = self._rows(x), self._values.get(weight)
+        _require(isinstance(packed, PackedCodes) and len(rows.shape) == 1)
+        assert isinstance(packed, PackedCodes)
+        out = self._matrix((packed.outputs,), rows.ones)
+        self._product(rows, packed.values, bias, out, packed.outputs, packed.native)
+        return out
+
+    def _product(
+        self, rows: Columns, packed: Tensor, bias: Any, out: Columns, outputs: int, codes: tuple[int, int, int, int]
+    ) -> None:
+        bias_address = 0 if bias is None else self._weight(bias).data_ptr()
+        product = (packed.data_ptr(), bias_address, out, outputs, codes)
+        self._steps.append(Step(Program.add_products, (rows, rows.width, [product])))
 
     def _norm(self, x: Any, weight: Any, *settings: float) -> Columns:
         return self._norm_of(self._rows(x), NOWHERE, NOWHERE, weight, settings)
@@ -245,6 +261,7 @@ class _Translation:
 _CALLS: dict[Any, Any] = {
     aten.embedding.default: _Translation._embed,
     linear_native: _Translation._linear,
+    linear_codes: _Translation._linear_codes,
     elementwise.rms_norm: _Translation._norm,
     elementwise.add_rms_norm: _Translation._sum_norm,
     elementwise.rotate: _Translation._rotate,

@@ -42,6 +42,8 @@ def load_config(directory: ModelDirectory) -> PretrainedConfig:
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
             raise ModelError(f"{file} says {name} is {size}; a model has at least 1")
+    for part in (config, text):  # what runs has dense weights, or those that --quantization makes
+        vars(part).pop("quantization_config", None)
     return cast(PretrainedConfig, config)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import ModelError, UnsupportedModelError
+from lamina.errors import ModelError
 from lamina.models.checkpoint import INDEX, TensorEntry, read_checkpoint
+from lamina.models.quantised import Packed, Scheme, find_packed, part_names, scheme
 
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_NAME = "lamina-bundled"
@@ -27,6 +28,8 @@ class ModelDirectory:
         path: the directory. name: the model's name for clients.
         config: config.json. generation_config: generation_config.json, empty without that file.
         tensors: every tensor of the checkpoint by name; empty if weights were not requested.
+        scheme: of a quantised checkpoint. packed: its weights that are stored as codes, by the names that they would
+            have otherwise.
     """
 
     path: Path
@@ -34,6 +37,13 @@ class ModelDirectory:
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     tensors: Mapping[str, TensorEntry] = field(default_factory=dict, repr=False)
+    scheme: Scheme | None = None
+    packed: Mapping[str, Packed] = field(default_factory=dict, repr=False)
+
+    @property
+    def weight_names(self) -> list[str]:
+        """What the checkpoint holds, by the names that it would have if nothing were stored as codes."""
+        return [*(self.tensors.keys() - part_names(self.packed)), *self.packed]
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -78,7 +88,7 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
 
     Raises:
         ModelError: the directory does not exist, or a file in it is missing, truncated or invalid.
-        UnsupportedModelError: the weights are quantised.
+        UnsupportedModelError: the weights are quantised in a way that Lamina does not read.
     """
     path = BUNDLED if model is None else Path(model).expanduser()
     _require_directory(path)
@@ -87,14 +97,16 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
     config = read_json(path / CONFIG)
     if tokenizer and not (path / TOKENIZER).is_file():
         raise ModelError(_no_tokenizer(path))
-    if weights:
-        _refuse_quantised(path, config)
+    known = scheme(path, config) if weights else None
+    tensors = read_checkpoint(path) if weights else {}
     return ModelDirectory(
         path=path,
         name=BUNDLED_NAME if model is None else path.resolve().name,
         config=config,
         generation_config=read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {},
-        tensors=read_checkpoint(path) if weights else {},
+        tensors=tensors,
+        scheme=known,
+        packed={} if known is None else find_packed(tensors, known),
     )
 
 
@@ -161,16 +173,4 @@ def _no_tokenizer(path: Path) -> str:
     return (
         f"{path} has no {TOKENIZER} ({found}). Make it with transformers: "
         "AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
-    )
-
-
-def _refuse_quantised(path: Path, config: Mapping[str, Any]) -> None:
-    quantisation = config.get("quantization_config")
-    if quantisation is None:
-        return
-    method = quantisation.get("quant_method", "unknown") if isinstance(quantisation, dict) else "unknown"
-    raise UnsupportedModelError(
-        f"{path} holds weights quantised with {method}; Lamina reads float32, bfloat16 and float16. Dequantise it with "
-        "transformers: AutoModelForCausalLM.from_pretrained(DIR, dtype='bfloat16') with dequantize=True in its "
-        "quantization_config, then save_pretrained(NEW)"
     )

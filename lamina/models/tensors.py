@@ -15,7 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from lamina.errors import ModelError
 from lamina.models.checkpoint import some
+from lamina.models.codes import DENSE, Form, Weight, plain
 from lamina.models.directory import ModelDirectory
+from lamina.models.stored_codes import read_codes
 from lamina.splitter.split_model import Shard, cut
 from lamina.types import LoadFormat
 
@@ -72,7 +74,8 @@ def load(
     on_progress: Progress | None = None,
     device: torch.device = HOST,
     shards: Mapping[str, Shard] = NOTHING,
-) -> dict[str, torch.Tensor]:
+    form: Form = DENSE,
+) -> dict[str, Weight]:
     """Load the tensors ``names`` of a model on ``device``, in memory of their own. Tied names share one tensor.
 
     Args:
@@ -81,28 +84,30 @@ def load(
         on_progress: called with (bytes done, total bytes) after every tensor.
         shards: what to load of some of the tensors, for one rank of a replica; the others are loaded whole. Nothing
             else comes to ``device``. Tied names have equal shards.
+        form: how some of them are held. Tied names are tensors.
 
     Raises:
+        ConfigError: what ``form`` raises.
         ModelError: the model does not have such a tensor, or the checkpoint lacks one or has it in another shape or in
             an element type that cannot be converted.
     """
     unknown = sorted(set(names) - plan.expected.keys())
     if unknown:
         raise ModelError(f"a {plan.family} model has no tensor {unknown[0]} ({len(unknown)} unknown names)")
-    done = _Done(sum(cut(plan.expected[name], shards.get(name, {})).nbytes for name in names), on_progress)
+    done = _Done({name: cut(plan.expected[name], shards.get(name, {})).nbytes for name in names}, on_progress)
     if load_format == "dummy":
-        return _dummy(names, plan.expected, plan.ties, seed, done, device, shards)
-    return _Checkpoint(directory, plan, device, HOST if shards else device).read(names, done, shards)
+        return _dummy(names, plan, seed, done, device, shards, form)
+    return _Checkpoint(directory, plan, device, HOST if shards else device, form).read(names, done, shards)
 
 
 class _Done:
-    """Counts bytes and reports them."""
+    """Counts bytes and reports them. ``nbytes``: of each tensor, were it not held as codes."""
 
-    def __init__(self, total: int, report: Progress | None) -> None:
-        self._total, self._report, self._bytes = total, report, 0
+    def __init__(self, nbytes: Mapping[str, int], report: Progress | None) -> None:
+        self._nbytes, self._total, self._report, self._bytes = nbytes, sum(nbytes.values()), report, 0
 
-    def add(self, tensor: torch.Tensor) -> None:
-        self._bytes += tensor.nbytes
+    def add(self, name: str) -> None:
+        self._bytes += self._nbytes[name]
         if self._report is not None:
             self._report(self._bytes, self._total)
 
@@ -111,7 +116,7 @@ class _Checkpoint:
     """One checkpoint's files, and how the model's tensors are made from them."""
 
     def __init__(
-        self, directory: ModelDirectory, plan: WeightPlan, device: torch.device, reading: torch.device
+        self, directory: ModelDirectory, plan: WeightPlan, device: torch.device, reading: torch.device, form: Form
     ) -> None:
         """Tensors are read on the device ``reading``."""
         self._directory = directory
@@ -119,16 +124,17 @@ class _Checkpoint:
         self._expected = plan.expected
         self._recipes = plan.recipes
         self._ties = plan.ties
+        self._form = form
 
-    def read(self, names: Sequence[str], done: _Done, shards: Mapping[str, Shard]) -> dict[str, torch.Tensor]:
+    def read(self, names: Sequence[str], done: _Done, shards: Mapping[str, Shard]) -> dict[str, Weight]:
         """Read all of ``names``, running each recipe once."""
         sources = {name: self._stored(name) for name in names}
         wanted = {source: shards.get(name, {}) for name, source in sources.items()}
         needed = set(sources.values())
         for name in sorted(needed):
             self._check_inputs(name)
-        made: dict[str, torch.Tensor] = {}
-        result: dict[str, torch.Tensor] = {}
+        made: dict[str, Weight] = {}
+        result: dict[str, Weight] = {}
         with ExitStack() as stack:
             files: dict[Path, Any] = {}
             for name, source in sources.items():
@@ -139,7 +145,7 @@ class _Checkpoint:
                         copy = self._make(self._recipes[other], files, stack, {other: wanted[source]})[other]
                         self._check_tie(source, made[source], other, copy)
                 result[name] = made[source]
-                done.add(result[name])
+                done.add(name)
         return result
 
     def _stored(self, name: str) -> str:
@@ -162,9 +168,9 @@ class _Checkpoint:
         """Other names under which the checkpoint holds the tensor of ``source``."""
         return [name for name in self._tied(source) if name in self._recipes and name != source]
 
-    def _check_tie(self, source: str, tensor: torch.Tensor, other: str, copy: torch.Tensor) -> None:
+    def _check_tie(self, source: str, tensor: Weight, other: str, copy: Weight) -> None:
         # transformers would load both, as if config.json did not tie them; the slices expect one.
-        if not torch.equal(tensor, copy):
+        if not torch.equal(plain(tensor), plain(copy)):
             raise ModelError(
                 f"{self._directory.path}: config.json ties {other} to {source}, but the checkpoint holds both and they "
                 'differ. If both are meant, write "tie_word_embeddings": false into config.json'
@@ -174,33 +180,38 @@ class _Checkpoint:
         """Check the headers before any data is read."""
         recipe = self._recipes[name]
         for _, key in recipe.inputs:
-            entry = self._directory.tensors[key]
-            if entry.dtype not in _READABLE:
+            packed = self._directory.packed.get(key)
+            entry = self._directory.tensors[key if packed is None else packed.codes]
+            if packed is None and entry.dtype not in _READABLE:
                 raise ModelError(
                     f"{entry.file}: {key} is {entry.dtype}, which Lamina cannot convert; save the weights as float32, "
                     "bfloat16 or float16"
                 )
             if recipe.convert is None:
-                self._check_shape(name, entry.shape, recipe)
+                self._check_shape(name, entry.shape if packed is None else packed.shape, recipe)
 
     def _check_shape(self, name: str, found: Sequence[int], recipe: Recipe) -> None:
         wanted = self._expected[name].shape
         if tuple(wanted) != tuple(found):
             first = recipe.inputs[0][1]
             made_of = f"{first} and {len(recipe.inputs) - 1} more" if len(recipe.inputs) > 1 else first
+            packed = self._directory.packed.get(first)
+            file = self._directory.tensors[first if packed is None else packed.codes].file
             raise ModelError(
-                f"{self._directory.tensors[first].file}: {name} (from {made_of}) has shape {list(found)}, but "
+                f"{file}: {name} (from {made_of}) has shape {list(found)}, but "
                 f"config.json requires {list(wanted)}. Weights and config.json are from different models"
             )
 
     def _make(
         self, recipe: Recipe, files: dict[Path, Any], stack: ExitStack, shards: Mapping[str, Shard]
-    ) -> dict[str, torch.Tensor]:
-        wanted = self._expected[recipe.outputs[0]].dtype
+    ) -> dict[str, Weight]:
+        first = recipe.outputs[0]
+        wanted = self._expected[first].dtype
         mapped: set[int] = set()
-        early = shards.get(recipe.outputs[0], {}) if recipe.convert is None else {}
+        quantised = {name for name in recipe.outputs if self._is_quantised(name)}
+        early = shards.get(first, {}) if recipe.convert is None and not quantised else {}
 
-        def read(key: str) -> torch.Tensor:
+        def stored(key: str) -> torch.Tensor:
             file = self._directory.tensors[key].file
             if file not in files:
                 try:
@@ -210,8 +221,19 @@ class _Checkpoint:
             tensor: torch.Tensor = files[file].get_tensor(key)
             if tensor.device == HOST:  # elsewhere it was copied, not mapped
                 mapped.add(tensor.untyped_storage().data_ptr())
-            return cut(tensor, early).to(wanted)  # of a mapped file, the rest is not read
+            return tensor
 
+        def read(key: str) -> torch.Tensor:
+            packed = self._directory.packed.get(key)
+            if packed is not None:
+                return read_codes(packed, stored).cut(early).dense(wanted)
+            return cut(stored(key), early).to(wanted)  # of a mapped file, the rest is not read
+
+        packed = self._directory.packed.get(recipe.inputs[0][1])
+        if packed is not None and recipe.convert is None and self._tied(first) == [first]:
+            codes = read_codes(packed, stored).cut(early).map(lambda part: _own(part, mapped, self._device))
+            held = self._form.hold(first, codes, wanted)
+            return {first: codes.dense(wanted) if held is None else held}
         try:
             outputs = recipe.make(read)
         except (RuntimeError, ValueError) as error:
@@ -222,8 +244,18 @@ class _Checkpoint:
         if recipe.convert is not None:
             for name, tensor in outputs.items():
                 self._check_shape(name, tensor.shape, recipe)
-            outputs = {name: cut(tensor, shards.get(name, {})) for name, tensor in outputs.items()}
-        return {name: _own(tensor, mapped, self._device) for name, tensor in outputs.items()}
+            outputs = {
+                name: tensor if name in quantised else cut(tensor, shards.get(name, {}))
+                for name, tensor in outputs.items()
+            }
+        owned = {name: _own(tensor, mapped, self._device) for name, tensor in outputs.items()}
+        return {
+            name: self._form.quantise(name, tensor, shards.get(name, {})) if name in quantised else tensor
+            for name, tensor in owned.items()
+        }
+
+    def _is_quantised(self, name: str) -> bool:
+        return name in self._form.names and self._tied(name) == [name]
 
 
 def _own(tensor: torch.Tensor, mapped: set[int], device: torch.device) -> torch.Tensor:
@@ -239,21 +271,25 @@ def _own(tensor: torch.Tensor, mapped: set[int], device: torch.device) -> torch.
 
 def _dummy(
     names: Sequence[str],
-    expected: Mapping[str, torch.Tensor],
-    ties: Mapping[str, str],
+    plan: WeightPlan,
     seed: int,
     done: _Done,
     device: torch.device,
     shards: Mapping[str, Shard],
-) -> dict[str, torch.Tensor]:
-    made: dict[str, torch.Tensor] = {}
-    result: dict[str, torch.Tensor] = {}
+    form: Form,
+) -> dict[str, Weight]:
+    made: dict[str, Weight] = {}
+    result: dict[str, Weight] = {}
     for name in names:
-        source = ties.get(name, name)
+        source, shard = plan.ties.get(name, name), shards.get(name, {})
         if source not in made:
-            made[source] = _own(cut(_dummy_tensor(source, expected[source], seed), shards.get(name, {})), set(), device)
+            tensor = _dummy_tensor(source, plan.expected[source], seed)
+            if name in form.names and name not in (*plan.ties, *plan.ties.values()):
+                made[source] = form.quantise(name, tensor.to(device), shard)
+            else:
+                made[source] = _own(cut(tensor, shard), set(), device)
         result[name] = made[source]
-        done.add(result[name])
+        done.add(name)
     return result
 
 

@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lamina.models import tensors
+from lamina.models.codes import plain
 from lamina.models.config import meta_model
 from lamina.models.conversion import recipes
 from lamina.models.directory import ModelDirectory
@@ -22,7 +23,7 @@ def plan(directory: ModelDirectory, config: PretrainedConfig, dtype: DType) -> W
     model = meta_model(config, dtype)
     expected = model.state_dict()
     ties = {name: source for name, source in model.all_tied_weights_keys.items() if name in expected}
-    return WeightPlan(config.model_type, expected, ties, recipes(model, directory.tensors))
+    return WeightPlan(config.model_type, expected, ties, recipes(model, directory.weight_names))
 
 
 def load(
@@ -34,5 +35,6 @@ def load(
     seed: int = 0,
     on_progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
-    """``tensors.load`` of the model that ``config`` describes."""
-    return tensors.load(directory, names, plan(directory, config, dtype), load_format, seed, on_progress)
+    """``tensors.load`` of the model that ``config`` describes, as tensors."""
+    loaded = tensors.load(directory, names, plan(directory, config, dtype), load_format, seed, on_progress)
+    return {name: plain(weight) for name, weight in loaded.items()}

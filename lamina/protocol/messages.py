@@ -9,7 +9,7 @@ from lamina.protocol.leases import ArenaPlan, Lease
 from lamina.protocol.timeline import Span
 from lamina.steps import StepPlan
 from lamina.topology import FIRST, Epoch, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, Polling
+from lamina.types import AttentionSpec, DType, KvCacheDType, LoadFormat, Overlap, Polling, Quantization
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
@@ -18,6 +18,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
     ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
     model's files, for machines that do not have them under this path.
+    ``quantization``: of the weights of linear layers.
     ``rank`` of ``ranks``: which part of every slice to load; ``stage`` of ``stages``: which slices. ``meeting``: a path
     in a folder of the engine's machine by which the ranks of a replica on GPUs join; the folder is removed once they
     have loaded the model. ``sequences``: the most that draw a token in a step.
@@ -41,6 +42,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     meeting: str = ""
     stage: int = 0
     stages: int = 1
+    quantization: Quantization = "none"
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
@@ -240,7 +242,8 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the model is split and its weights are in memory.
 
     ``context_nbytes``: the largest message from one replica or stage to the next. ``digest``: of the checkpoint, see
-    ``models.digest``. ``starts``: the first slice of each stage.
+    ``models.digest``. ``starts``: the first slice of each stage. ``weights``: how they are held, in words; empty: all
+    have ``dtype``.
     """
 
     attentions: list[AttentionSpec]
@@ -249,6 +252,7 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
     context_nbytes: int
     digest: str = ""
     starts: tuple[int, ...] = (0,)
+    weights: str = ""
 
 
 class SlabReady(msgspec.Struct, tag=True, frozen=True):

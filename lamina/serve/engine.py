@@ -123,10 +123,11 @@ class EngineProcess:
 
 def describe(engine: Engine) -> str:
     """What a server says of its engine when it starts."""
+    held = engine.cluster.weights and f" ({engine.cluster.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     return (
         f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
-        f"{engine.cluster.dtype.value}, up to {engine.max_model_len} tokens per request\n"
+        f"{engine.cluster.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
         f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
         f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"

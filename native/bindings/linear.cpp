@@ -20,15 +20,17 @@ void pack_binding(uintptr_t weight, int64_t outputs, int64_t inputs, uintptr_t p
 }
 
 void multiply_binding(uintptr_t x, int64_t x_stride, uintptr_t packed, uintptr_t bias, uintptr_t out,
-                      int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+                      int64_t rows, int64_t inputs, int64_t outputs, int threads, int bits, int64_t group,
+                      uintptr_t scales, uintptr_t zeros) {
     const Linear task{pointer<const uint16_t>(x),
                       x_stride,
-                      pointer<const uint32_t>(packed),
+                      pointer<const void>(packed),
                       pointer<const uint16_t>(bias),
                       pointer<uint16_t>(out),
                       rows,
                       inputs,
-                      outputs};
+                      outputs,
+                      {bits, group, pointer<const float>(scales), pointer<const float>(zeros)}};
     nb::gil_scoped_release release;
     multiply({&task, 1}, threads);
 }
@@ -46,11 +48,15 @@ void register_linear(nb::module_ &module) {
 Pack a bfloat16 weight [outputs, inputs] into linear_packed_pairs(outputs, inputs) pairs at ``packed``.
 
 Given by address and not checked; packed must be 64-byte aligned. Releases the GIL.)");
+    module.def("linear_codes_bytes", &Codes::bytes, "bits"_a, "outputs"_a, "inputs"_a,
+               "Bytes of a weight [outputs, inputs] as codes of 8 or 4 bits.");
     module.def("linear", &multiply_binding, "x"_a, "x_stride"_a, "packed"_a, "bias"_a, "out"_a, "rows"_a,
-               "inputs"_a, "outputs"_a, "threads"_a,
+               "inputs"_a, "outputs"_a, "threads"_a, "bits"_a = 0, "group"_a = 0, "scales"_a = 0,
+               "zeros"_a = 0,
                R"(
 Write out = x @ weight.T + bias in bfloat16, summed in float32 and rounded once.
 
 Tensors are given by address and not checked: x [rows, inputs] with a row stride in elements, bias [outputs] or 0,
-out [rows, outputs] contiguous. Releases the GIL.)");
+out [rows, outputs] contiguous. packed: pairs, or codes of 8 or 4 ``bits`` with scales and zeros (0: none) of
+groups, see linear.h. Releases the GIL.)");
 }

@@ -15,8 +15,10 @@ using lamina::elementwise::ElementType;
 namespace {
 
 using Place = std::pair<int64_t, int64_t>; // matrix, column
-// packed weight, bias or 0, out, outputs
-using ProductOf = std::tuple<uintptr_t, uintptr_t, Place, int64_t>;
+// bits or 0, group, scales, zeros or 0
+using CodesOf = std::tuple<int, int64_t, uintptr_t, uintptr_t>;
+// packed weight, bias or 0, out, outputs, codes
+using ProductOf = std::tuple<uintptr_t, uintptr_t, Place, int64_t, CodesOf>;
 
 Part part(const Place &place) {
     return {place.first, place.second};
@@ -28,9 +30,11 @@ template <class T> T *pointer(uintptr_t address) {
 
 void add_products(Program &program, const Place &x, int64_t inputs, const std::vector<ProductOf> &products) {
     Products group;
-    for (const auto &[packed, bias, out, outputs] : products) {
+    for (const auto &[packed, bias, out, outputs, codes] : products) {
         Product &product = group.emplace_back(Product{{}, part(x), part(out)});
-        product.task.packed = pointer<const uint32_t>(packed);
+        const auto &[bits, size, scales, zeros] = codes;
+        product.task.packed = pointer<const void>(packed);
+        product.task.codes = {bits, size, pointer<const float>(scales), pointer<const float>(zeros)};
         product.task.bias = pointer<const uint16_t>(bias);
         product.task.inputs = inputs, product.task.outputs = outputs;
     }
@@ -91,7 +95,10 @@ out as the kernel expects.)")
              "path"_a,
              "The first ``given`` matrices are the caller's, the others scratch. Raises ValueError.")
         .def("add_products", &add_products, "x"_a, "inputs"_a, "products"_a,
-             "Linear layers of one x, each given as (packed weight, bias or 0, out, outputs).")
+             R"(
+Linear layers of one x, each given as (packed weight, bias or 0, out, outputs, codes).
+
+codes: (bits, group, scales, zeros), as linear() takes them; bits is 0 for a weight in pairs.)")
         .def("add_norm", &add_norm, "x"_a, "residual"_a, "weight"_a, "sum"_a, "out"_a, "groups"_a, "width"_a,
              "epsilon"_a, "offset"_a, "round_before_weight"_a,
              "rms_norm() of each of the ``groups`` parts of a row. Without a residual: residual and sum are "

@@ -38,9 +38,28 @@ const PanelKernel &panels() {
     return widest;
 }
 
+// Every processor with a kernel for pairs has AVX2.
+const PanelKernel &codes() {
+#if defined(__x86_64__)
+    static const PanelKernel known = available() ? avx2_codes() : PanelKernel{};
+#else
+    static const PanelKernel known{};
+#endif
+    return known;
+}
+
+const PanelKernel &kernel_for(const Linear &linear) {
+    return linear.codes.bits == 0 ? panels() : codes();
+}
+
+// Of a panel's part of the weight.
+int64_t panel_bytes(const Linear &linear) {
+    return kPanel * linear.inputs * (linear.codes.bits == 0 ? 16 : linear.codes.bits) / 8;
+}
+
 // Rows [begin, end), in blocks of equal size that a panel's sums fit, times panels [first, last).
 void multiply_panels(const Linear &linear, int64_t begin, int64_t end, int64_t first, int64_t last) {
-    const PanelKernel kernel = panels();
+    const PanelKernel &kernel = kernel_for(linear);
     const int64_t blocks = (end - begin + kernel.most_rows - 1) / kernel.most_rows;
     for (int64_t panel = first; panel < last; ++panel)
         for (int64_t block = 0; block < blocks; ++block) {
@@ -71,8 +90,8 @@ void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *pac
 
 void multiply(std::span<const Linear> group, int threads) {
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
-    const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / (kPanel * inputs * 2));
-    const int64_t block = panels().most_rows;
+    const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes(group.front()));
+    const int64_t block = kernel_for(group.front()).most_rows;
     const int64_t most = std::max<int64_t>(1, kCachedBytes / (inputs * 2) / block) * block;
     const int64_t chunks = (rows + most - 1) / most;
     int64_t tasks = 0;

@@ -11,7 +11,11 @@ struct PanelKernel {
     void (*multiply)(const Linear &task, int64_t first_row, int64_t rows, int64_t panel);
 };
 
+// Of a weight in bfloat16.
 PanelKernel avx2_panels();
 PanelKernel avx512bf16_panels();
+
+// Of a weight as codes.
+PanelKernel avx2_codes();
 
 } // namespace lamina::linear

@@ -34,7 +34,7 @@ void store_sums(const Linear &task, int64_t row, int64_t first, __m512 sums) {
 
 template <int ROWS> void multiply_rows(const Linear &task, int64_t first_row, int64_t panel) {
     const int64_t words = task.inputs / 2;
-    const uint32_t *weight = task.packed + panel * kPanel * words;
+    const uint32_t *weight = static_cast<const uint32_t *>(task.packed) + panel * kPanel * words;
     const uint16_t *x = task.x + first_row * task.x_stride;
     __m512 sums[ROWS][2];
     for (auto &row : sums)

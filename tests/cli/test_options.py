@@ -26,6 +26,7 @@ GIVEN: dict[str, Any] = {
     "max_model_len": 5,
     "default_max_tokens": 4,
     "kv_cache_memory_bytes": 6,
+    "quantization": "int4",
     "kv_cache_dtype": "int8",
     "gpu_memory_utilization": 0.75,
     "kv_tokens_per_worker": 77,

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.lowering.linear import NATIVE, ONEDNN, Packing
+from lamina.lowering.linear_codes import can_pack, linear_codes, pack_codes
+from lamina.models.codes import Codes
 
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
 
@@ -70,3 +72,42 @@ def test_infinities_and_nans_stay_what_they_are() -> None:
     weight = random(2, 40, 64).abs() + 1
     out = NATIVE.linear(x, NATIVE.pack(weight), None, 40)
     assert (out[0, 0] == float("inf")).all() and out[0, 1].isnan().all() and out[0, 2].isfinite().all()
+
+
+@needs_kernels
+@given(
+    rows=st.integers(0, 20),
+    group=st.sampled_from([16, 32, 48]),
+    groups=st.integers(1, 4),
+    outputs=st.integers(1, 80),
+    bits=st.sampled_from([4, 8]),
+    signed=st.booleans(),
+    zeros=st.booleans(),
+    biased=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+def test_products_of_codes(
+    rows: int, group: int, groups: int, outputs: int, bits: int, signed: bool, zeros: bool, biased: bool, seed: int
+) -> None:
+    """Weights are what the codes say, in float64, and results are rounded once."""
+    draw, inputs = torch.Generator().manual_seed(seed), group * groups
+    least = -(1 << (bits - 1)) if signed else 0
+    values = torch.randint(least, least + (1 << bits), (outputs, inputs), generator=draw)
+    points = torch.randint(least, least + (1 << bits), (outputs, groups), generator=draw)
+    scales = torch.rand(outputs, groups, generator=draw) / 16
+    columns = torch.arange(inputs) // group
+    if not signed and not zeros:
+        points[:] = 1 << (bits - 1)  # unsigned codes always have zero points
+    stored = values.to(torch.int8 if signed else torch.uint8)
+    codes = Codes(bits, stored, scales, points if zeros or not signed else None, torch.arange(outputs), columns)
+    weight = values - (points[:, columns] if codes.zeros is not None else 0)
+    exact_weight = weight.double() * scales.double()[:, columns]
+    assert can_pack(codes)
+    packed = pack_codes(codes)
+    assert (packed.zeros is None) == (codes.zeros is None or bool((points == (least + (1 << (bits - 1)))).all()))
+    x, bias = random(seed + 1, rows, inputs), random(seed + 2, outputs) if biased else None
+    actual = linear_codes(x, packed, bias)
+    exact = torch.nn.functional.linear(x.double(), exact_weight, None if bias is None else bias.double())
+    terms = x.double().abs() @ (exact_weight.abs() + 256 * scales.double()[:, columns]).T
+    assert actual.shape == exact.shape and actual.dtype == torch.bfloat16
+    assert ((actual.double() - exact).abs() <= exact.abs() * 2**-8 + terms * 2**-20 + 1e-30).all()

@@ -1,6 +1,7 @@
 """Loaded weights against transformers, and what happens when they cannot be had."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.models import tensors, weights
+from lamina.models.codes import Weight, plain
 from lamina.models.config import load_config, meta_model, resolve_dtype, torch_dtype
 from lamina.models.directory import ModelDirectory, find
 from lamina.splitter.split_model import Shard, cut
@@ -37,6 +39,10 @@ def save(path: Path, family: str, max_shard_size: str = "50GB") -> PreTrainedMod
 
 def load(directory: ModelDirectory, *names: str, dtype: DType = DType.FLOAT32) -> dict[str, torch.Tensor]:
     return weights.load(directory, names, load_config(directory), dtype)
+
+
+def plain_tensors(loaded: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
+    return {name: plain(weight) for name, weight in loaded.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,15 +90,17 @@ def test_parts_of_tensors(tmp_path: Path, load_format: LoadFormat) -> None:
         "model.embed_tokens.weight": {0: ((32, 64),)},
     }
     assert shards.keys() <= set(names)
-    whole = tensors.load(directory, names, plan, load_format)
+    whole = plain_tensors(tensors.load(directory, names, plan, load_format))
     told: list[tuple[int, int]] = []
-    held = tensors.load(directory, names, plan, load_format, on_progress=lambda *at: told.append(at), shards=shards)
+    held = plain_tensors(
+        tensors.load(directory, names, plan, load_format, on_progress=lambda *at: told.append(at), shards=shards)
+    )
     for name in names:
         assert torch.equal(held[name], cut(whole[name], shards.get(name, {}))), name
         assert held[name].is_contiguous() and held[name].untyped_storage().nbytes() == held[name].nbytes
     assert told[-1] == (sum(tensor.nbytes for tensor in held.values()),) * 2
     there = torch.device("meta")  # nothing can be read on it: only the parts come there
-    sent = tensors.load(directory, names, plan, load_format, device=there, shards=shards)
+    sent = plain_tensors(tensors.load(directory, names, plan, load_format, device=there, shards=shards))
     assert {name: (part.shape, part.device) for name, part in sent.items()} == {
         name: (part.shape, there) for name, part in held.items()
     }

@@ -11,11 +11,12 @@ from lamina.compute.device.moves import Moves
 from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
+from lamina.models.codes import Form, Weight
 from lamina.protocol.links import Links, Wait
 from lamina.splitter import Crossing, SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
-from lamina.types import AttentionSpec, DType
+from lamina.types import AttentionSpec, DType, Quantization
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
@@ -61,11 +62,12 @@ class Device(Protocol):
         """How ``rank`` adds up with the others of its replica, which give the same path in a folder of this machine as
         ``meeting``; the file is theirs. Raises ConfigError."""
 
-    def runner(
-        self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None
-    ) -> "Runner":
-        """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``. ``reduce``: how the
-        ranks of a replica add up what each has computed, if there are several."""
+    def form(self, model: LoweredModel, to: Quantization) -> Form:
+        """How weights are held here if those of linear layers are quantised ``to`` a type. Raises ConfigError."""
+
+    def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "Runner":
+        """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``, as ``form`` says.
+        ``reduce``: how the ranks of a replica add up what each has computed, if there are several."""
 
 
 class Carrier(Protocol):

@@ -7,8 +7,11 @@ import torch
 from lamina.compute.ranks import Ranks
 from lamina.compute.runner import SliceRunner
 from lamina.lowering import LoweredModel, Target
+from lamina.lowering.quantised import HostForm
+from lamina.models.codes import Weight
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
+from lamina.types import Quantization
 
 
 class Cpu:
@@ -21,8 +24,10 @@ class Cpu:
         """See ``Device``. The ranks find each other by their links."""
         return Ranks(rank)
 
-    def runner(
-        self, model: LoweredModel, tensors: Mapping[str, torch.Tensor], reduce: Reduce | None = None
-    ) -> SliceRunner:
+    def form(self, model: LoweredModel, to: Quantization) -> HostForm:
+        """See ``Device``."""
+        return HostForm.of(model, to)
+
+    def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> SliceRunner:
         """See ``Device``. Packed weights are copies: drop ``tensors`` to free their memory."""
         return SliceRunner(model, tensors, reduce)

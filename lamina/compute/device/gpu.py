@@ -22,10 +22,12 @@ from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.placed import PlacedSlice, place
+from lamina.lowering.placed_codes import PlacedForm
+from lamina.models.codes import Weight, plain
 from lamina.splitter import SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
-from lamina.types import AttentionSpec, DType
+from lamina.types import AttentionSpec, DType, Quantization
 
 
 class Gpu:
@@ -41,7 +43,11 @@ class Gpu:
         """See ``Device``."""
         return GpuSums(rank, self._kit, meeting)
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, Tensor], reduce: Reduce | None = None) -> "GpuRunner":
+    def form(self, model: LoweredModel, to: Quantization) -> PlacedForm:
+        """See ``Device``."""
+        return PlacedForm.of(model, to, self.place)
+
+    def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "GpuRunner":
         """See ``Device``."""
         return GpuRunner(model, tensors, self._kit, reduce)
 
@@ -83,13 +89,13 @@ class GpuRunner(GpuCarrier):
     """
 
     def __init__(
-        self, model: LoweredModel, tensors: Mapping[str, Tensor], kit: Kit, reduce: Reduce | None = None
+        self, model: LoweredModel, tensors: Mapping[str, Weight], kit: Kit, reduce: Reduce | None = None
     ) -> None:
         super().__init__(kit, model.dtype)
         self.attentions: tuple[AttentionSpec, ...] = model.attentions
         self.contexts = model.contexts
         self.sinks: list[Floats | None] = [
-            None if name is None else tensors[name].float().cpu().numpy() for name in model.sinks
+            None if name is None else plain(tensors[name]).float().cpu().numpy() for name in model.sinks
         ]
         self.slices = model.slices
         self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce), strict=True))

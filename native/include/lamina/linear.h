@@ -1,5 +1,6 @@
-// Linear layers on bfloat16: rows times a weight that was packed once. At the few rows of a decode step the
-// time goes into reading the weight. Plain pointers; nothing here knows Python or a framework.
+// Linear layers on bfloat16: rows times a weight that was packed once, in bfloat16 or as codes of 8 or 4
+// bits. At the few rows of a decode step the time goes into reading the weight. Plain pointers; nothing here
+// knows Python or a framework.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +22,29 @@ constexpr int64_t packed_pairs(int64_t outputs, int64_t inputs) {
 // packed: packed_pairs(outputs, inputs) pairs, 64-byte aligned. weight: bfloat16 [outputs, inputs].
 void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *packed, int threads);
 
+// A weight as codes: (code - zero) * scale, with a scale and a zero for each output and `group` inputs.
+struct Codes {
+    int bits;            // 8: signed; 4: 0 to 15
+    int64_t group;       // divides the inputs
+    const float *scales; // [outputs / kPanel][inputs / group][kPanel], the last panel filled up
+    const float *zeros;  // the same; null: 0 for codes of 8 bits, 8 for those of 4
+
+    // Codes lie in panels as pairs do: [outputs / kPanel][inputs][kPanel], of 4 bits those of outputs i and
+    // i + 16 of a panel in one byte, the first in the lower half.
+    static constexpr int64_t bytes(int bits, int64_t outputs, int64_t inputs) {
+        return (outputs + kPanel - 1) / kPanel * kPanel * inputs * bits / 8;
+    }
+};
+
 // out = x * weight^T + bias, summed in float32 and rounded once to bfloat16.
 struct Linear {
     const uint16_t *x; // [rows, inputs], elements of a row next to each other
     int64_t x_stride;
-    const uint32_t *packed;
+    const void *packed;   // pairs, or codes; 64-byte aligned
     const uint16_t *bias; // [outputs], or null
     uint16_t *out;        // [rows, outputs], contiguous
     int64_t rows, inputs, outputs;
+    Codes codes{}; // of 0 bits: `packed` holds pairs
 };
 
 // Several of one x, rows and inputs: threads share out the panels of all of them together.

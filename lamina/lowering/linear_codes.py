@@ -1,0 +1,129 @@
+"""Linear layers on a CPU whose weights stay codes of 8 or 4 bits: Lamina's own matrix product, in bfloat16.
+
+torch's products of bfloat16 and codes round scales and zero points to bfloat16, which changes the weights of most
+checkpoints; here they have float32, so that every weight is what its codes say. Native programs have this product too.
+It takes 0.7 of the time of bfloat16 for one row, as long for two, and 1.2 to 1.8 times as long for more, since codes
+are converted for every few rows (AVX2, ``bench/kernels/codes.py``).
+"""
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lamina import _native
+from lamina.kernels.memory import allocate
+from lamina.lowering.linear import evenly_spaced_rows, linear_native, linear_onednn
+from lamina.models.codes import Codes
+
+Linear = Callable[[Tensor, Any, Tensor | None, int | None], Tensor]
+"""(x [..., inputs], weight, bias [outputs] or None, outputs or None) -> [..., outputs]."""
+
+PRODUCTS = (torch.ops.aten.linear.default, linear_native, linear_onednn)
+"""The linear layers of lowered graphs."""
+
+_PANEL = 32  # outputs
+_LEAST_GROUP = 16
+_MIDDLE = 8.0  # of codes of 4 bits: their zero point if there are no others
+
+
+@dataclass(frozen=True)
+class PackedCodes:
+    """A weight as ``native/include/lamina/linear.h`` describes it.
+
+    Attributes:
+        values: uint8, codes in the order in which they are read. scales, zeros: float32 [panels, groups, 32].
+    """
+
+    outputs: int
+    bits: int
+    group: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    @property
+    def native(self) -> tuple[int, int, int, int]:
+        """(bits, group, address of scales, address of zeros or 0)."""
+        return self.bits, self.group, self.scales.data_ptr(), 0 if self.zeros is None else self.zeros.data_ptr()
+
+
+def can_pack(codes: Codes) -> bool:
+    """Whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too short:
+    a group has a scale and maybe a zero point of 4 bytes each."""
+    return codes.values.dtype in (torch.int8, torch.uint8) and (codes.group or 0) >= _LEAST_GROUP
+
+
+def pack_codes(codes: Codes) -> PackedCodes:
+    """The form that ``linear_codes`` takes; the original can then be freed."""
+    outputs, inputs = codes.values.shape
+    group, bits = codes.group, codes.bits
+    assert group is not None
+    # The product takes codes of 8 bits as signed ones, and those of 4 bits as 0 to 15.
+    shift = 128 * (codes.values.dtype == torch.uint8) if bits == 8 else -8 * (codes.values.dtype == torch.int8)
+    places = codes.columns[::group]
+    zeros = None if codes.zeros is None else codes.zeros[codes.rows][:, places].float() - shift
+    if zeros is not None and bool((zeros == (_MIDDLE if bits == 4 else 0.0)).all()):
+        zeros = None
+    return PackedCodes(
+        outputs,
+        bits,
+        group,
+        _pack_values(codes.values, shift, bits, outputs, inputs),
+        _pack_groups(codes.scales[codes.rows][:, places].float()),
+        None if zeros is None else _pack_groups(zeros),
+    )
+
+
+def _pack_values(values: Tensor, shift: int, bits: int, outputs: int, inputs: int) -> Tensor:
+    """uint8 [panels, inputs, 32], or 16 for codes of 4 bits, on huge pages; panel by panel, to need little besides."""
+    count = -(-outputs // _PANEL)
+    packed = torch.from_numpy(allocate(_native.linear_codes_bytes(bits, outputs, inputs))).view(count, inputs, -1)
+    for panel in range(count):
+        part = values[panel * _PANEL : (panel + 1) * _PANEL].short() - shift
+        columns = torch.zeros(inputs, _PANEL, dtype=torch.int16)
+        columns[:, : len(part)] = part.T
+        if bits == 4:
+            columns = columns[:, : _PANEL // 2] | columns[:, _PANEL // 2 :] << 4
+        packed[panel] = columns.to(torch.int8).view(torch.uint8)
+    return packed.flatten()
+
+
+def _pack_groups(each: Tensor) -> Tensor:
+    """[panels, groups, 32] from [outputs, groups]."""
+    outputs, groups = each.shape
+    count = -(-outputs // _PANEL)
+    full = each.new_zeros(count * _PANEL, groups)
+    full[:outputs] = each
+    return full.view(count, _PANEL, groups).transpose(1, 2).contiguous()
+
+
+def linear_codes(x: Tensor, packed: PackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
+    """x bfloat16 [..., inputs] times the weight, plus bias: [..., outputs], summed in float32 and rounded once."""
+    x, stride = evenly_spaced_rows(x)
+    inputs, outputs = x.shape[-1], packed.outputs
+    out = x.new_empty(*x.shape[:-1], outputs)
+    bias_address = 0 if bias is None else bias.data_ptr()
+    sizes = (x.numel() // inputs, inputs, outputs, torch.get_num_threads())
+    _native.linear(x.data_ptr(), stride, packed.values.data_ptr(), bias_address, out.data_ptr(), *sizes, *packed.native)
+    return out
+
+
+def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear) -> fx.GraphModule:
+    """A copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its inputs."""
+    changed = copy.deepcopy(module)
+    weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
+    for node in changed.graph.nodes:
+        if node.target in PRODUCTS and node.args[1] in weights:
+            x, weight, bias, outputs = (*node.args, None, None)[:4]
+            node.target, node.args, node.kwargs = linear, (x, weight, bias, outputs), {}
+    changed.recompile()
+    return changed

@@ -1,0 +1,82 @@
+"""Quantised weights on a GPU, by torchao.
+
+Outside of compiled graphs, torchao multiplies int8 and fp8 weights by making each dense first: they take half of the
+memory, and no less time. Its int4 product, in bfloat16 and on CUDA alone, reads the codes themselves.
+"""
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lamina.errors import ConfigError
+from lamina.lowering.lowered import LoweredModel
+from lamina.lowering.quantised import chosen, linear_weights
+from lamina.models.codes import Codes, Held, group_size, quantise
+from lamina.splitter.split_model import Shard, cut
+from lamina.types import DType, Quantization
+
+
+@dataclass(frozen=True)
+class PlacedForm:
+    """A ``Form`` of weights on a GPU, or on an emulated one.
+
+    Codes that a checkpoint stores stay as they are if torchao has a product that keeps their values: int8 and fp8 with
+    a scale for each output or for all.
+    """
+
+    held: frozenset[str]
+    names: frozenset[str]
+    to: Quantization
+
+    @classmethod
+    def of(cls, model: LoweredModel, to: Quantization, place: torch.device) -> "PlacedForm":
+        """For a model lowered for ``Target.GPU``. Raises ConfigError: ``to`` does not run on ``place``."""
+        installed = importlib.util.find_spec("torchao") is not None
+        if to != "none" and not installed:
+            raise ConfigError(f"--quantization {to} on a GPU needs torchao: run pip install torchao")
+        if to == "int4" and (place.type != "cuda" or model.dtype is not DType.BFLOAT16):
+            raise ConfigError(
+                f"int4 weights run on NVIDIA GPUs in bfloat16, not on {place.type} in {model.dtype.value}: give "
+                "--dtype bfloat16, or --quantization int8"
+            )
+        if to == "int4" and torch.cuda.get_device_capability(place) < (8, 0):
+            raise ConfigError(
+                f"int4 weights need a GPU of compute capability 8.0 or later; {torch.cuda.get_device_name(place)} has "
+                "less: give --quantization int8"
+            )
+        linear = linear_weights(model)
+        return cls(linear if installed else frozenset(), chosen(model, linear, to), to)
+
+    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held:
+        """See ``Form``."""
+        if self.to == "int4":
+            from torchao.quantization import Int4TilePackedTo4dTensor
+
+            block = [1, group_size(name, weight.shape[1], shard)]
+            return Held(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
+        return _held(quantise(name, weight, self.to, shard), weight.dtype)
+
+    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Held | None:
+        """See ``Form``."""
+        of_outputs = codes.zeros is None and codes.scales.shape[1] == 1
+        if name not in self.held or not of_outputs or codes.bits != 8 or codes.values.dtype == torch.uint8:
+            return None
+        return _held(codes, dtype)
+
+
+def _held(codes: Codes, dtype: torch.dtype) -> Held:
+    """Codes with one scale for each output, as torchao has them."""
+    from torchao.quantization import Float8Tensor, Int8Tensor
+
+    scales, block = codes.scales[codes.rows].float().contiguous(), [1, codes.values.shape[1]]
+    values = codes.values.contiguous()
+    if values.dtype == torch.int8:
+        return Held(Int8Tensor(values, scales, block, dtype))
+    return Held(Float8Tensor(values, scales, block_size=block, dtype=dtype))
+
+
+def linear_held(x: Tensor, held: Held, bias: Tensor | None, _: int | None = None) -> Tensor:
+    """x [..., inputs] times a weight that ``PlacedForm`` made, plus bias: [..., outputs]."""
+    return torch.nn.functional.linear(x, held.weight, bias)

@@ -1,0 +1,182 @@
+"""Weights as codes of few bits: made of dense weights, cut for ranks, made dense again."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol, Union
+
+import torch
+from torch import Tensor
+
+from lamina.errors import ConfigError
+from lamina.splitter.split_model import Shard, cut
+from lamina.types import Quantization
+
+GROUPS = (128, 64, 32)
+"""Inputs that share a scale and a zero point in int4: the first of these that divides a matrix."""
+
+Weight = Union[Tensor, "Codes", "Held"]
+"""A weight as a device holds it."""
+
+_ELEMENTS_AT_ONCE = 1 << 24  # that are made dense: bounds what that takes besides
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight [outputs, inputs] = (values - zeros) * scales, with a zero point and a scale for each group.
+
+    Attributes:
+        bits: of a code, 8 or 4.
+        values: [outputs, inputs], int8, uint8 or fp8.
+        scales: floating point [R, C]. zeros: [R, C], or None for 0.
+        rows: int64 [outputs]: the row of ``scales`` of each output. columns: int64 [inputs]: the column of each input.
+    """
+
+    bits: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def group(self) -> int | None:
+        """How many neighbouring inputs share a scale; None if the groups are not runs of equal length."""
+        same = self.columns == self.columns[0]
+        size = len(same) if bool(same.all()) else int(same.int().argmin())
+        if len(same) % size or not torch.equal(self.columns, self.columns[::size].repeat_interleave(size)):
+            return None
+        return size
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Codes":
+        """The same with other tensors of equal values."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        parts = (change(part) for part in (self.rows, self.columns))
+        return Codes(self.bits, change(self.values), change(self.scales), zeros, *parts)
+
+    def cut(self, shard: Shard) -> "Codes":
+        """The part that a rank holds; groups may be divided."""
+        return replace(
+            self,
+            values=cut(self.values, shard),
+            rows=cut(self.rows, {0: shard[0]} if 0 in shard else {}),
+            columns=cut(self.columns, {0: shard[1]} if 1 in shard else {}),
+        )
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight, computed in float32 and rounded to ``dtype``."""
+        outputs, inputs = self.values.shape
+        result = torch.empty(outputs, inputs, dtype=dtype, device=self.values.device)
+        for block in _row_blocks(outputs, inputs):
+            part, rows = self.values[block].float(), self.rows[block]
+            if self.zeros is not None:
+                part -= self.zeros[rows].float()[:, self.columns]
+            result[block] = part * self.scales[rows].float()[:, self.columns]
+        return result
+
+
+@dataclass(frozen=True)
+class Held:
+    """A quantised weight in a library's own form: of a subclass of Tensor that must not be taken for a tensor."""
+
+    weight: Tensor
+
+
+def plain(weight: Weight) -> Tensor:
+    """A weight that is not held as codes."""
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+class Form(Protocol):
+    """How a device holds the weights of a model.
+
+    Attributes:
+        names: of the weights to quantise.
+    """
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See above."""
+
+    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
+        """The part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
+
+    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
+        """A weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in ``dtype``."""
+
+
+class Dense:
+    """A ``Form``: tensors."""
+
+    names: frozenset[str] = frozenset()
+
+    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
+        """See ``Form``; nothing is quantised."""
+        return cut(weight, shard)
+
+    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
+        """See ``Form``; nothing is held as codes."""
+
+
+DENSE = Dense()
+
+
+def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes:
+    """The part ``shard`` of codes of a whole weight [outputs, inputs].
+
+    int8 and fp8 (e4m3): a scale for each output, of its largest weight. int4: a scale and a zero point for each group
+    of inputs (``group_size``), of its smallest and largest weight and 0. All round to nearest even. ``name``: for
+    messages. Raises ConfigError.
+    """
+    codes = _to_int4(weight, group_size(name, weight.shape[1], shard)) if to == "int4" else _to_bytes(weight, to)
+    return codes.cut(shard)
+
+
+def group_size(name: str, inputs: int, shard: Shard) -> int:
+    """The inputs of a weight that share a scale in int4: the first of ``GROUPS`` that divides them, and cuts none among
+    ranks. Raises ConfigError if there is none."""
+    bounds = [inputs, *(bound for part in shard.get(1, ()) for bound in part)]
+    size = next((size for size in GROUPS if all(bound % size == 0 for bound in bounds)), None)
+    if size is None:
+        among = f" at input {' and '.join(map(str, bounds[1:]))}, where ranks cut them," if len(bounds) > 1 else ""
+        raise ConfigError(
+            f"{name} has {inputs} inputs, which{among} cannot be divided into groups of "
+            f"{', '.join(map(str, GROUPS))} for int4: give --quantization int8, or leave it out"
+        )
+    return size
+
+
+def _to_bytes(weight: Tensor, to: Quantization) -> Codes:
+    outputs, inputs = weight.shape
+    place = weight.device
+    most, kind = (127.0, torch.int8) if to == "int8" else (448.0, torch.float8_e4m3fn)
+    scales = weight.abs().amax(1, keepdim=True).float().clamp_min(_LEAST_SCALE) / most
+    values = torch.empty(outputs, inputs, dtype=kind, device=place)
+    for part in _row_blocks(outputs, inputs):
+        codes = weight[part].float() / scales[part]
+        values[part] = (codes.round() if kind == torch.int8 else codes).to(kind)
+    rows, columns = torch.arange(outputs, device=place), torch.zeros(inputs, dtype=torch.int64, device=place)
+    return Codes(8, values, scales, None, rows, columns)
+
+
+def _to_int4(weight: Tensor, group: int) -> Codes:
+    outputs, inputs = weight.shape
+    place = weight.device
+    grouped = weight.reshape(outputs, -1, group)
+    least, largest = grouped.amin(2).float().clamp_max(0), grouped.amax(2).float().clamp_min(0)
+    scales = ((largest - least) / 15).clamp_min(_LEAST_SCALE)
+    zeros = -least / scales
+    values = torch.empty(outputs, inputs, dtype=torch.uint8, device=place)
+    for part in _row_blocks(outputs, inputs):
+        codes = grouped[part].float() / scales[part].unsqueeze(2) + zeros[part].unsqueeze(2)
+        values[part] = codes.round().clamp(0, 15).to(torch.uint8).flatten(1)
+    rows, columns = torch.arange(outputs, device=place), torch.arange(inputs, device=place) // group
+    return Codes(4, values, scales, zeros, rows, columns)
+
+
+_LEAST_SCALE = 1e-30  # of rows of zeros
+
+
+def _row_blocks(outputs: int, inputs: int) -> list[slice]:
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, inputs))
+    return [slice(start, start + step) for start in range(0, outputs, step)]

@@ -1,0 +1,224 @@
+"""Weights held as codes: what devices take, and the logits of slices that run with them, on CPUs and emulated GPUs."""
+
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lamina import _native
+from lamina.compute.device.base import Device, Runner
+from lamina.compute.device.select import make
+from lamina.compute.rows import Rows
+from lamina.errors import ConfigError
+from lamina.lowering import LoweredModel, lower
+from lamina.lowering.quantised import head_weights, linear_weights
+from lamina.models import tensors, weights
+from lamina.models.codes import Codes, Held, Weight
+from lamina.models.config import load_config
+from lamina.models.directory import find
+from lamina.splitter import split
+from lamina.splitter.parts import ONLY, Rank
+from lamina.types import DType, Quantization
+from tests.models import quantised_checkpoints as checkpoints
+from tests.models.quantised_checkpoints import FORMATS
+from tests.random_models import variant, write_checkpoint
+from tests.sweep import sweep
+
+DEVICES = ("cpu", "emulated")
+WAYS: dict[str, tuple[str, Quantization]] = {
+    "cpu-int8": ("cpu", "int8"),
+    "cpu-int4": ("cpu", "int4"),
+    "emulated-int8": ("emulated", "int8"),
+    "emulated-fp8": ("emulated", "fp8"),
+}
+needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="run pip install torchao")
+
+
+@functools.cache
+def lowered(path: Path, name: str, dtype: DType = DType.BFLOAT16, rank: Rank = ONLY) -> LoweredModel:
+    return lower(split(load_config(find(path, tokenizer=False)), dtype, rank), make(name).target)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    write(path)
+    return path
+
+
+def load(path: Path, device: Device, model: LoweredModel, to: Quantization = "none") -> dict[str, Weight]:
+    directory = find(path, tokenizer=False)
+    plan = weights.plan(directory, load_config(directory), model.dtype)
+    form = device.form(model, to)
+    return tensors.load(directory, model.weights, plan, device=device.place, shards=model.shards, form=form)
+
+
+def write(path: Path, **sizes: int) -> PreTrainedModel:
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, **sizes}
+    config = variant("llama")
+    config.update(wide | {"head_dim": 16})
+    return write_checkpoint(config, path)
+
+
+def codes_of(held: Mapping[str, Weight]) -> dict[str, Weight]:
+    return {name: weight for name, weight in held.items() if not isinstance(weight, Tensor)}
+
+
+def dense(weight: Weight) -> Tensor:
+    """What a device's codes mean, in float64."""
+    if isinstance(weight, Held):
+        inner = vars(weight.weight)
+        return inner["qdata"].double() * inner["scale"].double()
+    assert isinstance(weight, Codes)
+    zeros = 0.0 if weight.zeros is None else weight.zeros[weight.rows][:, weight.columns].double()
+    return (weight.values.double() - zeros) * weight.scales[weight.rows][:, weight.columns].double()
+
+
+@needs_kernels
+@needs_torchao
+@pytest.mark.parametrize("way", sweep(WAYS, ["cpu-int4", "emulated-int8"]))
+def test_linear_layers_become_codes_and_nothing_else(folder: Path, way: tuple[str, Quantization]) -> None:
+    name, to = way
+    reference, device = AutoModelForCausalLM.from_pretrained(folder), make(name)
+    held = codes_of(load(folder, device, lowered(folder, name), to))
+    assert held.keys() == {
+        f"{path}.weight"
+        for path, module in reference.named_modules()
+        if isinstance(module, torch.nn.Linear) and path != "lm_head"
+    }
+    state = reference.state_dict()
+    for weight, codes in held.items():
+        exact = state[weight].to(torch.bfloat16).double()
+        step = {"int8": 1 / 254, "int4": 1 / 15, "fp8": 1 / 14}[to] * exact.abs().amax(1, keepdim=True)
+        assert ((dense(codes) - exact).abs() <= step * 1.01).all(), weight
+
+
+def test_head_and_linear_weights(folder: Path) -> None:
+    for name in DEVICES:
+        model = lowered(folder, name)
+        assert head_weights(model) == {"lm_head.weight"}
+        assert linear_weights(model) >= {"lm_head.weight"}
+        assert not any("norm" in each or "embed" in each for each in linear_weights(model))
+
+
+def logits(device: Device, model: LoweredModel, held: Mapping[str, Weight]) -> list[Tensor]:
+    """Results of every slice for some rows of random inputs."""
+    runner: Runner = device.runner(model, held)
+    draw = torch.Generator().manual_seed(3)
+    count = runner.padded(5)
+    rows = Rows(torch.randint(3, 90, (count,), generator=draw), torch.arange(count))
+    results: list[Tensor] = []
+    attention, context = None, ()
+    for index in runner.slices:
+        if index:
+            spec = model.attentions[index - 1]
+            attention = torch.randn(count, spec.query_heads, spec.v_dim, generator=draw)
+            attention = attention.to(getattr(torch, model.dtype.value))
+        if index == len(model.attentions):
+            assert attention is not None
+            results.append(runner.logits(rows, attention, context, torch.arange(5)).clone())
+            break
+        output = runner.run(index, rows, attention, context, None)
+        results += [tensor.clone() for tensor in output.results]
+        context = tuple(tensor.clone() for tensor in output.context)
+    return results
+
+
+@needs_kernels
+@needs_torchao
+@pytest.mark.parametrize("way", sweep(WAYS, ["cpu-int4", "emulated-int8"]))
+def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tuple[str, Quantization]) -> None:
+    """The same codes made dense in float32 and multiplied in float32: apart by bfloat16's rounding alone."""
+    name, to = way
+    device = make(name)
+    model = lowered(folder, name)
+    held = load(folder, device, model, to)
+    actual = logits(device, model, held)
+    wide = lowered(folder, name, DType.FLOAT32)
+    exact = {
+        key: dense(weight).float() if not isinstance(weight, Tensor) else weight.float() for key, weight in held.items()
+    }
+    plain = logits(make(name), wide, exact)
+    for ours, theirs in zip(actual, plain, strict=True):
+        assert (ours.float() - theirs).abs().max() <= 0.03 * theirs.abs().max()
+
+
+@needs_kernels
+def test_slices_with_codes_run_as_native_programs(folder: Path) -> None:
+    device, model = make("cpu"), lowered(folder, "cpu")
+    for to in ("int8", "int4"):
+        slices = model.with_weights(load(folder, device, model, to))
+        assert all(piece.program is not None for piece in slices)
+
+
+@needs_kernels
+@needs_torchao
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.parametrize("form", ["gptq-4", "gptq-4-ordered", "awq", "pack-4-asymmetric", "int-8", "fp8-channel"])
+def test_stored_codes_stay_where_the_product_keeps_their_values(tmp_path: Path, name: str, form: str) -> None:
+    model_of = write(tmp_path)
+    exact = checkpoints.quantise(tmp_path, FORMATS[form], model_of)
+    device = make(name)
+    held = load(tmp_path, device, lowered(tmp_path, name))
+    kept = codes_of(held)
+    on_cpu = form not in ("gptq-4-ordered", "fp8-channel")
+    assert kept.keys() == (exact.keys() if (on_cpu if name == "cpu" else form in ("int-8", "fp8-channel")) else set())
+    for weight, values in exact.items():
+        if weight in kept:
+            assert (dense(kept[weight]) - values).abs().max() < 1e-12
+        else:
+            assert torch.equal(held[weight], values.float().to(torch.bfloat16))  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@needs_kernels
+@needs_torchao
+@pytest.mark.parametrize(("name", "to"), [("cpu", "int8"), ("cpu", "int4"), ("emulated", "fp8")])
+def test_ranks_have_parts_of_the_same_codes(tmp_path: Path, name: str, to: Quantization) -> None:
+    write(tmp_path, intermediate_size=128)
+    device = make(name)
+    whole = codes_of(load(tmp_path, device, lowered(tmp_path, name), to))
+    for number in range(2):
+        model = lowered(tmp_path, name, rank=Rank(number, 2))
+        held = codes_of(load(tmp_path, device, model, to))
+        assert held.keys() == whole.keys()
+        for weight, codes in held.items():
+            part = tensors.cut(dense(whole[weight]), model.shards[weight])
+            if to == "int4" and 1 in model.shards[weight]:  # groups are half as long
+                assert dense(codes).shape == part.shape
+            else:
+                assert torch.equal(dense(codes), part), weight
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "dtype", "why"),
+    [
+        ("cpu", "fp8", DType.BFLOAT16, "no product of fp8 weights: give --quantization int8 or int4"),
+        ("cpu", "int8", DType.FLOAT32, "bfloat16; this model has float32.*give --dtype bfloat16"),
+        ("emulated", "int4", DType.BFLOAT16, "int4 weights run on NVIDIA GPUs"),
+    ],
+)
+def test_what_does_not_run_is_refused(folder: Path, name: str, to: Quantization, dtype: DType, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        make(name).form(lowered(folder, name, dtype), to)
+
+
+def test_without_torchao_gpus_quantise_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device, model = make("emulated"), lowered(folder, "emulated")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install torchao"):
+        device.form(model, "int8")
+    assert device.form(model, "none").names == frozenset()
+
+
+def test_models_without_linear_layers_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(variant("gpt2"), tmp_path)
+    with pytest.raises(ConfigError, match="no linear layers whose weights can be quantised"):
+        make("cpu").form(lowered(tmp_path, "cpu"), "int8")

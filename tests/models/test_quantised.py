@@ -1,0 +1,164 @@
+"""Quantised checkpoints: every format against its specification, what is refused, and what is held as codes."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lamina.errors import ConfigError, ModelError, UnsupportedModelError
+from lamina.models import tensors, weights
+from lamina.models.codes import Codes, group_size, plain, quantise
+from lamina.models.config import load_config, torch_dtype
+from lamina.models.directory import find
+from lamina.splitter.split_model import Shard, cut
+from lamina.types import DType, Quantization
+from tests.models import quantised_checkpoints as checkpoints
+from tests.models.quantised_checkpoints import FORMATS
+from tests.random_models import variant, write_checkpoint
+from tests.sweep import sweep
+
+
+def write(path: Path, name: str) -> dict[str, Tensor]:
+    """A checkpoint of this format; returns the weights that it means, in float64."""
+    model = write_checkpoint(variant("llama"), path)
+    return checkpoints.quantise(path, FORMATS[name], model)
+
+
+@pytest.mark.parametrize("name", sweep([*FORMATS], ["gptq-4-ordered", "awq", "pack-4-asymmetric", "fp8-blocks"]))
+def test_weights_are_what_the_format_says(tmp_path: Path, name: str) -> None:
+    exact = write(tmp_path, name)
+    assert len(exact) == 12 + 2 * ("down_proj" not in FORMATS[name].ignored)
+    directory = find(tmp_path, tokenizer=False)
+    config = load_config(directory)
+    for dtype in (DType.FLOAT32, DType.BFLOAT16):
+        plan = weights.plan(directory, config, dtype)
+        loaded = weights.load(directory, list(plan.expected), config, dtype)
+        for weight, values in exact.items():
+            assert torch.equal(loaded[weight], values.float().to(torch_dtype(dtype))), weight
+
+
+@pytest.mark.parametrize("name", sweep(["gptq-4-ordered", "awq", "pack-4-asymmetric", "fp8-blocks"], ["awq"]))
+def test_ranks_get_parts_of_weights(tmp_path: Path, name: str) -> None:
+    """Also where a group is cut."""
+    exact = write(tmp_path, name)
+    directory = find(tmp_path, tokenizer=False)
+    plan = weights.plan(directory, load_config(directory), DType.FLOAT32)
+    shards: dict[str, Shard] = {
+        "model.layers.0.self_attn.q_proj.weight": {0: ((2, 5), (8, 16))},
+        "model.layers.1.self_attn.o_proj.weight": {1: ((12, 30),)},
+    }
+    loaded = tensors.load(directory, list(shards), plan, shards=shards)
+    for weight, shard in shards.items():
+        assert torch.equal(plain(loaded[weight]), cut(exact[weight].float(), shard))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "why"),
+    [
+        ("gptq-4", {"quant_method": "mxfp4"}, "the method 'mxfp4' is not known"),
+        ("gptq-4", {"bits": 3}, "it has 3 bits"),
+        ("gptq-4", {"checkpoint_format": "marlin"}, "its checkpoint_format is marlin"),
+        ("gptq-4", {"dynamic": {"+:.*up_proj": {"bits": 8}}}, "settings of their own"),
+        ("awq", {"version": "gemv"}, "its version is gemv"),
+        ("awq", {"zero_point": False}, "no zero points"),
+        ("fp8-blocks", {"activation_scheme": "static"}, "activations have fixed scales"),
+        ("fp8-tensor", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "it is sparse"),
+        ("fp8-tensor", {"format": "nvfp4-pack-quantized"}, "its format is nvfp4-pack-quantized"),
+        ("fp8-tensor", {"config_groups": {}}, "it has no config_groups"),
+        ("gptq-4", {"group_size": "many"}, "its group_size is many"),
+    ],
+)
+def test_other_schemes_are_refused(tmp_path: Path, name: str, changes: dict[str, Any], why: str) -> None:
+    write(tmp_path, name)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= changes
+    file.write_text(json.dumps(config))
+    with pytest.raises((UnsupportedModelError, ModelError), match=why):
+        find(tmp_path, tokenizer=False)
+
+
+def test_fixed_scales_of_activations_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, "fp8-channel")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"]["dynamic"] = False
+    file.write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"activations have fixed scales.*Lamina reads GPTQ"):
+        find(tmp_path, tokenizer=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "lost", "why"),
+    [("awq", ".qzeros", "no model.layers.0.*q?zeros"), ("int-8", ".weight_scale", "I8 without a scale")],
+)
+def test_missing_parts_of_weights(tmp_path: Path, name: str, lost: str, why: str) -> None:
+    write(tmp_path, name)
+    file = tmp_path / "model.safetensors"
+    kept = {key: value for key, value in checkpoints.load_file(file).items() if not key.endswith(lost)}
+    checkpoints.save_file(kept, file)
+    with pytest.raises(ModelError, match=why):
+        find(tmp_path, tokenizer=False)
+
+
+def test_scales_that_do_not_fit_the_config(tmp_path: Path) -> None:
+    write(tmp_path, "gptq-4")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"]["group_size"] = 8
+    file.write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"which do not fit groups of \(1, 8\)"):
+        find(tmp_path, tokenizer=False)
+
+
+def dense(codes: Codes) -> Tensor:
+    """In float64, by the definition."""
+    zeros = torch.zeros_like(codes.scales) if codes.zeros is None else codes.zeros
+    rows, columns = codes.rows.tolist(), codes.columns.tolist()
+    each = [[(zeros[r, c].double(), codes.scales[r, c].double()) for c in columns] for r in rows]
+    shift, scale = (torch.tensor([[pair[part] for pair in row] for row in each]) for part in (0, 1))
+    return (codes.values.double() - shift) * scale
+
+
+@pytest.mark.parametrize(("to", "most"), [("int8", 0.5 / 127), ("int4", 0.5 / 15), ("fp8", 1 / 16)])
+def test_quantised_weights_are_the_nearest(to: Quantization, most: float) -> None:
+    """Half a code, of the largest weight of an output (int8) or of the range of a group (int4); half a unit (fp8)."""
+    weight = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    weight[2] = 0
+    weight[3] = 1.5
+    codes = quantise("w", weight, to, {})
+    values = dense(codes)
+    exact = weight.double()
+    grouped = exact.view(5, -1, 32)
+    if to == "fp8":
+        error, bound = (values - exact).abs(), exact.abs() * most + 1e-3
+    else:
+        span = grouped.amax(2).clamp_min(0) - grouped.amin(2).clamp_max(0)
+        error, bound = (values - exact).abs(), span.amax(1, keepdim=True) * most * (2 if to == "int8" else 1) + 1e-6
+    assert (error <= bound).all()
+    assert torch.equal(codes.dense(torch.float32), values.float()) or to == "int4"
+    assert (codes.dense(torch.float32) - values).abs().max() < 1e-6
+    assert (values[2] == 0).all() and values[3].sub(1.5).abs().max() < 1e-6
+    shard: Shard = {0: ((1, 2), (3, 5))} if to == "int4" else {0: ((1, 2), (3, 5)), 1: ((32, 64),)}
+    assert torch.equal(dense(quantise("w", weight, to, shard)), cut(values, shard))
+
+
+def test_groups_divide_inputs_and_are_not_cut() -> None:
+    assert group_size("w", 256, {}) == 128 and group_size("w", 96, {}) == 32
+    assert group_size("w", 384, {1: ((192, 384),)}) == 64
+    with pytest.raises(ConfigError, match="w has 40 inputs, which cannot be divided into groups of 128, 64, 32"):
+        group_size("w", 40, {})
+    with pytest.raises(ConfigError, match="where ranks cut them"):
+        group_size("w", 96, {1: ((0, 48),)})
+
+
+def test_codes_whose_groups_are_no_runs() -> None:
+    codes = quantise("w", torch.randn(4, 64), "int4", {})
+    assert codes.group == 64
+    assert codes.cut({1: ((0, 40),)}).group == 40
+    uneven = dataclasses.replace(codes, columns=(torch.arange(64) > 16).long())
+    assert uneven.group is None

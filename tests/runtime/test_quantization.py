@@ -1,0 +1,159 @@
+"""The whole runtime with quantised weights, at load and in checkpoints, against Hugging Face with the same weights."""
+
+import importlib.util
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lamina import _native
+from lamina.config import EngineConfig
+from lamina.errors import ConfigError
+from lamina.launch import launch
+from lamina.models.codes import quantise
+from lamina.types import DType, Quantization, SamplingParams
+from tests.models import quantised_checkpoints as checkpoints
+from tests.models.quantised_checkpoints import FORMATS
+from tests.random_models import greedy, served, write_checkpoint
+from tests.runtime.test_parity import run_all
+from tests.sweep import sweep
+
+TOKENS = 10
+PROMPTS = [[random.Random(length).randrange(3, 90) for _ in range(length)] for length in (1, 7, 20, 33)]
+needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
+needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="run pip install torchao")
+
+
+def tokens(folder: Path, logprobs: int | None = None, **settings: Any) -> list[list[int]]:
+    sizes = {"max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20}
+    given: dict[str, Any] = {"memory": "cpu:1"} | sizes | settings
+    engine = launch(EngineConfig(model=str(folder), **given))
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
+        outputs = run_all(engine, PROMPTS, params)
+        assert engine.cluster.weights
+    finally:
+        engine.close()
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def is_nearly_greedy(model: PreTrainedModel, prompt: list[int], chosen: list[int], margin: float) -> bool:
+    """Whether every token's logit is at most ``margin`` (a share of the largest) below the best, given those before."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + chosen])).logits[0, len(prompt) - 1 : -1]
+    below = logits.amax(1) - logits[torch.arange(len(chosen)), torch.tensor(chosen)]
+    return bool((below <= margin * logits.abs().amax(1)).all())
+
+
+@pytest.mark.parametrize("form", sweep([*FORMATS], ["gptq-4-ordered"]))
+def test_quantised_checkpoints_give_the_tokens_of_their_weights(tmp_path: Path, form: str) -> None:
+    """In float32, where all weights are made dense."""
+    model = write_checkpoint(served("llama"), tmp_path)
+    checkpoints.quantise(tmp_path, FORMATS[form], model)
+    got = tokens(tmp_path, compute="cpu:1", dtype=DType.FLOAT32)
+    assert got == [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gptq-4-ordered", "pack-4-asymmetric", "fp8-blocks"])
+@pytest.mark.parametrize("compute", ["cpu:2", "emulated:2"])
+def test_ranks_of_quantised_checkpoints(tmp_path: Path, form: str, compute: str) -> None:
+    model = write_checkpoint(served("llama"), tmp_path)
+    checkpoints.quantise(tmp_path, FORMATS[form], model)
+    got = tokens(tmp_path, compute=compute, tensor_parallel=2, dtype=DType.FLOAT32)
+    assert got == [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.slow
+def test_experts_of_quantised_checkpoints(tmp_path: Path) -> None:
+    """Stored one by one, in fp8 with scales of blocks, as DeepSeek and Qwen do; the router is not quantised."""
+    model = write_checkpoint(served("qwen3_moe"), tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = checkpoints.load_file(file)
+    draw = checkpoints.np.random.default_rng(0)
+    for name in [name for name in stored if ".experts." in name or "_proj.weight" in name]:
+        written = FORMATS["fp8-blocks"].write(draw, *stored[name].shape)
+        base = name.removesuffix(".weight")
+        stored |= {f"{base}.{suffix}": tensor for suffix, tensor in written.tensors.items()}
+    checkpoints.save_file(stored, file, metadata={"format": "pt"})
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for other in tmp_path.iterdir():
+        if other.is_file():
+            (plain / other.name).write_bytes(other.read_bytes())
+    dense = {name: tensor for name, tensor in stored.items() if "scale" not in name}
+    for name in dense:
+        scale = stored.get(f"{name}_scale_inv")
+        if scale is not None:
+            rows, columns = dense[name].shape
+            each = scale.repeat_interleave(24, 0).repeat_interleave(20, 1)[:rows, :columns]
+            dense[name] = dense[name].float() * each
+    checkpoints.save_file(dense, plain / "model.safetensors", metadata={"format": "pt"})
+    reference = type(model).from_pretrained(plain)
+    config = checkpoints.json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = dict(FORMATS["fp8-blocks"].config)
+    (tmp_path / "config.json").write_text(checkpoints.json.dumps(config))
+    got = tokens(tmp_path, compute="cpu:1", dtype=DType.FLOAT32)
+    assert got == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
+
+
+def quantised_model(folder: Path, to: Quantization, **sizes: int) -> PreTrainedModel:
+    """A checkpoint in bfloat16, and the model with its weights as ``to`` rounds them, in float32."""
+    model = write_checkpoint(served("llama", **sizes), folder)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            weight = module.weight.data.to(torch.bfloat16)
+            module.weight.data = quantise(name, weight, to, {}).dense(torch.float32)
+    return model
+
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.mark.slow
+@needs_kernels
+@needs_torchao
+@pytest.mark.parametrize(
+    ("compute", "to"), [("cpu:1", "int8"), ("cpu:1", "int4"), ("emulated:1", "int8"), ("emulated:1", "fp8")]
+)
+def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> None:
+    reference = quantised_model(tmp_path, to, **SIZES)
+    got = tokens(tmp_path, compute=compute, dtype=DType.BFLOAT16, quantization=to)
+    assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
+@pytest.mark.slow
+@needs_kernels
+@needs_torchao
+@pytest.mark.parametrize(("compute", "to"), [("cpu:2", "int8"), ("cpu:2", "int4"), ("emulated:2", "int8")])
+def test_ranks_have_the_same_quantised_weights(tmp_path: Path, compute: str, to: Quantization) -> None:
+    """Their scales are those of whole outputs, not of a rank's part of the inputs."""
+    reference = quantised_model(tmp_path, to, **SIZES)
+    got = tokens(tmp_path, compute=compute, tensor_parallel=2, dtype=DType.BFLOAT16, quantization=to)
+    assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("form", ["gptq-8", "awq", "pack-4", "int-8"])
+def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
+    model = write_checkpoint(served("llama"), tmp_path)
+    checkpoints.quantise(tmp_path, FORMATS[form], model)
+    got = tokens(tmp_path, compute="cpu:1", dtype=DType.BFLOAT16)
+    assert all(is_nearly_greedy(model, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "form", "why"),
+    [("llama", "awq", "quantised already"), ("qwen3_moe", None, "of experts .*which are not quantised")],
+)
+def test_what_is_not_quantised_at_load(tmp_path: Path, family: str, form: str | None, why: str) -> None:
+    model = write_checkpoint(served(family), tmp_path)
+    if form is not None:
+        checkpoints.quantise(tmp_path, FORMATS[form], model)
+    with pytest.raises(ConfigError, match=why):
+        launch(EngineConfig(model=str(tmp_path), quantization="int8", dtype=DType.BFLOAT16))
