@@ -26,7 +26,7 @@ Lanes = Annotated[str | None, typer.Option(help="Batches in flight: a number, or
 PipeliningName = Annotated[Pipelining, typer.Option("--pipelining", help="How lanes take turns on compute workers.")]
 
 WeightDTypeName = Annotated[
-    Literal["auto", "fp8"],
+    Literal["auto", "fp8", "int8", "int4"],
     typer.Option("--weight-dtype", help="Element type of the layers' weights; auto is the model's own."),
 ]
 

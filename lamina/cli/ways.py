@@ -233,7 +233,7 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     if way.tensor_parallel > 1:
         missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
         missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
-    missing += ["weights in fp8"] if shape.fp8 else []
+    missing += [] if shape.weight_dtype == "auto" else [f"products of {shape.weight_dtype} weights that read no more"]
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
     memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"

@@ -73,6 +73,7 @@ class Scheme:
         method: its name in configs. bits: of a code. zero_offset: what is added to stored zero points.
         blocks: outputs and inputs that share a scale; parts of a model may differ. -1: all.
         activations: quantised too, when the model is run as it was meant to be; Lamina leaves them as they are.
+        floats: codes are 8-bit floats.
     """
 
     method: str
@@ -80,6 +81,7 @@ class Scheme:
     blocks: tuple[Block, ...]
     zero_offset: int = 0
     activations: bool = False
+    floats: bool = False
 
     def __str__(self) -> str:
         return f"{self.method} in {self.bits} bits"
@@ -147,7 +149,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
     _require(form == "e4m3", f"its fmt is {form}")
     block = config.get("weight_block_size")
     blocks: tuple[Block, ...] = ((_WHOLE, _WHOLE), (1, _WHOLE)) if block is None else ((block[0], block[1]),)
-    return Scheme("fp8", 8, blocks, activations=True)
+    return Scheme("fp8", 8, blocks, activations=True, floats=True)
 
 
 def _compressed(config: Mapping[str, Any]) -> Scheme:
@@ -163,7 +165,8 @@ def _compressed(config: Mapping[str, Any]) -> Scheme:
     sizes = {group["weights"]["num_bits"] for group in groups}
     _require(len(sizes) == 1, f"its parts have {' and '.join(map(str, sorted(sizes)))} bits")
     quantised = any(group.get("input_activations") for group in groups)
-    return Scheme("compressed-tensors", sizes.pop(), blocks, activations=quantised)
+    floats = any(group["weights"].get("type") == "float" for group in groups)
+    return Scheme("compressed-tensors", sizes.pop(), blocks, activations=quantised, floats=floats)
 
 
 _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")

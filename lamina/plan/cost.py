@@ -261,8 +261,8 @@ class CostModel:
     """Seconds on devices of one kind. See the module docstring."""
 
     def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
-        """Raises ConfigError for weights in 8 bits on hardware whose slices were measured: those had 16 or 32."""
-        if shape.fp8 and fits.slices is not None:
+        """Raises ConfigError for quantised weights on hardware whose slices were measured: those had 16 or 32."""
+        if shape.weight_dtype != "auto" and fits.slices is not None:
             raise ConfigError(
                 f"the profile of {hardware.kind} was measured with weights in 16 or 32 bits; leave out --weight-dtype"
             )
@@ -285,9 +285,15 @@ class CostModel:
     def _operator(self, operator: str, rows: Floats, tp: Any, shape: ModelShape) -> Floats:
         if operator in GEMMS:
             columns, depth = GEMMS[operator](shape, tp)
-            return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, shape.dtype, shape.fp8)
+            return self._product(rows, columns, depth)
         moved = rows * POINTWISE[operator](shape, tp) * shape.dtype.itemsize
         return self.fits.pointwise.seconds(operator, moved, self.hardware)
+
+    def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
+        """Of some rows and a part of the layers' weights."""
+        shape = self.shape
+        kinds = shape.dtype, shape.fp8, shape.weight_itemsize
+        return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, *kinds)
 
     def _of_experts(self, operator: str, rows: Floats, tp: Any, experts: Experts) -> Floats:
         """An operator on the experts that the rows touch, each with its share of the rows, as one grouped product: of
@@ -300,7 +306,7 @@ class CostModel:
         touched = experts.touched(rows)
         columns, depth = GEMMS[operator](each, tp)
         share = rows * experts.active / touched
-        seconds = gemm_seconds(self.fits.gemm, self.hardware, share, touched * columns, depth, shape.dtype, shape.fp8)
+        seconds = self._product(share, touched * columns, depth)
         if operator == "mlp_up_proj":  # the router's product, and gathering each expert's rows
             seconds = seconds + gemm_seconds(
                 self.fits.gemm, self.hardware, rows, experts.count, shape.hidden, shape.dtype

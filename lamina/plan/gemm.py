@@ -76,23 +76,26 @@ def gemm_seconds(
     depth: ArrayLike,
     dtype: DType,
     fp8: bool = False,
+    weight_itemsize: float | None = None,
 ) -> Floats:
     """Seconds of the product of ``[rows, depth]`` activations and ``[depth, columns]`` weights, element by element.
 
     Args:
         rows, columns, depth: M, N and K; arrays that broadcast together.
+        weight_itemsize: bytes of a weight; None: those of ``dtype``, or 1 with ``fp8``.
         fp8: weights take a byte, and so do the activations where the hardware multiplies 8-bit floats; elsewhere
             weights are converted on the way to its processors. Outputs have ``dtype``.
     """
     m, n, k = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (rows, columns, depth)))
-    times = _kernel_seconds(fit, hardware, m, n, k, dtype, fp8)
+    stored = weight_itemsize or (1 if fp8 else dtype.itemsize)
+    times = _kernel_seconds(fit, hardware, m, n, k, dtype, fp8, stored)
     fastest = times.min(axis=0)
     ratios = fastest / times
     return np.asarray(fastest * (ratios ** (fit.choice - 1)).sum(axis=0) / (ratios**fit.choice).sum(axis=0))
 
 
 def _kernel_seconds(
-    fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, fp8: bool
+    fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, fp8: bool, weight: float
 ) -> Floats:
     """Seconds of every kernel, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where the library would not split K."""
     processors = hardware.processors
@@ -106,7 +109,7 @@ def _kernel_seconds(
     products = rows * columns * np.ceil(k / cuts / DEPTH) * DEPTH
     native = fp8 and hardware.fp8_flops > 0
     peak = hardware.fp8_flops if native else hardware.flops[dtype]
-    weight, entry = (1 if fp8 else dtype.itemsize), (1 if native else dtype.itemsize)
+    entry = 1 if native else dtype.itemsize
     compute = waves * (2 * products / (peak / processors * fit.share) + fit.tile_s)
     moved = n * k * weight + fit.activation_weight * (m * k * entry + m * n * dtype.itemsize)
     partials = np.where(cuts > 1, 2 * PARTIAL_BYTES * cuts * m * n, 0.0)  # written and read again

@@ -11,11 +11,15 @@ from typing import Any, Literal
 
 from lamina.errors import ModelError, UnsupportedModelError
 from lamina.models.directory import CONFIG, max_model_len, read_json
+from lamina.models.quantised import scheme
 from lamina.plan.experts import COUNTS, Experts
 from lamina.types import DType, KvCacheDType, KvElement
 
-WeightDType = Literal["auto", "fp8"]
+WeightDType = Literal["auto", "fp8", "int8", "int4"]
 """Element type of the layers' matrices; auto is the model's own. Embeddings keep that in any case."""
+
+_WEIGHT_BYTES: dict[WeightDType, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 8 / 128}
+"""Of a weight; in int4 with a scale and a zero point of 4 bytes for each 128."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +62,13 @@ class ModelShape:
 
     @property
     def fp8(self) -> bool:
-        """Whether the layers' weights take a byte each."""
+        """Whether the layers' weights are 8-bit floats, which some hardware multiplies as they are."""
         return self.weight_dtype == "fp8"
+
+    @property
+    def weight_itemsize(self) -> float:
+        """Bytes of one of the layers' weights."""
+        return _WEIGHT_BYTES.get(self.weight_dtype, float(self.dtype.itemsize))
 
     @property
     def layer_parameters(self) -> int:
@@ -83,8 +92,8 @@ class ModelShape:
     @property
     def weight_bytes(self) -> int:
         """Bytes of one replica."""
-        item = self.dtype.itemsize
-        return self.layers * self.layer_parameters * (1 if self.fp8 else item) + self._embeddings * item
+        layers = round(self.layers * self.layer_parameters * self.weight_itemsize)
+        return layers + self._embeddings * self.dtype.itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -185,7 +194,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a parsed config.json describes. Raises like ``find``."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
-    fp8 = _require_covered(name, config, text)
+    weight_dtype = _require_covered(name, config, text)
     sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
     hidden, heads = sizes["hidden"], sizes["query_heads"]
     multi_query = bool(text.get("multi_query")) and not text.get("new_decoder_architecture")
@@ -209,20 +218,14 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
-        weight_dtype="fp8" if fp8 else "auto",
+        weight_dtype=weight_dtype,
         experts=Experts.of(name, text, sizes["layers"]),
     )
 
 
-def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
-    """Whether the weights are in 8-bit floats. Raises UnsupportedModelError for what the cost model does not cover."""
-    quantised = config.get("quantization_config")
-    method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-    if method not in (None, "fp8"):
-        raise UnsupportedModelError(
-            f"{name} has weights quantised by {method}; the cost model covers fp8: give the config of the model in 16 "
-            "bits, or in fp8"
-        )
+def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> WeightDType:
+    """How the weights are stored. Raises UnsupportedModelError for what the cost model does not cover."""
+    stored = scheme(name, config)
     nested = [value for value in text.values() if isinstance(value, dict)]
     for inner in nested:
         if any(inner.get(key) not in (None, 0, 1) for key in COUNTS):
@@ -240,7 +243,9 @@ def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, An
             raise UnsupportedModelError(
                 f"{name} has layers of type {kind}; the cost model covers layers with K and V only"
             )
-    return method == "fp8"
+    if stored is None:
+        return "auto"
+    return "int4" if stored.bits == 4 else "fp8" if stored.floats else "int8"
 
 
 def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

@@ -23,6 +23,7 @@ from lamina.models.config import load_config
 from lamina.models.directory import find
 from lamina.splitter import split
 from lamina.splitter.parts import ONLY, Rank
+from lamina.splitter.split_model import cut
 from lamina.types import DType, Quantization
 from tests.models import quantised_checkpoints as checkpoints
 from tests.models.quantised_checkpoints import FORMATS
@@ -114,7 +115,8 @@ def logits(device: Device, model: LoweredModel, held: Mapping[str, Weight]) -> l
     count = runner.padded(5)
     rows = Rows(torch.randint(3, 90, (count,), generator=draw), torch.arange(count))
     results: list[Tensor] = []
-    attention, context = None, ()
+    attention: Tensor | None = None
+    context: tuple[Tensor, ...] = ()
     for index in runner.slices:
         if index:
             spec = model.attentions[index - 1]
@@ -190,7 +192,7 @@ def test_ranks_have_parts_of_the_same_codes(tmp_path: Path, name: str, to: Quant
         held = codes_of(load(tmp_path, device, model, to))
         assert held.keys() == whole.keys()
         for weight, codes in held.items():
-            part = tensors.cut(dense(whole[weight]), model.shards[weight])
+            part = cut(dense(whole[weight]), model.shards[weight])
             if to == "int4" and 1 in model.shards[weight]:  # groups are half as long
                 assert dense(codes).shape == part.shape
             else:

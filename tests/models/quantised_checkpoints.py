@@ -48,8 +48,9 @@ def words(codes: npt.NDArray[np.int64], bits: int) -> Tensor:
     return torch.from_numpy(packed.view(np.int32).copy())
 
 
-def scales_of(draw: np.random.Generator, *shape: int) -> Tensor:
-    return torch.from_numpy(draw.uniform(0.01, 0.03, shape)).to(torch.float16)
+def scales_of(draw: np.random.Generator, *shape: int, bits: int = 4) -> Tensor:
+    """For weights of about 0.1."""
+    return torch.from_numpy(draw.uniform(0.16, 0.48, shape) / (1 << bits)).to(torch.float16)
 
 
 def gptq(bits: int, symmetric: bool, ordered: bool, group: int, version: str = "gptq") -> Format:
@@ -60,7 +61,7 @@ def gptq(bits: int, symmetric: bool, ordered: bool, group: int, version: str = "
         zeros = np.full((groups, outputs), 1 << (bits - 1))
         if not symmetric:
             zeros = draw.integers(1, 1 << bits, (groups, outputs))
-        scales = scales_of(draw, groups, outputs)
+        scales = scales_of(draw, groups, outputs, bits=bits)
         group_of = np.arange(inputs) // size
         if ordered:
             group_of = draw.permutation(group_of)
@@ -116,7 +117,7 @@ def pack_quantized(bits: int, symmetric: bool, group: int) -> Format:
         zeros = np.zeros((outputs, inputs // size), np.int64)
         if not symmetric:
             zeros = draw.integers(-half, half, zeros.shape)
-        scales = scales_of(draw, outputs, inputs // size).to(torch.bfloat16)
+        scales = scales_of(draw, outputs, inputs // size, bits=bits).to(torch.bfloat16)
         of = np.arange(inputs) // size
         tensors = {
             "weight_packed": words(codes + half, bits),
@@ -134,7 +135,7 @@ def pack_quantized(bits: int, symmetric: bool, group: int) -> Format:
 def int_quantized() -> Format:
     def write(draw: np.random.Generator, outputs: int, inputs: int) -> Written:
         codes = torch.from_numpy(draw.integers(-128, 128, (outputs, inputs))).to(torch.int8)
-        scales = scales_of(draw, outputs, 1).float() / 16
+        scales = scales_of(draw, outputs, 1, bits=8).float()
         return Written({"weight": codes, "weight_scale": scales}, codes.double().numpy() * scales.double().numpy())
 
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}

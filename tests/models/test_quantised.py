@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lamina.errors import ConfigError, ModelError, UnsupportedModelError
@@ -99,8 +100,8 @@ def test_fixed_scales_of_activations_are_refused(tmp_path: Path) -> None:
 def test_missing_parts_of_weights(tmp_path: Path, name: str, lost: str, why: str) -> None:
     write(tmp_path, name)
     file = tmp_path / "model.safetensors"
-    kept = {key: value for key, value in checkpoints.load_file(file).items() if not key.endswith(lost)}
-    checkpoints.save_file(kept, file)
+    kept = {key: value for key, value in load_file(file).items() if not key.endswith(lost)}
+    save_file(kept, file)
     with pytest.raises(ModelError, match=why):
         find(tmp_path, tokenizer=False)
 

@@ -109,8 +109,26 @@ def test_weights_in_fp8() -> None:
         # Activations and outputs of 2 bytes, and what a tile and a launch take, are not halved.
         assert 1.4 < ratios[0] < 2.01 and faster * 0.85 < ratios[1] < faster * 1.05, kind
     assert models.from_config("q", {**QWEN, "quantization_config": {"quant_method": "fp8"}}).fp8
-    with pytest.raises(UnsupportedModelError, match="quantised by awq; the cost model covers fp8"):
-        models.from_config("q", {**QWEN, "quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(UnsupportedModelError, match="quantised with mxfp4"):
+        models.from_config("q", {**QWEN, "quantization_config": {"quant_method": "mxfp4"}})
+
+
+def test_weights_in_integers() -> None:
+    """int4: a scale and a zero point of 4 bytes for 128 weights. Fewer bytes are read; products take 16 bits."""
+    shape = models.find("Llama-3-70B")
+    embeddings = 2 * 2 * shape.vocabulary * shape.hidden
+    sizes: dict[models.WeightDType, float] = {"int8": 1.0, "int4": 0.5625}
+    for dtype, size in sizes.items():
+        small = shape.stored_as("auto", dtype)
+        assert small.weight_bytes == (shape.weight_bytes - embeddings) * size / 2 + embeddings
+        few, many = (
+            float(cost(shape, "h100").operator_seconds("mlp_down_proj", rows, 1))
+            / float(cost(small, "h100").operator_seconds("mlp_down_proj", rows, 1))
+            for rows in (4, 8192)
+        )
+        assert 0.6 * 2 / size < few < 2.01 / size and 0.85 < many < 1.05, dtype
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    assert models.from_config("q", {**QWEN, "quantization_config": gptq}).weight_dtype == "int4"
 
 
 def test_slices_measured_in_16_bits_say_nothing_of_fp8() -> None:

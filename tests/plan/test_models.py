@@ -98,7 +98,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
         ({"num_experts": [8, 8]}, "a mixture of experts whose layers differ"),
         ({"ffn_config": {"moe_num_experts": 16}}, "a mixture of experts in a part of its config"),
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised with hqq"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
         ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
         ({"mamba_d_state": 128}, "a state of their own"),
