@@ -67,6 +67,7 @@ def examine() -> Iterator[Finding]:
     """Run all checks, in the order they are shown."""
     yield _python()
     yield from _packages()
+    yield _quantisation()
     yield _native()
     yield _cpu(_cpu_flags())
     yield from _memory()
@@ -91,6 +92,13 @@ def _packages() -> Iterator[Finding]:
         except metadata.PackageNotFoundError:
             yield Finding("package", f"{name} is missing", Status.PROBLEM, f"pip install {name}")
     yield Finding("packages", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def _quantisation() -> Finding:
+    try:
+        return Finding("quantised weights", f"on CPUs and GPUs (torchao {metadata.version('torchao')})")
+    except metadata.PackageNotFoundError:
+        return Finding("quantised weights", "on CPUs; on GPUs, --quantization needs torchao: pip install torchao")
 
 
 def _native() -> Finding:

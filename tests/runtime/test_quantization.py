@@ -73,7 +73,7 @@ def test_ranks_of_quantised_checkpoints(tmp_path: Path, form: str, compute: str)
 @pytest.mark.slow
 def test_experts_of_quantised_checkpoints(tmp_path: Path) -> None:
     """Stored one by one, in fp8 with scales of blocks; the router is not quantised."""
-    model = write_checkpoint(served("mixtral"), tmp_path)
+    model = write_checkpoint(served("deepseek_v3"), tmp_path)
     file = tmp_path / "model.safetensors"
     stored = load_file(file)
     draw = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form", "why"),
-    [("llama", "awq", "quantised already"), ("mixtral", None, "of experts .*which are not quantised")],
+    [("llama", "awq", "quantised already"), ("deepseek_v3", None, "of experts .*which are not quantised")],
 )
 def test_what_is_not_quantised_at_load(tmp_path: Path, family: str, form: str | None, why: str) -> None:
     model = write_checkpoint(served(family), tmp_path)
