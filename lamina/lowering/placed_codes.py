@@ -34,8 +34,6 @@ class PlacedForm:
     def of(cls, model: LoweredModel, to: Quantization, place: torch.device) -> "PlacedForm":
         """For a model lowered for ``Target.GPU``. Raises ConfigError: ``to`` does not run on ``place``."""
         installed = importlib.util.find_spec("torchao") is not None
-        if to != "none" and not installed:
-            raise ConfigError(f"--quantization {to} on a GPU needs torchao: run pip install torchao")
         if to == "int4" and (place.type != "cuda" or model.dtype is not DType.BFLOAT16):
             raise ConfigError(
                 f"int4 weights run on NVIDIA GPUs in bfloat16, not on {place.type} in {model.dtype.value}: give "
@@ -46,6 +44,8 @@ class PlacedForm:
                 f"int4 weights need a GPU of compute capability 8.0 or later; {torch.cuda.get_device_name(place)} has "
                 "less: give --quantization int8"
             )
+        if to != "none" and not installed:
+            raise ConfigError(f"--quantization {to} on a GPU needs torchao: run pip install torchao")
         linear = linear_weights(model)
         return cls(linear if installed else frozenset(), chosen(model, linear, to), to)
 
