@@ -72,18 +72,22 @@ class Recipients:
         self._carriers = set[int]()  # of moves in progress
 
     def apply(self, topology: Topology, kept: Mapping[str, Mapping[int, int]] = NOTHING_KEPT) -> None:
-        """A new epoch: compute workers know of no sequence any more, and those of lost memory workers are forgotten.
+        """A new epoch: compute workers know of no sequence any more, and requests of which nothing is ``kept`` (tokens
+        by worker and sequence) are forgotten. Of cached prefixes, what is kept stays.
 
-        Of cached prefixes, what is ``kept`` on workers that are left stays: tokens by worker and sequence.
+        Of a request, completions that have not been forked, or not again, hold nothing: they follow the first one.
         """
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._decoding.clear()
         self._untold.clear()
         self._shorten(topology, kept)
-        lost = {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)} | self._carriers
+        held = {one for sequences in kept.values() for one in sequences}
+        alive = {self._admissions[one].sequence for one in held if one in self._admissions}
+        lost = {one for one, told in self._admissions.items() if told.sequence not in alive} | self._carriers
         self._carriers.clear()
-        struck = {self._admissions[one].sequence for one in lost if one in self._admissions}  # else a cached prefix
-        lost |= {one for one, told in self._admissions.items() if told.sequence in struck}
+        for one in self._admissions.keys() - held:
+            self._segments[one], self._homes[one] = [], []
+        lost |= {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)}  # cached prefixes
         self._admissions = {one: told for one, told in self._admissions.items() if one not in lost}
         self._homes = {one: homes for one, homes in self._homes.items() if one not in lost}
         self._segments = {one: self._segments[one] for one in self._homes}
@@ -192,6 +196,8 @@ class Recipients:
         for sequence in plan.released:
             self._admissions.pop(sequence, None)  # a cached prefix has none
             self._carriers.discard(sequence)
+            if sequence not in self._homes:  # it had ended, and an epoch has left nothing of its request
+                continue
             del self._homes[sequence], self._segments[sequence]
             knowing = self._knowing.pop(sequence) | self._holding.pop(sequence)
             for worker in knowing.difference(replicas):  # these get the whole plan

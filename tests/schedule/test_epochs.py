@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lamina.errors import RequestError
 from lamina.pipeline import Pipeline
 from lamina.schedule.limits import Limits
+from lamina.schedule.recipients import Recipients
 from lamina.schedule.suspects import Hold
 from lamina.topology import FIRST, Member, Topology
 from lamina.types import Request
@@ -41,6 +42,7 @@ class Losing(Cluster):
         self.hold = NOBODY
         self._numbers = itertools.count()
         self.topology = Topology(FIRST, tuple(workers), Pipeline(lanes, 2) if lanes > 1 else Pipeline(2, 2))
+        self.recipients = Recipients(self.topology.computes, self.topology.pipeline)
 
     def submit(self, index: int, made: Request) -> None:
         try:
@@ -53,6 +55,7 @@ class Losing(Cluster):
         closed, before = set(self.scheduler.placement.closed), len(self._in_flight[lane])
         super().plan(lane)
         for plan in self._in_flight[lane][before:]:
+            self.recipients.of(plan, 0.0)  # it knows all sequences that the plan names
             forked = {fork.child for fork in plan.forks}  # what admission has planned for them
             assert not closed & {one.worker for one in plan.grown if one.sequence not in forked}
         for step in itertools.chain.from_iterable(plan.sequences for plan in self._in_flight[lane]):
@@ -72,6 +75,7 @@ class Losing(Cluster):
         self.topology = self.topology.without(lost or computes[1:])
         self._in_flight = [[] for _ in self._in_flight]
         remains = self.scheduler.apply(self.topology)
+        self.recipients.apply(self.topology, remains.kept)
         self.memories = [memory for memory in self.memories if memory.name not in lost]
         for memory in self.memories:
             kept = remains.kept[memory.name]
@@ -97,7 +101,11 @@ class Losing(Cluster):
         name = f"later{next(self._numbers)}"
         self.memories.append(MemoryModel(name, capacity))
         self.topology = self.topology.joined(Member(name, "memory", "cpu", "", capacity), self.topology.pipeline)
-        self.scheduler.change(self.topology, deal_again=False)
+        self._change()
+
+    def _change(self, deal_again: bool = False) -> None:
+        self.scheduler.change(self.topology, deal_again)
+        self.recipients.change(self.topology)
 
     def drain(self, number: int) -> None:
         """A memory worker is to leave, if another one can hold any request."""
@@ -117,13 +125,13 @@ class Losing(Cluster):
                 assert memory.slab.used == 0 and not memory.here
                 self.memories.remove(memory)
                 self.topology = self.topology.left(memory.name, self.topology.pipeline)
-                self.scheduler.change(self.topology, deal_again=False)
+                self._change()
 
     def deal_again(self) -> bool:
         """The replicas change, if no step is in flight."""
         if any(self._in_flight):
             return False
-        self.scheduler.change(self.topology, deal_again=True)
+        self._change(deal_again=True)
         return True
 
     @property

@@ -19,7 +19,8 @@ from lamina.protocol.wire import message_rows
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
 from lamina.segments import by_sequence, for_sequence, forked, grown, moved
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan, Switch
+from lamina.topology import FIRST, Member, Topology
 from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.schedule.schedules import request
 from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
@@ -256,3 +257,28 @@ def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> 
     ((told, plan),) = recipients.of(StepPlan(3, 1, 0, [], [0, 1], [], [], nobody), 0.0)
     assert told == ("compute1",) and plan.released == [0, 1]
     assert dict(recipients.overdue(RELEASE_S)) == {"compute0": [0, 1], "memory0": [0, 1]}
+
+
+def test_a_request_whose_prompt_has_moved_outlives_the_worker_that_it_left() -> None:
+    """Its second completion has not been forked yet: it never had anything on the lost worker."""
+    members = (
+        Member("compute0", "compute", "cpu", ""),
+        *(Member(f"memory{n}", "memory", "cpu", "", 9) for n in (0, 1)),
+    )
+    topology, nobody = Topology(FIRST, members, Pipeline(1, 1)), DecodeRows([], [], [])
+    recipients = Recipients(["compute0"], topology.pipeline)
+    admitted = [
+        Admission(first, 2, 2, [Segment(first, worker, (0, 2), (0, None))], SamplingParams(), 0)
+        for first, worker in ((0, "memory0"), (2, "memory0"), (4, "memory1"))
+    ]
+    recipients.of(StepPlan(1, 0, 0, [], [], admitted, [], nobody), 0.0)
+    switch = Switch(9, [Segment(0, "memory1", (0, 2), (0, None))])
+    recipients.of(StepPlan(2, 0, 0, [], [], [], [], nobody, switches=[switch]), 0.0)
+    recipients.apply(topology.without(["memory0"]), {"memory1": {0: 2, 4: 2, 5: 1}})
+    forks = [Fork(0, 1, 2)]
+    told = recipients.of(StepPlan(3, 0, 0, forks, [2, 3], [], [SequenceStep(1, 2, [7], [1])], nobody), 0.0)
+    ((_, part),) = [one for one in told if one[0] == ("memory1",)]
+    assert part.forks == forks and [chunk.sequence for chunk in part.chunks] == [1]
+    recipients.of(StepPlan(4, 0, 0, [], [0, 1, 4, 5], [], [], nobody), 0.0)
+    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
+    assert not recipients._admissions
