@@ -15,8 +15,6 @@ std::vector<Share> DecodeShares::of(std::span<const std::int64_t> homes,
                                     const std::vector<std::int64_t> &tokens, const std::vector<Share> &more) {
     if (homes.size() != tokens.size())
         throw std::invalid_argument("homes and tokens differ in length");
-    if (homes.size() >= attend_s_.size())
-        throw std::out_of_range("more rows than attend_s has times for");
     const auto exists = [this](std::size_t worker) { return worker < workers_.size(); };
     if (!std::all_of(homes.begin(), homes.end(), exists) ||
         !std::all_of(more.begin(), more.end(), [&](const Share &share) { return exists(share.worker); }))
@@ -29,6 +27,15 @@ std::vector<Share> DecodeShares::of(std::span<const std::int64_t> homes,
         place_of(static_cast<std::size_t>(homes[i]), shares);
         worker.rows += 1;
         worker.tokens += tokens[i] + 1;
+    }
+    const auto forget = [&] {
+        for (const Share &share : shares)
+            workers_[share.worker] = {};
+    };
+    if (std::any_of(shares.begin(), shares.end(),
+                    [this](const Share &share) { return workers_[share.worker].rows >= attend_s_.size(); })) {
+        forget();
+        throw std::out_of_range("a worker has more rows than attend_s has times for");
     }
     for (Share &share : shares) {
         const Worker &worker = workers_[share.worker];
@@ -43,8 +50,7 @@ std::vector<Share> DecodeShares::of(std::span<const std::int64_t> homes,
         share.attention_s += added.attention_s;
         share.send_s += added.send_s;
     }
-    for (const Share &share : shares)
-        workers_[share.worker] = {};
+    forget();
     return shares;
 }
 

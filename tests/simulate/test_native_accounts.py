@@ -64,3 +64,13 @@ def test_shares_of_a_decode_step(rows: list[tuple[int, int]], more: list[tuple[i
     with pytest.raises(ValueError, match="differ in length"):
         shares.of(np.array([0]), [], [])
     assert shares.of(np.zeros(0, np.int64), [], []).tuples() == []
+
+
+def test_only_the_rows_of_one_worker_are_bounded_and_a_rejected_step_leaves_nothing() -> None:
+    """A sequence that is split has a row on each of its workers."""
+    shares = DecodeShares(2, 0.0, 0.0, 0.0, [0.0, 3.0, 5.0])
+    with pytest.raises(IndexError, match="a worker has more rows than attend_s has times for"):
+        shares.of(np.array([0, 0, 0]), [1, 1, 1], [])
+    both = shares.of(np.array([0, 1, 1, 0]), [1, 1, 1, 1], []).tuples()
+    assert sorted(both) == [(0, 0.0, 5.0, 0.0), (1, 0.0, 5.0, 0.0)]
+    assert shares.of(np.array([1]), [1], []).tuples() == [(1, 0.0, 3.0, 0.0)]
