@@ -51,12 +51,12 @@ def settings(checkpoint: Path, cluster: Any, memories: int = 2) -> EngineConfig:
     return dataclasses.replace(base, ray=cluster.address, kind=KINDS, compute="near:1", memory=f"far:{memories}")
 
 
-def worker_processes() -> list[psutil.Process]:
-    """Those of this cluster's workers: raylets are children of this process, and actors theirs."""
-    found = []
+def worker_processes(*modules: str) -> list[psutil.Process]:
+    """Those of this cluster's workers, or of some: raylets are children of this process, and actors theirs."""
+    found, wanted = [], set(modules or ("lamina.compute", "lamina.memory.worker"))
     for one in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            if {"lamina.compute", "lamina.memory.worker"} & set(one.cmdline()):
+            if wanted & set(one.cmdline()):
                 found.append(one)
     return found
 
@@ -83,7 +83,7 @@ def test_workers_run_where_ray_has_room_and_a_node_is_lost(
         assert engine.scale(memory="far:+1").result(SCALE_S) == ["memory2"], "all of zone b is taken"
         assert len(engine.scale(memory=-1).result(SCALE_S)) == 1
         streams.wait_for_tokens(streams.tokens + 20)
-        (victim,) = [one for one in worker_processes() if "lamina.compute" in one.cmdline()]
+        (victim,) = worker_processes("lamina.compute")
         victim.send_signal(signal.SIGKILL)
         wait_for_recoveries(engine, 1)
         assert "worker compute0 is gone: its process was ended by signal 9" in caplog.text, "the reason comes back"
@@ -144,7 +144,7 @@ def test_workers_move_off_a_node_that_ray_drains(
         assert_same(streams.results(), undisturbed)
         stats = engine.stats()
         assert stats.recoveries == stats.recomputed == 0
-        assert not [one for one in worker_processes() if "lamina.memory.worker" in one.cmdline()][1:]
+        wait_until(lambda: len(worker_processes("lamina.memory.worker")) <= 1, "the process of memory0 stays")
     finally:
         engine.close()
         (node,) = [one for one in cluster.list_all_nodes() if one._node_id == drained]
