@@ -97,7 +97,10 @@ def check(case: Case, out: FloatArray, lse: FloatArray, path: Path) -> None:
     rounds = path == Path.AVX512_BF16 and case.k.dtype == np.uint16
     wanted_out, wanted_lse = reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
     largest = np.abs(reference.widen(case.v)).max(initial=1.0)
-    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=largest * (2**-7 if rounds else 4e-6))
+    # A score in float32 is rounded by its own size: with ALiBi, over a distance of 200 tokens, that is the larger part.
+    scores = np.abs(wanted_lse[np.isfinite(wanted_lse)]).max(initial=0.0)
+    atol = 2**-7 if rounds else max(4e-6, scores * 2**-23)
+    np.testing.assert_allclose(out, wanted_out, rtol=0, atol=largest * atol)
     rounds_query = rounds and case.q.dtype == np.float32
     np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=0.1 if rounds_query else 3e-5)
 

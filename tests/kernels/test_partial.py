@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina import _native
@@ -34,6 +34,14 @@ def run(case: Case, path: Path, threads: int = 1) -> tuple[attention.FloatArray,
     wide_query=st.booleans(),
     alibi=st.booleans(),
     threads=st.integers(1, 3),
+)
+@example(
+    pairs=[Pair(5, start, tokens, kv_start=0) for start, tokens in ((173, 65), (199, 15), (173, 65))],
+    spec=make_spec(kv_heads=2, group=2, qk_dim=48, v_dim=8),
+    kv_type="float16",
+    wide_query=True,
+    alibi=True,
+    threads=2,
 )
 def test_equals_oracle(pairs, spec, kv_type, wide_query, alibi, threads, path):
     if alibi:
