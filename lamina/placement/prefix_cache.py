@@ -315,7 +315,7 @@ class PrefixCache:
         request has recomputed. ``ran``: how many tokens of a completion have run."""
         for group in prompts:
             self._keep_prompt(group)
-        for group in [one for one in self._branches if one.lane == lane]:
+        for group in [one for one in self._branches if one.lane == lane and not one.completions[0].released]:
             if ran(group.completions[0]) >= self._branches[group]:
                 self._keep_branch(group, self._branches.pop(group))
 
@@ -327,7 +327,7 @@ class PrefixCache:
         first, stop = group.completions[0], group.prompt_length
         if not self._trees or not group.unshared or not group.alive or first.cached < stop:
             return
-        if self._is_leaving(first):
+        if first.released or self._is_leaving(first):
             return
         if self._window:
             stop -= 1  # the same prompt may come again, and must compute its last token
@@ -335,7 +335,7 @@ class PrefixCache:
             if stop <= group.hit or ran_on:
                 return
         ids = ids_of(group.request.prompt_token_ids[:stop]) if group.ids is None else group.ids[:stop]
-        tree, salt = self._tree(group), group.request.params.cache_salt
+        tree, salt = self._tree(group, first), group.request.params.cache_salt
         node, found = tree.find(salt, ids)
         if found != group.hit:
             return
@@ -351,7 +351,7 @@ class PrefixCache:
 
     def _keep_branch(self, group: Group, length: int) -> None:
         """Make the first ``length`` tokens of a request a checkpoint, if the tree still has them."""
-        tree, first = self._tree(group), group.completions[0]
+        tree, first = self._tree(group, group.completions[0]), group.completions[0]
         ids = ids_of(group.known_tokens(first, 0, length))
         node, found = tree.find(group.request.params.cache_salt, ids)
         if node is not None and found == length and self._brings(node, first):
@@ -380,7 +380,7 @@ class PrefixCache:
         if not length or (group.unshared and group.holders > 1):
             return
         ids = ids_of(group.known_tokens(completion, 0, length))
-        tree, salt = self._tree(group), group.request.params.cache_salt
+        tree, salt = self._tree(group, completion), group.request.params.cache_salt
         node, found = tree.find(salt, ids)
         if found > self.shared(group) and not self._brings(node, completion):
             return
@@ -418,8 +418,9 @@ class PrefixCache:
         """True if a worker with some of its KV is closed, and so keeps no idle tokens."""
         return any(segment.worker in self._placement.closed for segment in completion.segments)
 
-    def _tree(self, group: Group) -> PrefixTree:
-        return self._shared[group][0] if group in self._shared else self._trees[group.home]
+    def _tree(self, group: Group, completion: Completion) -> PrefixTree:
+        """The tree that a completion's tokens belong to. Where an earlier one had its tokens may have left."""
+        return self._shared[group][0] if group in self._shared else self._trees[completion.segments[0].worker]
 
     def _add(
         self,

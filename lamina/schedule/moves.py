@@ -83,7 +83,8 @@ class Moved:
 class Moves:
     """The moves in progress.
 
-    ``on_end`` is called when slots come back with one, ``before_plan`` when moves may begin.
+    ``on_end`` is called when slots come back with one, ``before_plan`` when moves may begin. ``tokens_per_step``: the
+    bound, on average.
     """
 
     def __init__(
@@ -94,7 +95,6 @@ class Moves:
         lanes: Sequence[Lane],
         sequences: Iterator[int],
         numbers: Iterator[int],
-        tokens_per_step: int = TOKENS_PER_STEP,
     ) -> None:
         """``lanes``: all of them, also those added later. ``sequences``, ``numbers``: of carriers and migrations."""
         self.counts = Moved()
@@ -106,8 +106,8 @@ class Moves:
         self._relocations = relocations
         self.lanes = lanes
         self._sequences, self._numbers = sequences, numbers
-        self._tokens_per_step = tokens_per_step
-        self._credit = float(tokens_per_step)
+        self.tokens_per_step = TOKENS_PER_STEP
+        self._credit = float(TOKENS_PER_STEP)
         self._moves: dict[int, Move] = {}  # by number, until the switch
         self._switched: list[Move] = []  # the source still has them
         self._begun: list[Move] = []
@@ -136,7 +136,7 @@ class Moves:
 
     def step_completed(self) -> None:
         """A step has: some more tokens may move. Nothing is saved up beyond one move."""
-        self._credit = min(self._credit + self._tokens_per_step, MOST_TOKENS)
+        self._credit = min(self._credit + self.tokens_per_step, MOST_TOKENS)
 
     def may_begin(self, source: str) -> bool:
         """True if the bound allows another move: always while nothing runs, or if the source is to be emptied."""

@@ -20,7 +20,6 @@ from lamina.steps import Admission, DecodeRows, Fork, StepPlan, Switch
 from lamina.topology import Topology
 from lamina.types import Segment
 
-NOTHING_KEPT: Mapping[str, Mapping[int, int]] = {}
 RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
 
 _NOTHING: dict[str, Any] = {
@@ -71,7 +70,7 @@ class Recipients:
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
         self._carriers = set[int]()  # of moves in progress
 
-    def apply(self, topology: Topology, kept: Mapping[str, Mapping[int, int]] = NOTHING_KEPT) -> None:
+    def apply(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
         """A new epoch: compute workers know of no sequence any more, and requests of which nothing is ``kept`` (tokens
         by worker and sequence) are forgotten. Of cached prefixes, what is kept stays.
 

@@ -1,5 +1,6 @@
 """Ranges that move while their sequences decode, against what every slot of the memory workers holds."""
 
+import dataclasses
 import itertools
 import random
 from typing import Any
@@ -132,7 +133,7 @@ def move_at_random(seeds: range, most: int = 25) -> int:
         prompts, others = requests(draw)
         course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw, most))
         cluster = Moving(others, prompts, *course.sizes)
-        cluster.scheduler.moves._tokens_per_step = 1000
+        cluster.scheduler.moves.tokens_per_step = 1000
         run(cluster, course)
         moves += cluster.scheduler.moves.counts.moves
     return moves
@@ -148,6 +149,24 @@ def test_ten_thousand_moves() -> None:
     assert move_at_random(range(1000, 3700), most=400) > 10_000
 
 
+def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released() -> None:
+    """Its sequence is gone, and the worker that it was on may have left. ``test_ten_thousand_moves`` found both."""
+    under_test = scheduler({"memory0": 100}, limits=Limits(4, 64, 100), prefix_cache=True)
+    under_test.add(request("one", 20, max_tokens=8, n=2))
+    step(under_test)
+    (group,) = under_test.requests
+    first, second = group.completions
+    first.released = True
+    under_test.prefixes.keep_computed(0, [group], lambda one: 20)
+    assert under_test.prefixes.changes() == ([], [])
+    step(under_test)
+    group.holders -= 1
+    first.segments = [dataclasses.replace(segment, worker="gone") for segment in first.segments]
+    under_test.prefixes.keep(group, second)
+    forks, _ = under_test.prefixes.changes()
+    assert [fork.parent for fork in forks] == [second.sequence]
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
     name: Balance, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +179,7 @@ def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_on
         prompts, others = requests(draw)
         course = course_of(draw, 2, None, events(draw) | {"move_several": {}})
         cluster = Moving(others, prompts, *course.sizes)
-        cluster.scheduler.moves._tokens_per_step = 1000
+        cluster.scheduler.moves.tokens_per_step = 1000
         cluster.balancing = Balancing(POLICIES[name](), cluster.scheduler.moves, cluster.scheduler.placement)
         run(cluster, course)
         moves += cluster.scheduler.moves.counts.moves

@@ -54,7 +54,7 @@ class Spilling(Moving):
         self._random = random
         self._disks: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         self._transfers: list[tuple[Spill | Fetch, list[int]]] = []
-        self.scheduler.moves._tokens_per_step = 1000
+        self.scheduler.moves.tokens_per_step = 1000
 
     def prompt(self, index: int) -> list[int]:
         """As in ``Caching``, of several kinds that do not begin alike."""
