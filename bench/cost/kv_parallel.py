@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from bench.cost.lamina_paper import cost_model
-from lamina.plan.cost import ROUND_TRIP_S, CostModel
+from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
 from lamina.plan.hardware import Hardware
+from lamina.plan.measured import ROUND_TRIP_S
 from lamina.plan.models import ModelShape
 from lamina.simulate import Arrivals, Deployment
 from lamina.simulate.runtime import Simulation

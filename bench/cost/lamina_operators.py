@@ -9,7 +9,8 @@ from bench.cost.lamina_paper import cost_model
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
 from lamina.plan import hardware, models
-from lamina.plan.cost import ROUND_TRIP_S, CostModel
+from lamina.plan.cost import CostModel
+from lamina.plan.measured import ROUND_TRIP_S
 
 BATCHES = (1, 4, 16, 64, 256, 1024, 2048, 4096)
 CONTEXTS = (128, 256, 512, 1024, 1500, 2048, 4096)

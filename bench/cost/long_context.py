@@ -11,8 +11,9 @@ from bench.cost.lamina_paper import cost_model
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
 from lamina.plan import hardware, models
-from lamina.plan.cost import ROUND_TRIP_S, CostModel
+from lamina.plan.cost import CostModel
 from lamina.plan.gemm import Floats
+from lamina.plan.measured import ROUND_TRIP_S
 
 
 def shipping(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:

@@ -1,12 +1,17 @@
 """`lamina plan --map`: a table and a picture of where a second kind of device pays."""
 
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from html import escape
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lamina.config import check_writable
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, LaminaError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,6 +27,9 @@ if TYPE_CHECKING:
 
 _FULL_COLOUR = 0.5
 """Gain, of either sign, that is drawn in full colour."""
+
+CELL_S = 900.0
+"""A cell takes a minute at most."""
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 96, 44, 112, 76
 
@@ -42,7 +50,7 @@ def show(
     from lamina.cli.console import print_table, print_text
     from lamina.observe.progress import counting_progress
     from lamina.plan import map as plan_map
-    from lamina.simulate.cells import confirm
+    from lamina.simulate.cells import MOST_STEPS, confirm
 
     check_writable("--map", picture)
     pairs = [(one, other) for one in pools[0] for other in pools[1] if one[0] is not other[0]]
@@ -58,14 +66,9 @@ def show(
                     found.append(cell)
                     on_progress(done := done + 1)
                 drawn.append((f"{shape.name}, {one[0].kind} and {other[0].kind}", grid, found))
-    done = 0
-    with counting_progress("Cells checked by simulation", total) as on_progress:
-
-        def count() -> None:
-            nonlocal done
-            on_progress(done := done + 1)
-
-        drawn = [(title, grid, confirm(found, shape, prices, slo, count)) for title, grid, found in drawn]
+    with _simulations() as run:
+        checked = iter(confirm([cell for *_, found in drawn for cell in found], shape, prices, slo, run))
+    drawn = [(title, grid, list(islice(checked, len(found)))) for title, grid, found in drawn]
     for title, grid, found in drawn:
         print_table(_table(title, grid, found))
         print_text(f"  {plan_map.crossover(found)}\n")
@@ -74,10 +77,36 @@ def show(
         f"  Closed form, * simulated; up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
         f"Prices: {prices.describe(models)}. (..): attention offloaded; before it: that or prefill apart. To simulate "
         "one cell: lamina plan --prompt N --output N. Cells where two kinds pay by the closed form are simulated, "
-        "but for those of sessions; sides that cost over three times as much as another keep the closed form's rate.\n",
+        f"but for those of sessions and of runs of over {MOST_STEPS} steps; sides that cost over three times as much "
+        "as another keep the closed form's rate.\n",
         style="dim",
     )
     picture.write_text(svg(drawn))
+
+
+@contextmanager
+def _simulations() -> "Iterator[Callable[[Callable[[Cell], Cell], Sequence[Cell]], Iterable[Cell]]]":
+    """Calls a function for cells, in a process per core, under a progress bar."""
+    from lamina.observe.progress import counting_progress
+
+    # Processes that are not forked: numpy's threads would be. Ctrl-C is for this one, which ends them.
+    context, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
+    with context.Pool(len(os.sched_getaffinity(0)), signal.signal, ignored) as pool:
+
+        def run(simulate: "Callable[[Cell], Cell]", cells: "Sequence[Cell]") -> "Iterator[Cell]":
+            found = pool.imap(simulate, cells)
+            with counting_progress("Cells simulated", len(cells)) as on_progress:
+                for done in range(1, len(cells) + 1):
+                    try:
+                        yield found.next(CELL_S)
+                    except multiprocessing.TimeoutError as error:
+                        raise LaminaError(
+                            f"cell {done} of {len(cells)} was not simulated within {CELL_S:.0f} s; if the machine ran "
+                            "out of memory, let lamina use fewer cores (taskset)"
+                        ) from error
+                    on_progress(done)
+
+        yield run
 
 
 def _table(title: str, grid: "Grid", found: "Sequence[Cell]") -> "Table":

@@ -31,7 +31,7 @@ def show(
     """
     from lamina.observe.progress import counting_progress
     from lamina.plan.ways import shortlist
-    from lamina.simulate.trial import ROUNDS
+    from lamina.simulate.trial import ROUNDS, WORSE
 
     found = [one for way in candidates if (one := server.evaluate(way)) is not None]
     if not found:
@@ -48,7 +48,7 @@ def show(
                 on_progress(runs)
 
             cheapest = min((trial.usd_per_request for trial in trials), default=math.inf)
-            if (trial := course.most(one, cheapest, count)) is not None:
+            if (trial := course.most(one, WORSE * cheapest, count)) is not None:
                 trials.append(trial)
             runs = (number + 1) * ROUNDS
             on_progress(runs)
@@ -233,7 +233,9 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     if way.tensor_parallel > 1:
         missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
         missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
-    missing += [] if shape.weight_dtype == "auto" else [f"products of {shape.weight_dtype} weights that read no more"]
+    missing += (
+        [] if shape.weight_dtype == "auto" else [f"products that read {shape.weight_dtype} weights as they are stored"]
+    )
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
     memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"

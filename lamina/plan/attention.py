@@ -97,29 +97,21 @@ class PrefillAttentionFit:
             self.fixed_s + flops / rate + moved / (self.memory_share * hardware.memory_bytes_s) + self.tail * last_tile
         )
 
-
-@dataclass(frozen=True, kw_only=True)
-class ChunkFit:
-    """Causal attention of a prompt chunk on a CPU, measured instead of predicted from peaks.
-
-    Attributes:
-        fixed_s: of a call. row_s: per row of the chunk and query head. flops_s: FLOP/s besides.
-    """
-
-    fixed_s: float
-    row_s: float
-    flops_s: float
-
-    def seconds(self, chunk: ArrayLike, prefix: ArrayLike, query_heads: ArrayLike, head_size: int) -> Floats:
-        """Seconds of one chunk after ``prefix`` cached tokens."""
+    def prefix_seconds(
+        self,
+        hardware: Hardware,
+        dtype: DType,
+        chunk: ArrayLike,
+        prefix: ArrayLike,
+        query_heads: float,
+        kv_heads: float,
+        head_size: int,
+    ) -> Floats:
+        """Seconds of a chunk's attention to ``prefix`` cached tokens alone, by kernels that divide the prefix over the
+        processors and pack the query heads of a KV head into one tile, as ``lamina.kernels.gpu`` does."""
         own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
-        rows = own * np.asarray(query_heads, dtype=np.float64)
-        return np.asarray(
-            self.fixed_s + rows * self.row_s + attention_flops(rows, own, before, head_size) / self.flops_s
-        )
-
-
-def attention_flops(rows: ArrayLike, chunk: ArrayLike, prefix: ArrayLike, head_size: int) -> Floats:
-    """FLOPs of causal attention of ``rows`` (tokens of the chunk x query heads)."""
-    seen = np.asarray(prefix) + (np.asarray(chunk) + 1) / 2  # keys, on average
-    return np.asarray(4 * head_size * np.asarray(rows) * seen, dtype=np.float64)
+        packed = kv_heads * np.ceil(own * query_heads / kv_heads / TILE) * TILE
+        flops = 4 * packed * head_size * before
+        moved = 2 * head_size * kv_heads * before * dtype.itemsize
+        memory = moved / (self.memory_share * hardware.memory_bytes_s)
+        return np.asarray(flops / (self.share * hardware.flops[dtype]) + memory)

@@ -12,7 +12,7 @@
 Sizes may be numpy arrays; the results then are arrays too. ``docs/cost-model.md`` derives the formulas.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,16 +20,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lamina.errors import ConfigError
-from lamina.plan.attention import ChunkFit, DecodeAttentionFit, PrefillAttentionFit
+from lamina.plan.attention import DecodeAttentionFit, PrefillAttentionFit
 from lamina.plan.collectives import PeerReadFit, RingFit
 from lamina.plan.experts import Experts
 from lamina.plan.gemm import Floats, GemmFit, gemm_seconds
 from lamina.plan.hardware import Hardware
+from lamina.plan.measured import AS_PUBLISHED, ROUND_TRIP_S, RuntimeFit, SliceCurve
 from lamina.plan.models import ModelShape
 from lamina.plan.store import Fit, ProfileStore, packaged_fit
-
-ROUND_TRIP_S = 33e-6
-"""Round trip of a small message by RDMA with device polling (Lamina, section 6.3; second paper: 33.0 us)."""
 
 NETWORK_SHARE = 0.914
 """Share of the NIC's line rate that is reached (second Lamina paper: 45.7 of 50 GB/s; the first: 96.8% of 25)."""
@@ -123,87 +121,6 @@ class TransferFit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SliceCurve:
-    """Times of whole slices, measured instead of predicted from operators: seconds per slice and per weight, by rows.
-
-    Interpolates logarithms between the measured rows and extrapolates them beyond the last.
-    """
-
-    rows: Sequence[float]
-    slice_s: Sequence[float]
-    weight_s: Sequence[float]
-
-    @classmethod
-    def of(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
-        """Fit to the slices of two models: one of ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
-        small, large = (np.array(own) for own in seconds)
-        per_weight = np.maximum((large - small) / (weights[1] - weights[0]), 1e-18)
-        # Where noise makes the constant vanish, all time is attributed to the weights.
-        constant = np.maximum(small - per_weight * weights[0], 1e-7)
-        per_weight = np.maximum(per_weight, (large - constant) / weights[1])
-        return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
-
-    def seconds(self, rows: ArrayLike, weights: ArrayLike) -> Floats:
-        """Seconds of a slice, or of the output head, with so many weights."""
-        at = np.log(np.asarray(rows, dtype=np.float64))
-        return self._at(at, self.slice_s) + np.asarray(weights) * self._at(at, self.weight_s)
-
-    def _at(self, at: Floats, values: Sequence[float]) -> Floats:
-        known, logarithms = np.log(self.rows), np.log(values)
-        slope = max(0.0, (logarithms[-1] - logarithms[-2]) / (known[-1] - known[-2]))
-        return np.asarray(np.exp(np.interp(at, known, logarithms) + slope * np.maximum(0.0, at - known[-1])))
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttendCurve:
-    """Time of a memory worker per layer besides reading KV, by rows, as measured with ``heads`` query heads.
-
-    ``seconds[0]``, at the fewest rows, counts as the fixed cost of a call; what further rows add grows with the heads.
-    """
-
-    rows: Sequence[float]
-    seconds: Sequence[float]
-    heads: int
-
-    def at(self, rows: ArrayLike, heads: float) -> Floats:
-        """Seconds for ``rows`` sequences with ``heads`` query heads; proportional beyond the last measured row."""
-        count = np.asarray(rows, dtype=np.float64)
-        beyond = np.maximum(1.0, count / self.rows[-1])
-        added = np.interp(count, self.rows, self.seconds) * beyond - self.seconds[0]
-        return np.asarray((self.seconds[0] + added * heads / self.heads) * (count > 0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeFit:
-    """Time the runtime spends besides slices and attention; as published for GPUs and RDMA, or measured.
-
-    Attributes:
-        exchange_s, exchange_row_s: on a compute worker, per layer and per row of it: messages, merging, and the
-            slowdown of slices that alternate with messages.
-        step_s, step_row_s: on a compute worker, per step and per row of it: sampling.
-        attend, kv_bytes_s: on a memory worker, per layer besides reading KV, and the bandwidth of reading it.
-        chunks: attention of prompt chunks, on either. None, like the two before: as the attention kernels of the fits.
-        round_trip_s: per layer, time in which neither worker is busy.
-        contention: where workers share one memory, the relative slowdown of each while both pools work.
-    """
-
-    exchange_s: float = 0.0
-    exchange_row_s: float = 0.0
-    step_s: float = 0.0
-    step_row_s: float = 0.0
-    attend: AttendCurve | None = None
-    kv_bytes_s: float | None = None
-    chunks: ChunkFit | None = None
-    round_trip_s: float = ROUND_TRIP_S
-    contention: float = 0.0
-
-    @classmethod
-    def stored(cls, *, attend: Mapping[str, Any], chunks: Mapping[str, float], **parameters: float) -> "RuntimeFit":
-        """Build from the parameters of a measured fit."""
-        return cls(attend=AttendCurve(**attend), chunks=ChunkFit(**chunks), **parameters)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fits:
     """All fitted parts of the cost model for one kind. ``slices`` takes precedence over ``gemm`` and ``pointwise``."""
 
@@ -216,7 +133,7 @@ class Fits:
     peer_read: PeerReadFit
     send_recv: TransferFit
     slices: SliceCurve | None = None
-    runtime: RuntimeFit = RuntimeFit()
+    runtime: RuntimeFit = AS_PUBLISHED
 
     @classmethod
     def load(cls, hardware: Hardware, measured: ProfileStore | None = None) -> "Fits":
@@ -235,7 +152,7 @@ class Fits:
         slices, runtime = own("slices"), own("runtime")
         return cls(
             slices=_build(SliceCurve, slices) if slices else None,
-            runtime=_build(RuntimeFit.stored, runtime) if runtime else RuntimeFit(),
+            runtime=_build(RuntimeFit.stored, runtime) if runtime else AS_PUBLISHED,
             gemm=part(GemmFit, "gemm"),
             pointwise=part(PointwiseFit, "pointwise"),
             decode=part(DecodeAttentionFit, "decode"),
@@ -394,8 +311,14 @@ class CostModel:
 
     def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:
         """Seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one device."""
-        tokens = np.asarray(prefix, dtype=np.float64)
-        arithmetic = self.chunk_attention_seconds(chunk, tokens) - self.chunk_attention_seconds(chunk, 0)
+        tokens, shape = np.asarray(prefix, dtype=np.float64), self.shape
+        if self.fits.runtime.chunks is not None:
+            arithmetic = self.chunk_attention_seconds(chunk, tokens) - self.chunk_attention_seconds(chunk, 0)
+        else:
+            heads = shape.query_heads, shape.kv_heads
+            arithmetic = self.fits.prefill.prefix_seconds(
+                self.hardware, shape.dtype, chunk, tokens, *heads, shape.head_size
+            )
         return np.where(tokens > 0, np.maximum(arithmetic, self.attention_seconds(tokens, 1)), 0.0)
 
     def prefill_seconds(self, prompt: int, chunk: int, tensor_parallel: int = 1) -> float:

@@ -168,7 +168,7 @@ class Server:
         assert way.memory is not None
         degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
         prefill, decode = self.models[way.compute.kind], self.models[way.memory.kind]
-        rows, _ = self._rows(self._free(way.memory, degree), 1, 2 * MOST_ROWS)
+        rows, _ = self._rows(self._free(way.memory, degree), 1, 2 * MOST_ROWS, copies=0)  # of what is sent, all is kept
         if not len(rows):
             return None
         steps = self._group_step(decode, degree, rows)
@@ -243,12 +243,13 @@ class Server:
         """Decode rows of a batch to try, and the prompt tokens that a cache in the rest of ``room`` finds.
 
         Args:
-            room: tokens of KV. lanes: batches that share it. copies: of what all sequences have in common.
+            room: tokens of KV. lanes: batches that share it.
+            copies: of what all sequences have in common; 0: each has its own.
             ahead: tokens kept free for each sequence.
         """
         reuse = self.workload.reuse
         common = copies * reuse.shared
-        each = self.workload.live - reuse.shared + ahead
+        each = self.workload.live - (reuse.shared if copies else 0) + ahead
         most = min((room - common) / each / lanes, chunk - 1, MOST_ROWS)
         if most * lanes < 1:
             return np.zeros(0), np.zeros(0)

@@ -24,9 +24,8 @@ import numpy as np
 
 from lamina.errors import ConfigError
 from lamina.plan import models
-from lamina.plan.attention import ChunkFit, attention_flops
-from lamina.plan.cost import AttendCurve, RuntimeFit, SliceCurve
 from lamina.plan.gemm import Floats
+from lamina.plan.measured import AttendCurve, ChunkFit, RuntimeFit, SliceCurve, attention_flops
 from lamina.plan.models import ModelShape
 from lamina.plan.store import Fit, ProfileStore, Sample
 from lamina.profiling.disturbance import Disturbance, Watch

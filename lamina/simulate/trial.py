@@ -125,6 +125,14 @@ class Course:
         needed = int(min(MOST, max(fewest, self._turnovers * capacity.batch)))
         return min(needed, len(self._trace)) if self.replays else needed
 
+    def steps(self, capacity: Capacity) -> float:
+        """About how many a run has: every group of sequences that decode together takes its own."""
+        way, workload = capacity.way, self._workload
+        decoders = {Kind.LOCAL: 1, Kind.OFFLOADED: way.lanes, Kind.APART: way.memory_workers // way.tensor_parallel}
+        groups = decoders.get(way.kind, way.replicas)
+        each = workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
+        return self.requests(capacity) * each
+
     def arrivals(self, requests: int, rate: float) -> Arrivals:
         """``requests`` drawn from the trace that arrive at random, as `lamina simulate --draw` has them; or the first
         ones replayed, as `--first` has them."""
@@ -175,16 +183,16 @@ class Course:
     def most(
         self,
         capacity: Capacity,
-        cheapest_usd: float = math.inf,
+        most_usd: float = math.inf,
         on_run: Callable[[], None] = lambda: None,
         rounds: int = ROUNDS,
         tolerance: float = TOLERANCE,
     ) -> Trial | None:
         """The highest rate that holds, to ``tolerance``, found in ``rounds`` runs at most; None if none does at which a
-        request costs less than WORSE times ``cheapest_usd``."""
+        request costs less than ``most_usd``."""
         requests = self.requests(capacity)
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
-        useless = capacity.usd_per_hour / 3600 / (WORSE * cheapest_usd)
+        useless = capacity.usd_per_hour / 3600 / most_usd
         kept: Result | None = None
         for _ in range(rounds):
             result = self.run(capacity, rate, requests)
@@ -200,6 +208,8 @@ class Course:
             else:
                 share = high / capacity.requests_s
                 rate = high / (STEP_DOWN if share > 0.7 else STEP_UP if share > 0.5 else 2)
+                if 0 < result.requests_s < high / STEP_UP:  # far overloaded: what it served all the same is near
+                    rate = min(rate, result.requests_s)
         if kept is None:
             return None
         return Trial(capacity=capacity, rate=low, result=kept, requests=requests, workload=self._workload)

@@ -8,8 +8,9 @@ import pytest
 
 from lamina.errors import ConfigError, ModelError, UnsupportedModelError
 from lamina.plan import hardware, models
-from lamina.plan.cost import CostModel, Fits, SliceCurve
+from lamina.plan.cost import CostModel, Fits
 from lamina.plan.experts import Experts
+from lamina.plan.measured import SliceCurve
 
 CATALOGUE = hardware.load()
 QWEN = {

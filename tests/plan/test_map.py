@@ -1,6 +1,7 @@
 """The map of where two kinds pay: its cells against all ways evaluated one by one, its words and its picture."""
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import cast
 from xml.etree import ElementTree
@@ -17,7 +18,7 @@ from lamina.plan.cost import CostModel, Fits
 from lamina.plan.map import Cell, Grid, cells, crossover
 from lamina.plan.reuse import Sessions
 from lamina.plan.serving import Server
-from lamina.plan.ways import Capacity, Slo, ways
+from lamina.plan.ways import Capacity, Kind, Slo, Way, ways
 from lamina.simulate import cells as simulated
 
 CATALOGUE = hardware.load()
@@ -47,6 +48,8 @@ def cell_of(prompt: int, output: int, alone: float | None, together: float | Non
     """A cell whose requests cost so many dollars on one kind and on two."""
 
     class Priced:
+        way, batch, found = Way(kind=Kind.ONE_POOL, chunk=512, compute=CATALOGUE["h100"], compute_workers=1), 8, 0.0
+
         def __init__(self, usd: float) -> None:
             self.usd_per_request = usd
 
@@ -67,7 +70,7 @@ def test_the_crossover_in_words() -> None:
 def test_no_gain_is_named_as_the_best_that_the_simulator_contradicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cell of the largest gain is simulated, and then the next one, until the largest gain is a simulated one."""
 
-    def halved(cell: Cell, *_: object) -> Cell:
+    def halved(cell: Cell, **_: object) -> Cell:
         assert cell.gain is not None and not cell.simulated
         return dataclasses.replace(cell_of(1, 1, (cell.gain + 1) / 2, 1.0), workload=cell.workload, simulated=True)
 
@@ -78,12 +81,19 @@ def test_no_gain_is_named_as_the_best_that_the_simulator_contradicts(monkeypatch
     assert [cell.gain for cell in checked] == pytest.approx([-0.2, -0.25, -0.4, -0.5])
     idle = dataclasses.replace(found[0], workload=workload.of_lengths(100, 1, Sessions(resumed=50, idle=0.5)))
     assert simulated.confirm([idle], SMALL, RENTS, Slo()) == [idle]
+    endless = dataclasses.replace(found[0], workload=workload.of_lengths(100, 10**6))
+    assert simulated.confirm([endless], SMALL, RENTS, Slo()) == [endless]
+
+
+def as_if_simulated(cell: Cell, **_: object) -> Cell:
+    """In a process of its own."""
+    return dataclasses.replace(cell, simulated=True)
 
 
 def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_map, "PROMPTS", (200, 2000))
     monkeypatch.setattr(plan_map, "OUTPUTS", (100,))
-    monkeypatch.setattr(simulated, "simulate", lambda cell, *_: dataclasses.replace(cell, simulated=True))
+    monkeypatch.setattr(simulated, "simulate", as_if_simulated)
     picture = tmp_path / "map.svg"
     line = ["plan", "--model", "Llama-2-13B", "--compute", "h100:1", "--memory", "h20:1", "--prices", "paper"]
     output = CliRunner().invoke(app, [*line, "--map", str(picture)], catch_exceptions=False).output
@@ -132,12 +142,17 @@ def test_the_simulator_chooses_between_the_best_ways_of_a_side(monkeypatch: pyte
         def __init__(self, requests_s: float) -> None:
             self.requests_s = requests_s
 
-    def most(_: object, one: Capacity, **__: float) -> Run | None:
+    limits: dict[int, float] = {}
+
+    def most(_: object, one: Capacity, most_usd: float, **__: float) -> Run | None:
+        limits[id(one)] = most_usd
         return None if plan_map.side(one.way) == "offloaded" else Run(one.requests_s / (1 if one is second else 2))
 
     monkeypatch.setattr("lamina.simulate.trial.Course.most", most)
     measured = simulated.simulate(cell, shape, RENTS, Slo())
     assert measured.alone == second and measured.offloaded is None and measured.simulated
+    # The second is run only as long as it may be cheaper than the first, whose rate was half of the closed form's.
+    assert limits[id(cell.alone)] == math.inf and limits[id(second)] == pytest.approx(2 * cell.alone.usd_per_request)
 
 
 def test_the_picture_says_which_side_serves_alone() -> None:

@@ -1,6 +1,7 @@
 """Attention and all-reduces: limits that no kernel beats, and measured kernels, by bands."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from lamina.plan.cost import CostModel, Fits
 from lamina.profiling.fit import PUBLISHED_SHARE
 from lamina.profiling.measurements import read_table
 from lamina.profiling.validate import SHAPELESS, ErrorRow, errors
+from lamina.types import DType
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
 CATALOGUE = hardware.load()
@@ -118,6 +120,19 @@ def test_the_line_of_the_simulator_is_the_kernel_s_where_it_runs_long() -> None:
             assert 4 * token_s * tokens / 4 + at_none[4] == pytest.approx(
                 float(model.attention_seconds(tokens, 4)), rel=0.03
             )
+
+
+def test_kernels_over_a_prefix_pack_the_query_heads_of_a_kv_head() -> None:
+    """Full tiles take what a chunk's kernel takes for its prefix; 16 rows of 8 query heads to a KV head fill one."""
+    entry = hardware.load()["h20"]
+    fit = Fits.load(entry).prefill
+    chunk = partial(fit.seconds, entry, DType.BFLOAT16, query_heads=64, kv_heads=8, head_size=128)
+    over = partial(fit.prefix_seconds, entry, DType.BFLOAT16, query_heads=64, kv_heads=8, head_size=128)
+    for prefix in (1000, 100_000):
+        assert over(512, prefix) == pytest.approx(chunk(512, prefix) - chunk(512, 0))
+        assert over(1, prefix) == over(16, prefix) < over(17, prefix)
+        memory = 2 * 128 * 8 * prefix * 2 / (fit.memory_share * entry.memory_bytes_s)
+        assert over(128, prefix) - memory == pytest.approx(8 * (over(16, prefix) - memory))
 
 
 def test_what_is_not_a_table_of_kernels_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from lamina.errors import ConfigError
 from lamina.pipeline import Pipeline
 from lamina.plan import hardware, homogeneous, models, prices, workload
 from lamina.plan.advice import alone, beyond, pareto, recommend, refusal
-from lamina.plan.cost import ROUND_TRIP_S, CostModel, Fits
+from lamina.plan.cost import CostModel, Fits
+from lamina.plan.measured import ROUND_TRIP_S
 from lamina.plan.planner import Bottleneck, Goals, Limit, Partition, Plan, Planner, Pools, layouts
 
 CATALOGUE = hardware.load()

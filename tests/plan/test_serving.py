@@ -20,6 +20,7 @@ from lamina.plan.serving import Server
 from lamina.plan.ways import Kind, Slo, Way, shortlist, ways
 from lamina.plan.workload import TracedRequest
 from lamina.simulate import Arrivals, State
+from lamina.simulate.cells import trace
 from lamina.simulate.result import RequestLog
 from lamina.simulate.trial import Course, Trial
 
@@ -53,6 +54,17 @@ def test_the_closed_form_is_what_the_simulator_serves(kind: Kind) -> None:
     assert trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
 
 
+def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
+    """Where nine tenths of all prompts are the same, too: the room for KV limits the load as the simulator says."""
+    served = workload.of_lengths(4000, 200, Sessions(shared=3600))
+    found = [
+        one for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.APART and (one := server(served).evaluate(way))
+    ]
+    best = shortlist(found)[0]
+    trial = Course(SMALL, served, trace(served), RENTS, Slo(), turnovers=4).most(best)
+    assert trial is not None and trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
+
+
 def test_what_is_served_is_within_the_slos_and_more_is_not() -> None:
     served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
     place = server(served, slo)
@@ -78,6 +90,15 @@ def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> N
     course, runs = Course(SMALL, served, [], RENTS, slo), []
     assert place.evaluate(way) is None or place.evaluate(way) != one
     assert course.most(one, 1e-3 * one.usd_per_request, lambda: runs.append(1)) is None and len(runs) == 1
+
+
+def test_the_load_of_a_way_that_the_closed_form_overrates_is_found() -> None:
+    """A closed form that is ten times too high leads to about the same load."""
+    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
+    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
+    course = Course(SMALL, served, [], RENTS, slo, turnovers=4)
+    trial, found = course.most(best), course.most(dataclasses.replace(best, requests_s=10 * best.requests_s))
+    assert trial is not None and found is not None and found.requests_s == pytest.approx(trial.requests_s, rel=0.1)
 
 
 def test_the_slowest_steps_are_those_with_late_chunks_of_long_prompts() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lamina.plan import hardware, models, workload
-from lamina.plan.attention import ChunkFit
-from lamina.plan.cost import AttendCurve, CostModel, Fits, RuntimeFit, SliceCurve
+from lamina.plan.cost import CostModel, Fits
+from lamina.plan.measured import AttendCurve, ChunkFit, RuntimeFit, SliceCurve
 from lamina.plan.planner import Goals, Partition, Planner, Pools
 from lamina.plan.prices import UNPRICED
 from lamina.plan.store import Fit, ProfileStore

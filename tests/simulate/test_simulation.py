@@ -12,7 +12,7 @@ import pytest
 from lamina.errors import ConfigError
 from lamina.placement.map import WATERMARK, Placement
 from lamina.plan import hardware, models
-from lamina.plan.cost import ROUND_TRIP_S
+from lamina.plan.measured import ROUND_TRIP_S
 from lamina.plan.workload import TracedRequest
 from lamina.schedule import turn
 from lamina.schedule.scheduler import Scheduler
