@@ -82,6 +82,7 @@ class Group:
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run. holders: completions with KV reserved.
         gave_way: it has been dropped once for a client with fewer seats.
+        searches: its completions are beams.
         choice: of a beam search: by completion, the place of the one that it continues, and the token, which the next
             plan of its lane runs. ``generated`` has it once that is planned.
     """
@@ -107,19 +108,16 @@ class Group:
     prompt_length: int = field(init=False)
     own_tokens: int = field(init=False)
     tokens: int = field(init=False)
+    searches: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.searches = self.request.params.use_beam_search
         self.prompt_length = len(self.request.prompt_token_ids)
         self.own_tokens = self.max_tokens - 1
         self.tokens = self.prompt_length + len(self.completions) * self.own_tokens
         self.unshared = self.prompt_length
         first, *others = self.completions
         first.goal = self.prompt_length if others else self.prompt_length + first.known
-
-    @property
-    def searches(self) -> bool:
-        """Whether its completions are beams."""
-        return self.request.params.use_beam_search
 
     @property
     def to_run(self) -> int:

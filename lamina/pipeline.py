@@ -118,6 +118,12 @@ class Pipeline:
         own = bisect.bisect(self.starts, index) - 1 if self.starts else 0
         return self.replica(lane, turn + index, rotates) * self.stages + own
 
+    def stages_of(self, lane: int, turn: int, slices: int, rotates: bool | None = None) -> list[int]:
+        """The stages that run the ``slices`` slices of a step of ``lane`` that begins at ``turn``, see ``stage``."""
+        if self.starts or (self.rotates if rotates is None else rotates):
+            return [self.stage(lane, turn, index, rotates) for index in range(slices)]
+        return [self.stage(lane, turn, 0, rotates)] * slices
+
     def exchanges(self, one: int, other: int) -> bool:
         """True if two compute workers may send each other a lane's context, or the tokens drawn, by their numbers."""
         if self.stages == 1:

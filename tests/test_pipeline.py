@@ -132,6 +132,15 @@ staged = st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(0, 3)).map(
 )
 
 
+@given(st.one_of(rotational, fixed, staged), st.integers(0, 9), st.integers(0, 50), st.none() | st.booleans())
+def test_the_stages_of_a_step_are_those_of_its_slices(
+    pipeline: Pipeline, lane: int, turn: int, rotates: bool | None
+) -> None:
+    rotates = False if pipeline.starts else rotates
+    each = [pipeline.stage(lane, turn, index, rotates) for index in range(7)]
+    assert pipeline.stages_of(lane, turn, 7, rotates) == each
+
+
 @given(staged, st.integers(0, 9), st.integers(0, 50))
 def test_stages_run_their_own_slices_of_every_step_in_order(pipeline: Pipeline, lane: int, turn: int) -> None:
     lane %= pipeline.lanes

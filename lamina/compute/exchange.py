@@ -123,7 +123,8 @@ class StepExchange:
         self._chunks = self._plan_chunks(plan)
         self._share = share
         self._share_source = self._source(share.queries) if share is not None else None
-        self._share_partial: Partial | None = None
+        self._share_arrays: tuple[Floats, Floats] | None = None
+        self._share_partial: Partial | None = None  # the same as tensors
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         workers = [worker for worker in workers if share is None or worker != share.worker]
         messages = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in workers}
@@ -206,6 +207,8 @@ class StepExchange:
 
     def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send k, v and the queries that ``send_queries`` has not sent. Raises PeerLostError."""
+        if not self._remotes:
+            return
         begun, self._begun = iter(self._begun), []
         if len(self._remotes) == sum(remote.queries_first for remote in self._remotes):
             keys, values = self._transfers.keys_values(output.k, output.v)
@@ -268,7 +271,9 @@ class StepExchange:
         q, k, v = output.arrays
         total = self._total
         partial = self._share.attend(index, q[:total], k[:total], v[:total])
-        self._share_partial = None if partial is None else (torch.from_numpy(partial[0]), torch.from_numpy(partial[1]))
+        if partial is not self._share_arrays:  # most layers write the same ones
+            self._share_arrays = partial
+            self._share_partial = partial and (torch.from_numpy(partial[0]), torch.from_numpy(partial[1]))
         return True
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:

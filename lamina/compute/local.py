@@ -69,10 +69,15 @@ class LocalShare:
         self.worker, self.queries = store.worker, rows.queries
         self._store, self._tables, self._partials = store, tables, partials
         self._count = count = store.shards.count
-        pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
-        kept, slots = np.concatenate([rows.appends, *pulled]), np.concatenate([tables.slots, tables.pulled_slots])
-        order = np.argsort(kept)
-        self._kept, self._slots = kept[order], store.device.sent(slots[order])
+        kept, slots = rows.appends, tables.slots
+        if rows.pulled or count > 1:  # else they are in order
+            pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
+            kept, slots = np.concatenate([kept, *pulled]), np.concatenate([slots, tables.pulled_slots])
+            order = np.argsort(kept)
+            kept, slots = kept[order], slots[order]
+        total = count * sum(len(step.tokens) for step in tables.plan.sequences)
+        self._kept, self._slots = _indices(kept, total), store.device.sent(slots)
+        self._asking = _indices(self.queries, total) if count == 1 else self.queries  # shard by shard
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
@@ -82,8 +87,8 @@ class LocalShare:
         """
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
-        kept, sent = _indices(self._kept, len(k)), self._store.device.sent
-        self._store.device.keep(layer, sent(k[kept]), sent(v[kept]), self._slots)
+        device = self._store.device
+        device.keep(layer, device.sent(k[self._kept]), device.sent(v[self._kept]), self._slots)
         if not len(self.queries):
             return None
         spec = self._store.attentions[layer]
@@ -91,11 +96,10 @@ class LocalShare:
         if shape not in self._partials:
             self._partials.clear()
             self._partials[shape] = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
-        out, lse = self._partials[shape]
-        rows = _indices(self.queries, len(q)) if self._count == 1 else self.queries  # shard by shard
-        for _ in self._store.attend(layer, self._tables, 0, sent(q[rows]), out, lse):
+        partial = self._partials[shape]
+        for _ in self._store.attend(layer, self._tables, 0, device.sent(q[self._asking]), *partial):
             pass  # a memory worker would serve other messages here
-        return out, lse
+        return partial
 
 
 def _indices(rows: npt.NDArray[np.int64], total: int) -> slice | npt.NDArray[np.int64]:

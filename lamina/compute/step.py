@@ -69,9 +69,9 @@ class StepRun:
         self._timeline = replica.timeline
         self._exchange = exchange
         self._mail = mail
-        pipeline, slices = replica.pipeline, range(len(replica.runner.attentions) + 1)
-        self._stages = [pipeline.stage(plan.lane, plan.turn, index, plan.rotates) for index in slices]
-        self._own = [index for index in slices if self._stages[index] == replica.number]
+        pipeline, slices = replica.pipeline, len(replica.runner.attentions) + 1
+        self._stages = pipeline.stages_of(plan.lane, plan.turn, slices, plan.rotates)
+        self._own = [index for index, stage in enumerate(self._stages) if stage == replica.number]
         self._follows = follows and pipeline.stages > 1
         self._next = 0
         positions = torch.tensor([at for step in plan.sequences for at in range(step.start, step.stop)])

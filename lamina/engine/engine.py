@@ -106,7 +106,7 @@ class Engine:
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
         self._scaling = Scaling(bounds, self._turn, self._members)
-        self._touched: dict[str, TrackedRequest] = {}  # with updates that their callers have not had
+        self._touched: dict[TrackedRequest, None] = {}  # with updates that their callers have not had
         self._lacks_memory = bool(cluster.missing)
         self._steps = 0
         self._moved = 0
@@ -323,8 +323,8 @@ class Engine:
         self._timeline.add("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
-        for request_id, tracked in touched.items():
-            self._publish(request_id, tracked)
+        for tracked in touched:
+            self._publish(tracked)
         self.after_turn()
         self._timeline.add("tell callers", -1, begun)
         self._check_workers()
@@ -346,13 +346,12 @@ class Engine:
             if owner is None:  # aborted while the step ran
                 continue
             group, completion = owner
-            request_id = group.request.request_id
-            tracked = self._tracked[request_id]
+            tracked = self._tracked[group.request.request_id]
             if group.searches:
                 self._compare(tracked, group, completion, draw)
                 continue
             completion.generated.append(draw.token)
-            self._touched[request_id] = tracked
+            self._touched[tracked] = None
             tracked.group = group
             if tracked.append(completion, draw):
                 self._scheduler.finish(group, completion)
@@ -367,7 +366,7 @@ class Engine:
         if choice is not None:
             self._scheduler.beams.choose(group, choice)
         if tracked.finished:
-            self._touched[group.request.request_id] = tracked
+            self._touched[tracked] = None
             for one in group.completions:
                 self._scheduler.finish(group, one)
 
@@ -389,7 +388,7 @@ class Engine:
             group = self._scheduler.add(tracked.request, tracked.drawn)
         except RequestError as error:  # it could be served when it was submitted; a worker has been lost since
             tracked.end(FinishReason.ERROR, str(error))
-            self._publish(tracked.request.request_id, tracked)
+            self._publish(tracked)
         else:
             tracked.start(group)
 
@@ -400,8 +399,8 @@ class Engine:
         tracked.finish(index)  # its slots are released at its next token, whose step is planned or waits to be
         if tracked.finished:
             self._scheduler.abort(request_id)
-            self._touched.pop(request_id, None)
-            self._publish(request_id, tracked)
+            self._touched.pop(tracked, None)
+            self._publish(tracked)
 
     def _end_request(
         self, request_id: str, reason: FinishReason, error: str | None = None, suspect: bool = False
@@ -411,15 +410,15 @@ class Engine:
         if tracked is not None:
             self._scheduler.abort(request_id, suspect)
             tracked.end(reason, error)
-            self._touched.pop(request_id, None)
-            self._publish(request_id, tracked)
+            self._touched.pop(tracked, None)
+            self._publish(tracked)
 
-    def _publish(self, request_id: str, tracked: TrackedRequest) -> None:
+    def _publish(self, tracked: TrackedRequest) -> None:
         if tracked.finished:
-            self._forget(request_id)
+            self._forget(tracked.request.request_id)
         if not _call_back(tracked):
-            self._scheduler.abort(request_id)
-            self._forget(request_id)
+            self._scheduler.abort(tracked.request.request_id)
+            self._forget(tracked.request.request_id)
 
     def _forget(self, request_id: str) -> None:
         with self._lock:

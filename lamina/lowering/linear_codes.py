@@ -2,8 +2,8 @@
 
 torch's products of bfloat16 and codes round scales and zero points to bfloat16, which changes the weights of most
 checkpoints; here they have float32, so that every weight is what its codes say. Native programs have this product too.
-It takes 0.7 of the time of bfloat16 for one row, as long for two, and 1.2 to 1.8 times as long for more, since codes
-are converted for every few rows (AVX2, ``bench/kernels/codes.py``).
+It takes 0.77 (8 bits) and 0.86 (4 bits) of the time of bfloat16 for one row, 1.0 to 1.1 for two, and 1.1 to 1.9 for
+more, since codes are converted for every few rows (AVX2, ``bench/kernels/codes.py``).
 """
 
 import copy

@@ -134,7 +134,7 @@ def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes
 
 def group_size(name: str, inputs: int, shard: Shard) -> int:
     """The inputs of a weight that share a scale in int4: the first of ``GROUPS`` that divides them, and cuts none among
-    ranks. Raises ConfigError if there is none."""
+    ranks. Raises ConfigError if none of them does."""
     bounds = [inputs, *(bound for part in shard.get(1, ()) for bound in part)]
     size = next((size for size in GROUPS if all(bound % size == 0 for bound in bounds)), None)
     if size is None:

@@ -232,10 +232,10 @@ def message_rows(
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
     """All numbers of ranges (start, count), one range after another."""
-    starts, counts = np.array(ranges, np.int64).reshape(-1, 2).T
-    total = int(counts.sum())
+    total = sum(count for _, count in ranges)
     if total == len(ranges):  # a step that decodes
-        return starts
+        return np.array([start for start, _ in ranges], np.int64)
+    starts, counts = np.array(ranges, np.int64).T
     before = np.cumsum(counts) - counts
     return np.repeat(starts - before, counts) + np.arange(total)
 

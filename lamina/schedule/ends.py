@@ -14,6 +14,8 @@ class TokenEnds:
         tokens: those that end a completion.
     """
 
+    __slots__ = ("_eos", "_max_tokens", "_min_tokens", "tokens")
+
     def __init__(self, params: SamplingParams, max_tokens: int | None, eos_token_ids: Collection[int]) -> None:
         """``max_tokens``: of one completion; None: no limit here."""
         self._max_tokens = max_tokens

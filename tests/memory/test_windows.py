@@ -151,7 +151,7 @@ def forget_at_random(kind: type[Forgetting], seeds: range) -> tuple[int, int]:
         prompts, others = requests(draw)
         course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw))
         cluster = kind(others, prompts, *course.sizes)
-        cluster.scheduler.moves._tokens_per_step = 1000
+        cluster.scheduler.moves.tokens_per_step = 1000
         run(cluster, course)
         forgotten += cluster.forgotten
         hits += cluster.hits

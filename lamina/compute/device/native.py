@@ -24,6 +24,7 @@ class NativeTransfers:
         self._buffers: dict[tuple[int, int], Arrays] = {}
         self._outs: dict[tuple[int, int], tuple[Tensor, Array]] = {}
         self._replies: dict[tuple[int, ...], Arrays] = {}
+        self._here: tuple[Sequence[Partial], list[Arrays]] = (), []
 
     def queries(self, q: Tensor) -> list[Array]:
         """See ``Transfers``."""
@@ -51,8 +52,8 @@ class NativeTransfers:
         out, tokens = self._outs[key]
         heads = spec.query_heads // moves.shards
         partials = [
-            (shards, parts, out.numpy().reshape(-1, heads, spec.v_dim), lse.numpy().reshape(-1, heads))
-            for shards, parts, (out, lse) in zip(moves.here, moves.here_parts, here, strict=True)
+            (shards, parts, *arrays)
+            for shards, parts, arrays in zip(moves.here, moves.here_parts, self._views(here, heads), strict=True)
         ]
         partials += [
             (shards, moves.parts[number], *self._read(number, heads, spec.v_dim, replies[number]))
@@ -65,6 +66,16 @@ class NativeTransfers:
             outs, lses = self._scattered(spec, partials)
         merge(outs, lses, sinks, tokens, None, self._threads)
         return out
+
+    def _views(self, here: Sequence[Partial], heads: int) -> list[Arrays]:
+        """Partials for shards of so many heads, as arrays: most layers have the same tensors."""
+        known, views = self._here
+        if len(known) != len(here) or any(one is not other for one, other in zip(known, here, strict=True)):
+            views = [
+                (out.numpy().reshape(-1, heads, out.shape[-1]), lse.numpy().reshape(-1, heads)) for out, lse in here
+            ]
+            self._here = tuple(here), views
+        return views
 
     def _read(self, number: int, heads: int, v_dim: int, reply: Reply) -> Arrays:
         """Views of a reply, for shards of so many heads. The next one may come in the same slot."""

@@ -1,5 +1,6 @@
 """The protocol of devices."""
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,9 +42,9 @@ class Pairs:
     def table(self, slots: Slots) -> SegmentTable:
         """As kernels take it; ``slots``: of all pairs' tokens, one pair after another."""
         return SegmentTable(
-            query_offsets=_offsets(self.rows).astype(np.int32),
+            query_offsets=_offsets(self.rows, np.int32),
             query_start=np.array(self.query_start, np.int32),
-            kv_offsets=_offsets([stop - first for first, stop in zip(self.first, self.stop, strict=True)]),
+            kv_offsets=_offsets([stop - first for first, stop in zip(self.first, self.stop, strict=True)], np.int64),
             kv_start=np.array(self.kv_start, np.int32),
             slots=slots,
         )
@@ -174,8 +175,8 @@ class Device(Protocol):
         """Store what ``read`` wrote, in these slots."""
 
 
-def _offsets(counts: Sequence[int]) -> npt.NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+def _offsets(counts: Sequence[int], dtype: type[Any]) -> npt.NDArray[Any]:
+    return np.array([0, *itertools.accumulate(counts)], dtype)
 
 
 def parts(content: memoryview, rows: int, arrays: Sequence[Any]) -> Iterator[tuple[Any, Array]]:
