@@ -244,7 +244,7 @@ void largest_rows(const Largest &task, int64_t begin, int64_t end) {
         while (first < task.width - 1 && one(first) != largest)
             ++first;
         task.values[row] = nan == nan ? largest : nan;
-        task.indices[row] = first;
+        task.indices[row] = std::min(first, task.width - 1); // where a NaN hides the largest, any index
     }
 }
 
