@@ -1,7 +1,7 @@
 """Linear layers with weights packed once: Lamina's own matrix product, or oneDNN's where that is faster.
 
 With the few rows of a decode step, a linear layer takes as long as reading its weight. The native product reads it
-once, in order. With AVX-512's bfloat16 pairs it takes 0.6 to 0.9 of oneDNN's time, at 1 to 512 rows
+once, in order. With AVX-512's bfloat16 pairs it takes 0.6 to 1.0 of oneDNN's time, at 1 to 512 rows
 (``bench/kernels/slices.py``). With AVX2 alone, where torch multiplies bfloat16 in scalar code, it takes a sixth to an
 eighth of torch's time; beside oneDNN in float32, a quarter at 1 row and 1.2 at 256. oneDNN is used for other element
 types and on processors with matrix tiles (AMX).

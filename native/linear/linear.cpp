@@ -5,12 +5,17 @@
 #include "lamina/thread_pool.h"
 
 #include <algorithm>
+#include <memory>
+#include <vector>
 
 namespace lamina::linear {
 namespace {
 
 constexpr int64_t kCachedBytes = 512 * 1024;  // of rows that stay in a core's cache while panels pass
 constexpr int64_t kBytesPerTask = 256 * 1024; // of the weight: long reads, and enough tasks to even out
+constexpr int64_t kSetStride = 4096; // bytes after which a core's first cache uses the same set again
+constexpr int64_t kSetRows = 7;      // that a set holds beside the weight: most have 8 ways
+constexpr int64_t kGap = 32;         // elements between copied rows: a cache line
 
 int64_t panels_of(const Linear &linear) {
     return (linear.outputs + kPanel - 1) / kPanel;
@@ -68,6 +73,28 @@ void multiply_panels(const Linear &linear, int64_t begin, int64_t end, int64_t f
         }
 }
 
+// Whether the rows of a block, which are read side by side, push each other out of the cache.
+bool collide(const Linear &linear) {
+    const int64_t together = std::min(linear.rows, kernel_for(linear).most_rows);
+    return together > kSetRows && linear.x_stride * int64_t{sizeof(uint16_t)} % kSetStride == 0;
+}
+
+// Multiplies a copy of x, whose rows lie a cache line further apart.
+void multiply_apart(std::span<const Linear> group, int threads) {
+    const Linear &first = group.front();
+    const int64_t stride = first.inputs + kGap;
+    const auto copy = std::make_unique_for_overwrite<uint16_t[]>(first.rows * stride);
+    parallel_for(threads, first.rows, [&](int64_t row) {
+        std::copy_n(first.x + row * first.x_stride, first.inputs, copy.get() + row * stride);
+    });
+    std::vector<Linear> apart(group.begin(), group.end());
+    for (Linear &linear : apart) {
+        linear.x = copy.get();
+        linear.x_stride = stride;
+    }
+    multiply(apart, threads);
+}
+
 } // namespace
 
 bool available() {
@@ -89,6 +116,10 @@ void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *pac
 }
 
 void multiply(std::span<const Linear> group, int threads) {
+    if (collide(group.front())) {
+        multiply_apart(group, threads);
+        return;
+    }
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
     const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes(group.front()));
     const int64_t block = kernel_for(group.front()).most_rows;

@@ -54,6 +54,13 @@ def test_native_over_several_tasks_and_chunks_of_rows(rows: int) -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize(("rows", "inputs", "width"), [(8, 2048, 2048), (45, 2048, 2048), (9, 60, 2048)])
+def test_native_where_rows_share_the_sets_of_a_cache(rows: int, inputs: int, width: int) -> None:
+    """They are a multiple of 4 KiB apart, and multiplied from a copy."""
+    check(NATIVE, random(1, 1, rows, width)[..., :inputs], random(2, 40, inputs), random(3, 40))
+
+
+@needs_kernels
 def test_native_takes_part_of_a_wider_product() -> None:
     wide = random(1, 1, 5, 96)
     check(NATIVE, wide[..., 32:64], random(2, 33, 32), None)
