@@ -3,8 +3,9 @@
     python -m bench.runtime.long_prompt [--model 60m] [--prompt 16000] [--running 8] [--context 512] [--rounds 3]
                                         [--simulated 131072] [--json FILE]
 
-The runtime, with dummy weights and default pools: requests decode alone for a while, then the long prompt arrives. The
-SLO is twice the 99th percentile of the time between tokens that they had alone with fixed chunks. Every variant runs in
+The runtime, with dummy weights and default pools: requests decode alone for a while, then the long prompt arrives. A
+request that ends is replaced by one with the same prompt, which is cached: contexts stay as long as they are. The SLO
+is twice the 99th percentile of the time between tokens that they had alone with fixed chunks. Every variant runs in
 turn, ``--rounds`` times, in an engine of its own; figures are medians of the rounds. TTFT is that of the long prompt:
 what the others do not wait, it does. Then the same in the simulator, with a longer prompt: Llama-3-8B on h100:1 and
 h20:2.
@@ -31,7 +32,7 @@ from bench.failures import Failures
 from bench.models import MODELS, model_directory
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
-from lamina.engine.updates import OnUpdate, RequestUpdate
+from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 from lamina.plan import hardware, models
 from lamina.simulate import Arrivals, Deployment, simulate
@@ -39,6 +40,7 @@ from lamina.types import SamplingParams
 
 TIMEOUT_S = 500.0
 ALONE_S = 4.0  # that requests decode before the prompt arrives
+OUTPUT = 256  # tokens of a request until another takes its place
 FIXED = {"fixed, 2048 rows": 2048, "fixed, 512 rows": 512, "fixed, 128 rows": 128}
 SLO = "SLO"
 FACTOR = 2  # of the SLO to what requests have alone
@@ -61,24 +63,29 @@ class Figures:
 
 
 class Running:
-    """Requests that decode until ``close``, and the times at which each got its tokens."""
+    """``count`` requests at a time that decode, until ``close``, and the times at which each got its tokens."""
 
     def __init__(self, engine: Engine, count: int, context: int, draw: random.Random) -> None:
-        self._engine, self._ids = engine, [str(number) for number in range(count)]
-        self._times: list[list[float]] = [[] for _ in range(count)]
+        self._engine, self._closed = engine, False
+        self._times: list[list[float]] = []  # by request
         self.failures = Failures()
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=12_000)
-        for number, name in enumerate(self._ids):
-            prompt = [draw.randrange(3, 900) for _ in range(context)]
-            engine.submit(name, prompt, params, self._reader(self._times[number]))
+        for number in range(count):
+            # The first ones end at different times, and so do all that follow them.
+            self._submit([draw.randrange(3, 900) for _ in range(context)], OUTPUT * (number + 1) // count)
         _wait(lambda: all(self._times))
 
-    def _reader(self, times: list[float]) -> OnUpdate:
+    def _submit(self, prompt: list[int], tokens: int) -> None:
+        times: list[float] = []
+
         def on_update(update: RequestUpdate) -> None:
             self.failures.note(update)
             times.extend([time.monotonic()] * update.tokens)
+            if update.finished and not self._closed:
+                self._submit(prompt, OUTPUT)
 
-        return on_update
+        self._times.append(times)
+        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=tokens)
+        self._engine.submit(str(len(self._times)), prompt, params, on_update)
 
     def gaps(self, begin: float, end: float) -> list[float]:
         """Milliseconds between consecutive tokens of a request, for tokens that came in this interval."""
@@ -87,8 +94,7 @@ class Running:
 
     def close(self) -> None:
         """End all of them."""
-        for name in self._ids:
-            self._engine.abort(name)
+        self._closed = True
         _wait(lambda: self._engine.stats().running == 0)
 
 
@@ -135,7 +141,7 @@ def measured(config: EngineConfig, running: int, context: int, prompt: int) -> F
 def on_runtime(args: argparse.Namespace, model: Path) -> dict[str, Figures]:
     """Medians by variant."""
     runs: dict[str, list[Figures]] = {name: [] for name in (*FIXED, SLO)}
-    base = EngineConfig(model, load_format="dummy", max_num_seqs=64, prefix_cache=False, memory=args.memory)
+    base = EngineConfig(model, load_format="dummy", max_num_seqs=64, memory=args.memory)
     for _ in range(args.rounds):
         for name, rows in FIXED.items():
             config = dataclasses.replace(base, max_num_batched_tokens=rows)

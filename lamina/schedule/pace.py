@@ -16,7 +16,7 @@ from lamina.schedule.chunks import PromptBatch
 from lamina.steps import StepPlan
 
 FIRST = 32  # tokens, while nothing is known
-LEAST = 8  # tokens: prompts get on, however little time is left
+LEAST = 4  # tokens: prompts get on, however little time is left
 FURTHER = 2  # times as many tokens as were measured so far: what is beyond is not predicted
 FORGET = 0.9  # weight of earlier steps with chunks, per such step
 LEARN = 0.2  # weight of the latest step in a mean

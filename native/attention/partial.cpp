@@ -15,6 +15,7 @@ namespace {
 constexpr int64_t kMinSplitTokens = 512;   // splitting shorter ranges costs more in merging than it gains
 constexpr int64_t kTasksPerThread = 4;     // enough to even out ragged work
 constexpr int64_t kMemoryBoundQueries = 8; // up to here a task takes the time of reading K and V once
+constexpr int64_t kTogetherQueries = 32;   // up to here a task has all KV heads
 
 // A block of rows whose token range was cut into several tasks, each with its own partial result.
 struct Split {
@@ -34,10 +35,10 @@ int64_t rows_of_block(const Shape &shape) {
     return std::max<int64_t>(1, kMaxQueries * shape.kv_heads / shape.query_heads);
 }
 
-// KV heads of one task. While reading memory is the limit, a token's heads are read together; once computing
-// is, one head at a time keeps its accumulators in the cache.
+// KV heads of one task. While reading memory takes much of the time, a token's heads are read together;
+// beyond that, one head at a time keeps its accumulators in the cache.
 int64_t heads_of_task(const Shape &shape, int64_t rows) {
-    return rows * (shape.query_heads / shape.kv_heads) > kMemoryBoundQueries ? 1 : shape.kv_heads;
+    return rows * (shape.query_heads / shape.kv_heads) > kTogetherQueries ? 1 : shape.kv_heads;
 }
 
 class Planner {
@@ -180,21 +181,20 @@ void merge_split(const Problem &problem, const Split &split) {
           1);
 }
 
-// Runs a task into scratch memory and merges the result into its rows and heads of out and lse.
-void run_and_add(const Problem &problem, const Task &task, TaskKernel kernel) {
-    thread_local Scratch scratch;
-    if (task.token_begin == task.token_end)
-        return;
-    const Shape &shape = problem.shape;
-    const int64_t rows = task.row_end - task.row_begin, all = rows * shape.query_heads;
-    auto *out = reinterpret_cast<float *>(scratch.reserve(all * (shape.v_dim + 1) * int64_t{sizeof(float)}));
-    float *lse = out + all * shape.v_dim;
-    Task aside = task;
-    aside.out = out;
-    aside.lse = lse;
-    run_task(problem, aside, kernel);
+// Where the attention of `rows` rows is kept until it is added to what there is.
+struct Aside {
+    Aside(Scratch &scratch, const Shape &shape, int64_t rows) {
+        const int64_t all = rows * shape.query_heads;
+        out = reinterpret_cast<float *>(scratch.reserve(all * (shape.v_dim + 1) * int64_t{sizeof(float)}));
+        lse = out + all * shape.v_dim;
+    }
+    float *out, *lse;
+};
+
+// Merges a task's result into its rows and heads of out and lse.
+void add(const Shape &shape, const Task &task, const float *out, const float *lse) {
     const int64_t group = shape.query_heads / shape.kv_heads;
-    for (int64_t row = 0; row < rows; ++row)
+    for (int64_t row = 0; row < task.row_end - task.row_begin; ++row)
         for (int64_t head = task.head_begin * group; head < task.head_end * group; ++head) {
             const int64_t at = row * shape.query_heads + head;
             const float most = std::max(task.lse[at], lse[at]);
@@ -208,6 +208,33 @@ void run_and_add(const Problem &problem, const Task &task, TaskKernel kernel) {
                 to[d] = to[d] * kept + from[d] * added;
             task.lse[at] = most + std::log(sum);
         }
+}
+
+void run_and_add(const Problem &problem, const Task &task, TaskKernel kernel) {
+    thread_local Scratch scratch;
+    if (task.token_begin == task.token_end)
+        return;
+    const Aside results(scratch, problem.shape, task.row_end - task.row_begin);
+    Task aside = task;
+    aside.out = results.out;
+    aside.lse = results.lse;
+    run_task(problem, aside, kernel);
+    add(problem.shape, task, results.out, results.lse);
+}
+
+// Runs an attention that is a single task by ranges of tokens, so that all threads have some.
+void run_by_tokens(const Problem &problem, const Task &task, bool adds, int threads, Path path) {
+    thread_local Scratch scratch;
+    if (!adds) {
+        partial(problem, threads, path);
+        return;
+    }
+    const Aside results(scratch, problem.shape, task.row_end);
+    Problem aside = problem;
+    aside.out = results.out;
+    aside.lse = results.lse;
+    partial(aside, threads, path);
+    add(problem.shape, task, results.out, results.lse);
 }
 
 TaskKernel kernel_for(Path path, ElementType kv_type) {
@@ -268,6 +295,10 @@ int64_t count_tasks(const Shape &shape, const Segments &segments) {
 
 void partial_tasks(const Problem &problem, int64_t first, int64_t last, bool adds, int threads, Path path) {
     std::vector<Task> tasks = Planner(problem, 1).plan().tasks; // planned for one thread, nothing is split
+    if (tasks.size() == 1 && threads > 1) {
+        run_by_tokens(problem, tasks[0], adds, threads, path);
+        return;
+    }
     const TaskKernel kernel = kernel_for(path, problem.kv_type);
     for (int64_t i = first; i + threads < last; ++i)
         tasks[i].following = &tasks[i + threads];
