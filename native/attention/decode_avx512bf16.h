@@ -1,4 +1,5 @@
-// Runs one task of a decode step: one query row, KV of bfloat16, head sizes that are multiples of 32.
+// Runs one task of a decode step: one query row, KV of bfloat16 or codes, head sizes that are multiples
+// of 32.
 //
 // Tiles of 16 tokens: first the scores of all heads, while the tile's values are read ahead, then the values
 // of all heads, while the next tile's keys are read ahead. Scores of 4 tokens and one query come from the
@@ -7,14 +8,14 @@
 // columns in an order that finish() restores. Both need only shuffles that run beside multiplications.
 #pragma once
 
+#include "stored_avx512bf16.h"
 #include "task.h"
-#include "vector_math.h"
 
 namespace lamina::attention {
 namespace {
 
 constexpr int64_t kDecodeTokens = 16;
-constexpr int64_t kDecodeColumns = 32; // elements of a vector of bfloat16: head sizes are multiples of it
+constexpr int64_t kDecodeColumns = 32; // elements of a vector of pairs: head sizes are multiples of it
 constexpr int64_t kDecodeQueries = 8;  // per KV head, at most
 
 // In every quarter (16 bytes) of a vector: elements I of the same quarter of a followed by b.
@@ -55,16 +56,16 @@ void round_pairs(const Problem &problem, int64_t offset, int64_t count, uint16_t
 
 // The rows of two tiles in the order of the work: the keys of one, its values, the keys of the next, its
 // values. A row begins at the task's first head; tokens past the last one of a tile have zeros.
-using Rows = const uint16_t * [4 * kDecodeTokens];
+template <class Stored> using Rows = const typename Stored::Kv * [4 * kDecodeTokens];
 constexpr int64_t kValues = kDecodeTokens, kNextKeys = 2 * kDecodeTokens; // where they begin
 
 // Prefetches rows a tile ahead of their use. A core seems to drop a prefetch when it has no room to track
 // another miss, which is often while memory is the limit: so every line is prefetched twice, half a tile
 // apart. On one Zen 5 core that raises the bytes read per second by 1 to 30%, on two by up to 15%.
-class AheadTwice {
+template <class Stored> class AheadTwice {
 public:
     // Prefetches the keys of the first tile and half of its values.
-    AheadTwice(const Rows &rows, int64_t key_bytes, int64_t value_bytes)
+    AheadTwice(const Rows<Stored> &rows, int64_t key_bytes, int64_t value_bytes)
         : rows_(rows), bytes_{key_bytes, value_bytes} {
         for (start_row(0); late_ < kDecodeTokens;)
             ask_for_two();
@@ -95,15 +96,19 @@ private:
         at_ = 0;
     }
 
-    const uint16_t *const *rows_; // all of them
-    int64_t bytes_[2];            // of a row of keys, of values
-    int64_t late_;                // the row that is prefetched again
+    const typename Stored::Kv *const *rows_; // all of them
+    int64_t bytes_[2];                       // of a row of keys, of values
+    int64_t late_;                           // the row that is prefetched again
     const std::byte *early_row_, *late_row_;
     int64_t at_, end_; // bytes into both
 };
 
 // QUERIES query heads share a KV head.
-template <int QUERIES> class DecodeTask {
+template <class Stored, int QUERIES> class DecodeTask {
+    using Kv = typename Stored::Kv;
+    using Ahead = AheadTwice<Stored>;
+    static constexpr bool kScaled = Stored::kScaled;
+    static constexpr int kRowsPerStep = 4 / int{sizeof(Kv)}; // loads of 32 elements for a prefetch of 2 lines
     static constexpr int W = 16;
     static constexpr int kBlock = QUERIES <= 4 ? 4 : 2; // vectors of a query's sums that registers hold
     static constexpr float kSlack = 8;
@@ -119,13 +124,15 @@ public:
 
     void run() {
         start();
-        const int64_t bytes = heads_ * int64_t{sizeof(uint16_t)};
-        Rows rows;
+        const int64_t bytes = heads_ * int64_t{sizeof(Kv)};
+        Rows<Stored> rows;
         gather(task_, task_.token_begin, rows + kNextKeys);
         advance(task_.token_begin + kDecodeTokens, rows);
-        AheadTwice ahead(rows, bytes * shape_.qk_dim, bytes * shape_.v_dim);
+        Ahead ahead(rows, bytes * shape_.qk_dim, bytes * shape_.v_dim);
         for (int64_t token = task_.token_begin; token < task_.token_end; token += kDecodeTokens) {
             const int64_t tokens = std::min(kDecodeTokens, task_.token_end - token);
+            if constexpr (kScaled)
+                aim_scales(token, tokens);
             for (int64_t head = 0; head < heads_; ++head) {
                 F halves[2][QUERIES];
                 score(rows, head, halves[0], ahead);
@@ -144,9 +151,8 @@ private:
     float *accumulator(int64_t head) const { return work_.accumulator + head * QUERIES * work_.v_padded; }
     float *sums(int64_t head) const { return work_.sum + head * QUERIES * W; }
     float *references(int64_t head) const { return work_.reference + head * QUERIES; }
-    uint16_t *queries(int64_t head) const {
-        return reinterpret_cast<uint16_t *>(work_.query) + head * QUERIES * shape_.qk_dim;
-    }
+    // [qk_dim / 32][4][QUERIES] vectors: word J of every quarter of 32 elements, in all words of the quarter.
+    float *queries(int64_t head) const { return work_.query + head * QUERIES * shape_.qk_dim * 2; }
     // Those of a tile's tokens, in pairs: [QUERIES][kDecodeTokens / 2].
     Word *probabilities(int64_t head) const {
         return reinterpret_cast<Word *>(work_.probabilities) + head * QUERIES * (kDecodeTokens / 2);
@@ -159,73 +165,99 @@ private:
         std::memset(work_.sum, 0, sizeof(float) * heads_ * QUERIES * W);
         std::fill_n(work_.reference, heads_ * QUERIES, -kInfinity);
         const int64_t first = (task_.row_begin * shape_.query_heads + query_head(0, 0)) * shape_.qk_dim;
-        round_pairs(problem_, first, heads_ * QUERIES * shape_.qk_dim, queries(0));
+        for (int64_t head = 0; head < heads_; ++head)
+            for (int64_t q = 0; q < QUERIES; ++q)
+                for (int64_t d = 0; d < shape_.qk_dim; d += kDecodeColumns)
+                    spread_query(first + (head * QUERIES + q) * shape_.qk_dim + d,
+                                 queries(head) + (d / 8 * QUERIES + q) * W);
+    }
+
+    // 32 elements of a query, as 4 vectors that are QUERIES apart.
+    void spread_query(int64_t offset, float *target) const {
+        uint16_t pairs[kDecodeColumns];
+        round_pairs(problem_, offset, kDecodeColumns, pairs);
+        const auto words = load<F>(pairs);
+        store(target, in_quarters<F, 0, 0, 0, 0>(words, words));
+        store(target + QUERIES * W, in_quarters<F, 1, 1, 1, 1>(words, words));
+        store(target + 2 * QUERIES * W, in_quarters<F, 2, 2, 2, 2>(words, words));
+        store(target + 3 * QUERIES * W, in_quarters<F, 3, 3, 3, 3>(words, words));
     }
 
     // Moves on by a tile. The new next tile begins at `next` or, where the task ends, is the first one of the
     // task that this thread may run next.
-    void advance(int64_t next, Rows &rows) const {
+    void advance(int64_t next, Rows<Stored> &rows) const {
         std::copy_n(rows + kNextKeys, 2 * kDecodeTokens, rows);
         const bool beyond = next >= task_.token_end && task_.following;
         const Task &task = beyond ? *task_.following : task_;
         gather(task, beyond ? task.token_begin : next, rows + kNextKeys);
     }
 
-    void gather(const Task &task, int64_t token, const uint16_t **keys) const {
-        const uint16_t **values = keys + kValues;
+    void gather(const Task &task, int64_t token, const Kv **keys) const {
+        const Kv **values = keys + kValues;
         const int32_t *slots = problem_.segments.slots + problem_.segments.kv_offsets[task.pair];
-        const auto *zeros = reinterpret_cast<const uint16_t *>(work_.zeros);
-        const auto *first_key = static_cast<const uint16_t *>(problem_.k) + task.head_begin * shape_.qk_dim;
-        const auto *first_value = static_cast<const uint16_t *>(problem_.v) + task.head_begin * shape_.v_dim;
+        const auto *zeros = reinterpret_cast<const Kv *>(work_.zeros);
+        const Kv *first_key = static_cast<const Kv *>(problem_.k) + task.head_begin * shape_.qk_dim;
+        const Kv *first_value = static_cast<const Kv *>(problem_.v) + task.head_begin * shape_.v_dim;
         const int64_t tokens = std::clamp<int64_t>(task.token_end - token, 0, kDecodeTokens);
         for (int64_t t = 0; t < tokens; ++t) {
             const int64_t row = slots[token + t] * shape_.kv_heads;
             keys[t] = first_key + row * shape_.qk_dim;
             values[t] = first_value + row * shape_.v_dim;
+            if constexpr (kScaled) {
+                __builtin_prefetch(problem_.k_scales + row);
+                __builtin_prefetch(problem_.v_scales + row);
+            }
         }
         std::fill(keys + tokens, keys + kDecodeTokens, zeros);
         std::fill(values + tokens, values + kDecodeTokens, zeros);
     }
 
+    // The scales of a tile's tokens lie at these places, for the task's first head.
+    void aim_scales(int64_t token, int64_t tokens) {
+        const int32_t *slots = problem_.segments.slots + problem_.segments.kv_offsets[task_.pair] + token;
+        present_ = static_cast<__mmask16>((1u << tokens) - 1);
+        places_ = _mm512_mullo_epi32(_mm512_maskz_loadu_epi32(present_, slots),
+                                     _mm512_set1_epi32(static_cast<int>(shape_.kv_heads)));
+    }
+
+    // Those of a head; 0 past the last token.
+    [[gnu::always_inline]] F scales(const float *all, int64_t head) const {
+        return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), present_, places_, all + task_.head_begin + head,
+                                        4);
+    }
+
     // Raw scores of 8 tokens; quarters 0 and 1 (2 and 3) hold parts of the sums of the first (second) 4
     // tokens.
-    [[gnu::always_inline]] void score(const uint16_t *const *keys, int64_t head, F (&halves)[QUERIES],
-                                      AheadTwice &ahead) {
+    [[gnu::always_inline]] void score(const Kv *const *keys, int64_t head, F (&halves)[QUERIES],
+                                      Ahead &ahead) {
         const int64_t dim = shape_.qk_dim;
-        const uint16_t *query = queries(head);
+        const float *query = queries(head);
         asm("" : "+r"(query)); // otherwise GCC keeps queries in registers across calls, and sums in memory
         F sums[2][QUERIES] = {};
         for (int64_t d = 0; d < dim; d += kDecodeColumns) {
             F words[2][4];
             for (int g = 0; g < 2; ++g)
                 key_words(keys + 4 * g, head * dim + d, words[g], ahead);
-            add_products<0>(query + d, dim, words, sums);
-            add_products<1>(query + d, dim, words, sums);
-            add_products<2>(query + d, dim, words, sums);
-            add_products<3>(query + d, dim, words, sums);
+            for (int j = 0; j < 4; ++j, query += QUERIES * W)
+                for (int q = 0; q < QUERIES; ++q)
+                    for (int g = 0; g < 2; ++g)
+                        sums[g][q] = dot_pairs(sums[g][q], words[g][j], load<F>(query + q * W));
         }
         for (int q = 0; q < QUERIES; ++q)
             halves[q] = of_quarters<0, 1, 4, 5>(sums[0][q], sums[1][q]) +
                         of_quarters<2, 3, 6, 7>(sums[0][q], sums[1][q]);
     }
 
-    // Of word J of every quarter. Independent sums are next to each other.
-    template <int J>
-    [[gnu::always_inline]] static void add_products(const uint16_t *query, int64_t dim,
-                                                    const F (&words)[2][4], F (&sums)[2][QUERIES]) {
-        for (int q = 0; q < QUERIES; ++q) {
-            const auto pairs = load<F>(query + q * dim);
-            const F part = in_quarters<F, J, J, J, J>(pairs, pairs);
-            for (int g = 0; g < 2; ++g)
-                sums[g][q] = dot_pairs(sums[g][q], words[g][J], part);
-        }
+    [[gnu::always_inline]] static F pairs_at(const Kv *source) {
+        return reinterpret_cast<F>(load_pairs<Stored>(source));
     }
 
-    [[gnu::always_inline]] static void key_words(const uint16_t *const *keys, int64_t offset, F (&words)[4],
-                                                 AheadTwice &ahead) {
-        const auto a = load<F>(keys[0] + offset), b = load<F>(keys[1] + offset);
-        ahead.ask_for_two();
-        const auto c = load<F>(keys[2] + offset), d = load<F>(keys[3] + offset);
+    [[gnu::always_inline]] static void key_words(const Kv *const *keys, int64_t offset, F (&words)[4],
+                                                 Ahead &ahead) {
+        const F a = pairs_at(keys[0] + offset), b = pairs_at(keys[1] + offset);
+        if constexpr (kRowsPerStep == 2)
+            ahead.ask_for_two();
+        const F c = pairs_at(keys[2] + offset), d = pairs_at(keys[3] + offset);
         ahead.ask_for_two();
         const F ab_low = in_quarters<F, 0, 4, 1, 5>(a, b), ab_high = in_quarters<F, 2, 6, 3, 7>(a, b),
                 cd_low = in_quarters<F, 0, 4, 1, 5>(c, d), cd_high = in_quarters<F, 2, 6, 3, 7>(c, d);
@@ -249,6 +281,13 @@ private:
         for (int q = 0; q < QUERIES; ++q)
             scores[q] = of_quarters<0, 2, 4, 6>(halves[0][q], halves[1][q]) +
                         of_quarters<1, 3, 5, 7>(halves[0][q], halves[1][q]);
+        F value_scales;
+        if constexpr (kScaled) {
+            const F key_scales = scales(problem_.k_scales, head) * Stored::kUnit;
+            value_scales = scales(problem_.v_scales, head) * Stored::kUnit;
+            for (F &one : scores)
+                one *= key_scales;
+        }
         if (!plain) [[unlikely]]
             for (int q = 0; q < QUERIES; ++q)
                 scores[q] = finish_scores(scores[q], query_head(head, q), token, tokens);
@@ -264,8 +303,10 @@ private:
         float *sum = sums(head);
         Word *pairs = probabilities(head);
         for (int q = 0; q < QUERIES; ++q) {
-            const F p = power_of_two<W>(x[q]);
+            F p = power_of_two<W>(x[q]);
             store(sum + q * W, load<F>(sum + q * W) + p);
+            if constexpr (kScaled)
+                p *= value_scales;
             store(pairs + q * (kDecodeTokens / 2), _mm512_cvtneps_pbh(p));
         }
     }
@@ -305,7 +346,7 @@ private:
     }
 
     // Adds a tile's values of a head, weighed by its probabilities.
-    [[gnu::always_inline]] void add_values(const uint16_t *const *values, int64_t head, AheadTwice &ahead) {
+    [[gnu::always_inline]] void add_values(const Kv *const *values, int64_t head, Ahead &ahead) {
         int64_t d = 0;
         for (; d + kBlock * W <= shape_.v_dim; d += kBlock * W)
             add_columns<kBlock>(values, head, d, ahead);
@@ -315,8 +356,8 @@ private:
     }
 
     template <int VECTORS>
-    [[gnu::always_inline]] void add_columns(const uint16_t *const *values, int64_t head, int64_t column,
-                                            AheadTwice &ahead) {
+    [[gnu::always_inline]] void add_columns(const Kv *const *values, int64_t head, int64_t column,
+                                            Ahead &ahead) {
         const int64_t stride = work_.v_padded;
         const int64_t offset = head * shape_.v_dim + column;
         float *accumulated = accumulator(head) + column;
@@ -330,9 +371,12 @@ private:
         for (int w = 0; w < kDecodeTokens / 2; ++w) {
             F words[VECTORS];
             for (int n = 0; n < VECTORS; n += 2) {
-                const auto even = load<Halves>(values[2 * w] + offset + n * W),
-                           odd = load<Halves>(values[2 * w + 1] + offset + n * W);
-                ahead.ask_for_two();
+                const auto even =
+                               reinterpret_cast<Halves>(load_pairs<Stored>(values[2 * w] + offset + n * W)),
+                           odd = reinterpret_cast<Halves>(
+                               load_pairs<Stored>(values[2 * w + 1] + offset + n * W));
+                if (kRowsPerStep == 2 || w % 2)
+                    ahead.ask_for_two();
                 words[n] = reinterpret_cast<F>(in_quarters<Halves, 0, 8, 1, 9, 2, 10, 3, 11>(even, odd));
                 words[n + 1] =
                     reinterpret_cast<F>(in_quarters<Halves, 4, 12, 5, 13, 6, 14, 7, 15>(even, odd));
@@ -372,6 +416,8 @@ private:
     const Workspace &work_;
     const int64_t heads_; // KV heads
     const bool special_;  // scores are more than scaled products
+    __mmask16 present_;   // the tokens of a tile
+    __m512i places_;      // of their scales
 };
 
 } // namespace

@@ -5,10 +5,10 @@ namespace lamina::attention {
 namespace {
 
 // Tiles of bfloat16 pairs, multiplied and summed into floats by one instruction.
-struct PairTile {
+template <class Element> struct PairTile {
     static constexpr int64_t kTokens = kTileTokens;
-    using Kv = uint16_t;
-    using Stored = BFloat16;
+    using Stored = Element;
+    using Kv = typename Stored::Kv;
     static constexpr int W = 16, kRows = 6, kColumns = 4;
     static constexpr int kWord = 2;
     using F = Floats<W>;
@@ -37,7 +37,7 @@ struct PairTile {
                 for (int i = 0; i < W / 8; ++i)
                     ahead.step();
                 for (int i = 0; i < W; ++i)
-                    block[i] = _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(mask, rows.keys[t + i] + d));
+                    block[i] = _mm512_castsi512_ps(load_pairs<Stored>(rows.keys[t + i] + d, mask));
                 transpose<W>(block);
                 for (int64_t i = 0; i < words; ++i)
                     store(packed + (d / 2 + i) * kTokens + t, block[i]);
@@ -49,11 +49,11 @@ struct PairTile {
     template <int N> static void value_words(const Kv *const *rows, int64_t column, F (&words)[N]) {
         const Kv *even = rows[0] + column, *odd = rows[1] + column;
         if constexpr (N == 1) {
-            words[0] = pair_up(_mm512_castsi256_si512(load<__m256i>(even)), interleave(0),
-                               _mm512_castsi256_si512(load<__m256i>(odd)));
+            constexpr __mmask32 half = 0xffff;
+            words[0] = pair_up(load_pairs<Stored>(even, half), interleave(0), load_pairs<Stored>(odd, half));
         } else {
             for (int n = 0; n < N; n += 2) {
-                const auto a = load<__m512i>(even + n * W), b = load<__m512i>(odd + n * W);
+                const __m512i a = load_pairs<Stored>(even + n * W), b = load_pairs<Stored>(odd + n * W);
                 words[n] = pair_up(a, interleave(0), b);
                 words[n + 1] = pair_up(a, interleave(W), b);
             }
@@ -72,8 +72,8 @@ struct PairTile {
             ahead.step();
             for (int64_t d = 0; d < padded; d += 2 * W) {
                 const __mmask32 mask = low_bits(dim - d);
-                const __m512i even = _mm512_maskz_loadu_epi16(mask, rows.values[t] + d);
-                const __m512i odd = _mm512_maskz_loadu_epi16(mask, rows.values[t + 1] + d);
+                const __m512i even = load_pairs<Stored>(rows.values[t] + d, mask);
+                const __m512i odd = load_pairs<Stored>(rows.values[t + 1] + d, mask);
                 store(packed + d, _mm512_permutex2var_epi16(even, low, odd));
                 if (d + W < padded)
                     store(packed + d + W, _mm512_permutex2var_epi16(even, high, odd));
@@ -100,25 +100,30 @@ struct PairTile {
     }
 };
 
-template <int QUERIES>
+template <class Stored, int QUERIES>
 bool decode(int64_t queries, const Problem &problem, const Task &task, const Workspace &work) {
     if (queries == QUERIES)
-        DecodeTask<QUERIES>(problem, task, work).run();
+        DecodeTask<Stored, QUERIES>(problem, task, work).run();
     return queries == QUERIES;
 }
 
-template <int... LESS_ONE>
+template <class Stored, int... LESS_ONE>
 bool decode_any(int64_t queries, const Problem &problem, const Task &task, const Workspace &work,
                 std::integer_sequence<int, LESS_ONE...>) {
-    return (decode<LESS_ONE + 1>(queries, problem, task, work) || ...);
+    return (decode<Stored, LESS_ONE + 1>(queries, problem, task, work) || ...);
 }
 
-void attend_pairs(const Problem &problem, const Task &task, const Workspace &work) {
+// Queries of codes are multiplied as pairs only if they are bfloat16: nothing is rounded but probabilities.
+template <class Stored> void attend_pairs(const Problem &problem, const Task &task, const Workspace &work) {
+    if (Stored::kScaled && problem.q_type != ElementType::BFloat16) {
+        attend<FmaTile<Stored, 16, 6, 4>>(problem, task, work);
+        return;
+    }
     const int64_t group = problem.shape.query_heads / problem.shape.kv_heads;
     const bool one_row = task.row_end - task.row_begin == 1;
     if (!one_row || !decodable(problem.shape) ||
-        !decode_any(group, problem, task, work, std::make_integer_sequence<int, kDecodeQueries>{}))
-        attend<PairTile>(problem, task, work);
+        !decode_any<Stored>(group, problem, task, work, std::make_integer_sequence<int, kDecodeQueries>{}))
+        attend<PairTile<Stored>>(problem, task, work);
 }
 
 } // namespace
@@ -126,11 +131,13 @@ void attend_pairs(const Problem &problem, const Task &task, const Workspace &wor
 TaskKernel avx512bf16_kernel(ElementType kv_type) {
     switch (kv_type) {
     case ElementType::BFloat16:
-        return attend_pairs;
+        return attend_pairs<BFloat16>;
+    case ElementType::Int8:
+        return attend_pairs<Int8>;
+    case ElementType::Fp8:
+        return attend_pairs<Fp8>;
     case ElementType::Float32:
     case ElementType::Float16:
-    case ElementType::Int8:
-    case ElementType::Fp8:
         return fma_kernel<16, 6, 4>(kv_type);
     }
     return nullptr;

@@ -85,7 +85,7 @@ struct Workspace {
             array = reinterpret_cast<float *>(base + used);
             used += round_up(elements * int64_t{sizeof(float)}, 64);
         };
-        take(workspace.query, heads * queries * qk);
+        take(workspace.query, heads * queries * qk * 2); // a decode step's are spread
         take(workspace.keys, qk * kTileTokens);
         take(workspace.values, kTileTokens * v);
         take(workspace.scores, queries * kTileTokens);
