@@ -195,10 +195,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     console, figures = Console(), dict[str, Any]()
-    for kind, tokens in (("a100", 80_000), ("rtx3090", 25_000)):
+    for kind, tokens in (("a100", 32_768), ("a100", 65_536), ("a100", 81_920), ("rtx3090", 24_576)):
         speeds = simulated(kind, tokens)
-        figures[f"simulated {kind}"] = speeds
-        show(console, f"Simulated: h100:1 and {kind}:4", {one: {"tokens_s": speed} for one, speed in speeds.items()})
+        figures[f"simulated {kind} {tokens}"] = speeds
+        show(console, f"Simulated: h100:1 and {kind}:4, a prompt of {tokens:,} tokens", {one: {"tokens_s": speed} for one, speed in speeds.items()})
     if not arguments.simulate_only:
         with model_directory(arguments.model) as place:
             figures["runtime"] = balanced(arguments.model, place, arguments)
