@@ -270,13 +270,15 @@ def linear(
     group: int = 0,
     scales: int = 0,
     zeros: int = 0,
+    path: AttentionPath | None = None,
 ) -> None:
     """
     Write out = x @ weight.T + bias in bfloat16, summed in float32 and rounded once.
 
     Tensors are given by address and not checked: x [rows, inputs] with a row stride in elements, bias [outputs] or 0,
     out [rows, outputs] contiguous. packed: pairs, or codes of 8 or 4 ``bits`` with scales and zeros (0: none) of
-    groups, see linear.h. Releases the GIL.
+    groups, see linear.h. path: an AttentionPath with kernels of linear layers, AVX2 or AVX512_BF16, by default the
+    widest of this processor. Releases the GIL.
     """
 
 class Program:

@@ -198,7 +198,8 @@ def main() -> None:
     for kind, tokens in (("a100", 32_768), ("a100", 65_536), ("a100", 81_920), ("rtx3090", 24_576)):
         speeds = simulated(kind, tokens)
         figures[f"simulated {kind} {tokens}"] = speeds
-        show(console, f"Simulated: h100:1 and {kind}:4, a prompt of {tokens:,} tokens", {one: {"tokens_s": speed} for one, speed in speeds.items()})
+        title = f"Simulated: h100:1 and {kind}:4, a prompt of {tokens:,} tokens"
+        show(console, title, {one: {"tokens_s": speed} for one, speed in speeds.items()})
     if not arguments.simulate_only:
         with model_directory(arguments.model) as place:
             figures["runtime"] = balanced(arguments.model, place, arguments)

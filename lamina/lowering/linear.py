@@ -59,16 +59,19 @@ def _pack_native(weight: Tensor) -> Tensor:
     return packed
 
 
-def linear_native(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """x [..., inputs] times the weight that ``NATIVE.pack`` took, plus bias: [..., outputs], rounded once."""
+def linear_native(
+    x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, *, path: _native.AttentionPath | None = None
+) -> Tensor:
+    """x [..., inputs] times the weight that ``NATIVE.pack`` took, plus bias: [..., outputs], rounded once.
+
+    ``path``: the instruction set; by default this processor's widest.
+    """
     x, stride = evenly_spaced_rows(x)
     inputs = x.shape[-1]
     out = x.new_empty(*x.shape[:-1], outputs)
     bias_address = 0 if bias is None else bias.data_ptr()
-    sizes = (x.numel() // inputs, inputs, outputs)
-    _native.linear(
-        x.data_ptr(), stride, packed.data_ptr(), bias_address, out.data_ptr(), *sizes, torch.get_num_threads()
-    )
+    sizes = (x.numel() // inputs, inputs, outputs, torch.get_num_threads())
+    _native.linear(x.data_ptr(), stride, packed.data_ptr(), bias_address, out.data_ptr(), *sizes, path=path)
     return out
 
 

@@ -106,14 +106,25 @@ def _pack_groups(each: Tensor) -> Tensor:
     return full.view(count, _PANEL, groups).transpose(1, 2).contiguous()
 
 
-def linear_codes(x: Tensor, packed: PackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
-    """x bfloat16 [..., inputs] times the weight, plus bias: [..., outputs], summed in float32 and rounded once."""
+def linear_codes(
+    x: Tensor,
+    packed: PackedCodes,
+    bias: Tensor | None,
+    _: int | None = None,
+    *,
+    path: _native.AttentionPath | None = None,
+) -> Tensor:
+    """x bfloat16 [..., inputs] times the weight, plus bias: [..., outputs], summed in float32 and rounded once.
+
+    ``path``: the instruction set; by default this processor's widest.
+    """
     x, stride = evenly_spaced_rows(x)
     inputs, outputs = x.shape[-1], packed.outputs
     out = x.new_empty(*x.shape[:-1], outputs)
     bias_address = 0 if bias is None else bias.data_ptr()
     sizes = (x.numel() // inputs, inputs, outputs, torch.get_num_threads())
-    _native.linear(x.data_ptr(), stride, packed.values.data_ptr(), bias_address, out.data_ptr(), *sizes, *packed.native)
+    addresses = packed.values.data_ptr(), bias_address, out.data_ptr()
+    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, path=path)
     return out
 
 

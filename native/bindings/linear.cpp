@@ -4,6 +4,9 @@
 #include "lamina/linear.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+
+#include <optional>
 
 namespace nb = nanobind;
 using namespace lamina::linear;
@@ -21,7 +24,7 @@ void pack_binding(uintptr_t weight, int64_t outputs, int64_t inputs, uintptr_t p
 
 void multiply_binding(uintptr_t x, int64_t x_stride, uintptr_t packed, uintptr_t bias, uintptr_t out,
                       int64_t rows, int64_t inputs, int64_t outputs, int threads, int bits, int64_t group,
-                      uintptr_t scales, uintptr_t zeros) {
+                      uintptr_t scales, uintptr_t zeros, std::optional<lamina::attention::Path> path) {
     const Linear task{pointer<const uint16_t>(x),
                       x_stride,
                       pointer<const void>(packed),
@@ -32,7 +35,10 @@ void multiply_binding(uintptr_t x, int64_t x_stride, uintptr_t packed, uintptr_t
                       outputs,
                       {bits, group, pointer<const float>(scales), pointer<const float>(zeros)}};
     nb::gil_scoped_release release;
-    multiply({&task, 1}, threads);
+    if (path)
+        multiply({&task, 1}, threads, *path);
+    else
+        multiply({&task, 1}, threads);
 }
 
 } // namespace
@@ -52,11 +58,12 @@ Given by address and not checked; packed must be 64-byte aligned. Releases the G
                "Bytes of a weight [outputs, inputs] as codes of 8 or 4 bits.");
     module.def("linear", &multiply_binding, "x"_a, "x_stride"_a, "packed"_a, "bias"_a, "out"_a, "rows"_a,
                "inputs"_a, "outputs"_a, "threads"_a, "bits"_a = 0, "group"_a = 0, "scales"_a = 0,
-               "zeros"_a = 0,
+               "zeros"_a = 0, "path"_a = nb::none(),
                R"(
 Write out = x @ weight.T + bias in bfloat16, summed in float32 and rounded once.
 
 Tensors are given by address and not checked: x [rows, inputs] with a row stride in elements, bias [outputs] or 0,
 out [rows, outputs] contiguous. packed: pairs, or codes of 8 or 4 ``bits`` with scales and zeros (0: none) of
-groups, see linear.h. Releases the GIL.)");
+groups, see linear.h. path: an AttentionPath with kernels of linear layers, AVX2 or AVX512_BF16, by default the
+widest of this processor. Releases the GIL.)");
 }

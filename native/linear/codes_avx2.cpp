@@ -3,6 +3,7 @@
 #include "avx2.h"
 #include "panel.h"
 
+#include <numeric>
 #include <utility>
 
 namespace lamina::linear {
@@ -89,10 +90,10 @@ const float *sum_groups(const Linear &task, const float *x, int64_t rows) {
     const int64_t size = task.codes.group, count = rows * (task.inputs / size);
     buffer.resize(static_cast<size_t>(count));
     for (int64_t group = 0; group < count; ++group, x += size) {
-        float sum = 0;
+        float lanes[kWidth] = {};
         for (int64_t i = 0; i < size; ++i)
-            sum += x[i];
-        buffer[static_cast<size_t>(group)] = sum;
+            lanes[i % kWidth] += x[i];
+        buffer[static_cast<size_t>(group)] = std::reduce(lanes, lanes + kWidth);
     }
     return buffer.data();
 }

@@ -25,36 +25,20 @@ int64_t tasks_of(const Linear &linear, int64_t panels_per_task) {
     return (panels_of(linear) + panels_per_task - 1) / panels_per_task;
 }
 
-PanelKernel panels_for(attention::Path path) {
+PanelKernel kernel_for(const Linear &linear, attention::Path path) {
+    const bool dense = linear.codes.bits == 0;
     switch (path) {
 #if defined(__x86_64__)
     case attention::Path::Avx512Bf16:
-        return avx512bf16_panels();
+        if (dense || linear.codes.group % 2 == 0)
+            return dense ? avx512bf16_panels() : avx512bf16_codes();
+        [[fallthrough]]; // every processor with kernels for pairs has AVX2
     case attention::Path::Avx2:
-        return avx2_panels();
+        return dense ? avx2_panels() : avx2_codes();
 #endif
     default:
         return {};
     }
-}
-
-const PanelKernel &panels() {
-    static const PanelKernel widest = panels_for(attention::available_paths().back());
-    return widest;
-}
-
-// Every processor with a kernel for pairs has AVX2.
-const PanelKernel &codes() {
-#if defined(__x86_64__)
-    static const PanelKernel known = available() ? avx2_codes() : PanelKernel{};
-#else
-    static const PanelKernel known{};
-#endif
-    return known;
-}
-
-const PanelKernel &kernel_for(const Linear &linear) {
-    return linear.codes.bits == 0 ? panels() : codes();
 }
 
 // Of a panel's part of the weight.
@@ -63,8 +47,9 @@ int64_t panel_bytes(const Linear &linear) {
 }
 
 // Rows [begin, end), in blocks of equal size that a panel's sums fit, times panels [first, last).
-void multiply_panels(const Linear &linear, int64_t begin, int64_t end, int64_t first, int64_t last) {
-    const PanelKernel &kernel = kernel_for(linear);
+void multiply_panels(const Linear &linear, attention::Path path, int64_t begin, int64_t end, int64_t first,
+                     int64_t last) {
+    const PanelKernel kernel = kernel_for(linear, path);
     const int64_t blocks = (end - begin + kernel.most_rows - 1) / kernel.most_rows;
     for (int64_t panel = first; panel < last; ++panel)
         for (int64_t block = 0; block < blocks; ++block) {
@@ -74,13 +59,13 @@ void multiply_panels(const Linear &linear, int64_t begin, int64_t end, int64_t f
 }
 
 // Whether the rows of a block, which are read side by side, push each other out of the cache.
-bool collide(const Linear &linear) {
-    const int64_t together = std::min(linear.rows, kernel_for(linear).most_rows);
+bool collide(const Linear &linear, const PanelKernel &kernel) {
+    const int64_t together = std::min(linear.rows, kernel.most_rows);
     return together > kSetRows && linear.x_stride * int64_t{sizeof(uint16_t)} % kSetStride == 0;
 }
 
 // Multiplies a copy of x, whose rows lie a cache line further apart.
-void multiply_apart(std::span<const Linear> group, int threads) {
+void multiply_apart(std::span<const Linear> group, int threads, attention::Path path) {
     const Linear &first = group.front();
     const int64_t stride = first.inputs + kGap;
     const auto copy = std::make_unique_for_overwrite<uint16_t[]>(first.rows * stride);
@@ -92,13 +77,13 @@ void multiply_apart(std::span<const Linear> group, int threads) {
         linear.x = copy.get();
         linear.x_stride = stride;
     }
-    multiply(apart, threads);
+    multiply(apart, threads, path);
 }
 
 } // namespace
 
 bool available() {
-    return panels().multiply != nullptr;
+    return kernel_for(Linear{}, attention::available_paths().back()).multiply != nullptr;
 }
 
 void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *packed, int threads) {
@@ -116,13 +101,19 @@ void pack(const uint16_t *weight, int64_t outputs, int64_t inputs, uint32_t *pac
 }
 
 void multiply(std::span<const Linear> group, int threads) {
-    if (collide(group.front())) {
-        multiply_apart(group, threads);
+    static const attention::Path widest = attention::available_paths().back();
+    multiply(group, threads, widest);
+}
+
+void multiply(std::span<const Linear> group, int threads, attention::Path path) {
+    const PanelKernel kernel = kernel_for(group.front(), path);
+    if (collide(group.front(), kernel)) {
+        multiply_apart(group, threads, path);
         return;
     }
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
     const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes(group.front()));
-    const int64_t block = kernel_for(group.front()).most_rows;
+    const int64_t block = kernel.most_rows;
     const int64_t most = std::max<int64_t>(1, kCachedBytes / (inputs * 2) / block) * block;
     const int64_t chunks = (rows + most - 1) / most;
     int64_t tasks = 0;
@@ -134,7 +125,7 @@ void multiply(std::span<const Linear> group, int threads) {
         int64_t number = index % tasks;
         for (; number >= tasks_of(*linear, per_task); ++linear)
             number -= tasks_of(*linear, per_task);
-        multiply_panels(*linear, begin, end, number * per_task,
+        multiply_panels(*linear, path, begin, end, number * per_task,
                         std::min(panels_of(*linear), (number + 1) * per_task));
     });
 }

@@ -15,7 +15,8 @@ struct PanelKernel {
 PanelKernel avx2_panels();
 PanelKernel avx512bf16_panels();
 
-// Of a weight as codes.
+// Of a weight as codes. With pairs, groups have an even number of inputs.
 PanelKernel avx2_codes();
+PanelKernel avx512bf16_codes();
 
 } // namespace lamina::linear

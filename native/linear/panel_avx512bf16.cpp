@@ -1,8 +1,6 @@
+#include "avx512bf16.h"
 #include "panel.h"
 
-#include <algorithm>
-#include <cstring>
-#include <immintrin.h>
 #include <utility>
 
 namespace lamina::linear {
@@ -10,27 +8,6 @@ namespace {
 
 constexpr int64_t kAhead = 4096;  // bytes of the weight prefetched before they are needed
 constexpr int64_t kMostRows = 14; // registers hold their sums over a panel
-
-__m512bh pairs(__m512i words) {
-    return reinterpret_cast<__m512bh>(words);
-}
-
-// Bias of 16 outputs from `first` on, in float32.
-__m512 bias_of(const Linear &task, int64_t first) {
-    if (!task.bias)
-        return _mm512_setzero_ps();
-    const auto count = std::clamp<int64_t>(task.outputs - first, 0, 16);
-    const __m256i halves =
-        _mm256_maskz_loadu_epi16(static_cast<__mmask16>((1u << count) - 1), task.bias + first);
-    return _mm512_castsi512_ps(
-        _mm512_maskz_slli_epi32(0xffff, _mm512_maskz_cvtepu16_epi32(0xffff, halves), 16));
-}
-
-void store_sums(const Linear &task, int64_t row, int64_t first, __m512 sums) {
-    const auto count = std::clamp<int64_t>(task.outputs - first, 0, 16);
-    _mm256_mask_storeu_epi16(task.out + row * task.outputs + first, static_cast<__mmask16>((1u << count) - 1),
-                             reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(sums)));
-}
 
 template <int ROWS> void multiply_rows(const Linear &task, int64_t first_row, int64_t panel) {
     const int64_t words = task.inputs / 2;
@@ -44,9 +21,7 @@ template <int ROWS> void multiply_rows(const Linear &task, int64_t first_row, in
         _mm_prefetch(reinterpret_cast<const char *>(weight) + kAhead, _MM_HINT_T0);
         _mm_prefetch(reinterpret_cast<const char *>(weight + 16) + kAhead, _MM_HINT_T0);
         for (int row = 0; row < ROWS; ++row) {
-            uint32_t word;
-            std::memcpy(&word, x + row * task.x_stride + 2 * w, sizeof word);
-            const __m512bh pair = pairs(_mm512_set1_epi32(static_cast<int>(word)));
+            const __m512bh pair = broadcast_pair(x + row * task.x_stride + 2 * w);
             sums[row][0] = _mm512_dpbf16_ps(sums[row][0], pair, low);
             sums[row][1] = _mm512_dpbf16_ps(sums[row][1], pair, high);
         }

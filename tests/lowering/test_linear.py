@@ -1,5 +1,8 @@
 """Packed linear layers against the same product in float64."""
 
+import dataclasses
+import functools
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,10 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lamina import _native
-from lamina.lowering.linear import NATIVE, ONEDNN, Packing
+from lamina.lowering.linear import NATIVE, ONEDNN, Packing, linear_native
 from lamina.lowering.linear_codes import can_pack, linear_codes, pack_codes
 from lamina.models.codes import Codes
 
+paths = pytest.mark.parametrize("path", _native.attention_paths()[1:], ids=lambda path: path.name.lower())
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
 
 
@@ -28,7 +32,7 @@ def check(way: Packing, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     assert (error <= exact.abs() * 2**-8 + terms * 2**-20 + 1e-30).all()
 
 
-@needs_kernels
+@paths
 @given(
     rows=st.integers(0, 45),
     inputs=st.integers(1, 40).map(lambda n: 2 * n),
@@ -37,12 +41,15 @@ def check(way: Packing, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
-def test_native(rows: int, inputs: int, outputs: int, biased: bool, threads: int, seed: int) -> None:
+def test_native(
+    path: _native.AttentionPath, rows: int, inputs: int, outputs: int, biased: bool, threads: int, seed: int
+) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         bias = random(seed + 2, outputs) if biased else None
-        check(NATIVE, random(seed, 1, rows, inputs), random(seed + 1, outputs, inputs), bias)
+        way = dataclasses.replace(NATIVE, linear=functools.partial(linear_native, path=path))
+        check(way, random(seed, 1, rows, inputs), random(seed + 1, outputs, inputs), bias)
     finally:
         torch.set_num_threads(before)
 
@@ -81,10 +88,10 @@ def test_infinities_and_nans_stay_what_they_are() -> None:
     assert (out[0, 0] == float("inf")).all() and out[0, 1].isnan().all() and out[0, 2].isfinite().all()
 
 
-@needs_kernels
+@paths
 @given(
-    rows=st.integers(0, 20),
-    group=st.sampled_from([16, 32, 48]),
+    rows=st.integers(0, 30),
+    group=st.sampled_from([16, 17, 32, 48, 50]),
     groups=st.integers(1, 4),
     outputs=st.integers(1, 80),
     bits=st.sampled_from([4, 8]),
@@ -94,7 +101,16 @@ def test_infinities_and_nans_stay_what_they_are() -> None:
     seed=st.integers(0, 1 << 30),
 )
 def test_products_of_codes(
-    rows: int, group: int, groups: int, outputs: int, bits: int, signed: bool, zeros: bool, biased: bool, seed: int
+    path: _native.AttentionPath,
+    rows: int,
+    group: int,
+    groups: int,
+    outputs: int,
+    bits: int,
+    signed: bool,
+    zeros: bool,
+    biased: bool,
+    seed: int,
 ) -> None:
     """Weights are what the codes say, in float64, and results are rounded once."""
     draw, inputs = torch.Generator().manual_seed(seed), group * groups
@@ -113,7 +129,7 @@ def test_products_of_codes(
     packed = pack_codes(codes)
     assert (packed.zeros is None) == (codes.zeros is None or bool((points == (least + (1 << (bits - 1)))).all()))
     x, bias = random(seed + 1, rows, inputs), random(seed + 2, outputs) if biased else None
-    actual = linear_codes(x, packed, bias)
+    actual = linear_codes(x, packed, bias, path=path)
     exact = torch.nn.functional.linear(x.double(), exact_weight, None if bias is None else bias.double())
     terms = x.double().abs() @ (exact_weight.abs() + 256 * scales.double()[:, columns]).T
     assert actual.shape == exact.shape and actual.dtype == torch.bfloat16

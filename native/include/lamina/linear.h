@@ -3,6 +3,8 @@
 // knows Python or a framework.
 #pragma once
 
+#include "lamina/attention.h"
+
 #include <cstdint>
 #include <span>
 
@@ -47,7 +49,9 @@ struct Linear {
     Codes codes{}; // of 0 bits: `packed` holds pairs
 };
 
-// Several of one x, rows and inputs: threads share out the panels of all of them together.
+// Several of one x, rows and inputs: threads share out the panels of all of them together. The instruction
+// set is the processor's widest, unless a test chooses another.
 void multiply(std::span<const Linear> group, int threads);
+void multiply(std::span<const Linear> group, int threads, attention::Path path);
 
 } // namespace lamina::linear
