@@ -34,7 +34,8 @@ template <>
     return _mm512_maskz_loadu_epi16(mask, source);
 }
 
-// Of magnitudes below 64 from a table; above, every bit of the fraction is one of the code's.
+// Codes are from -127 to 127. Magnitudes below 64 come from a table; above, every bit of the fraction is one
+// of the code's.
 template <> [[gnu::always_inline]] inline __m512i load_pairs<Int8>(const int8_t *source, __mmask32 mask) {
     const __m512i codes = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, source)),
                   magnitude = _mm512_abs_epi16(codes);

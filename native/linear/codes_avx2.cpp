@@ -4,7 +4,6 @@
 #include "panel.h"
 
 #include <numeric>
-#include <utility>
 
 namespace lamina::linear {
 namespace {
@@ -106,17 +105,13 @@ template <int BITS, int ROWS> void multiply_rows(const Linear &task, int64_t fir
         multiply_part<BITS, ROWS, vectors>(task, x, sums, first_row, panel, within);
 }
 
-using Multiply = void (*)(const Linear &, int64_t, int64_t);
-
-template <int BITS, size_t... I> constexpr Multiply choose(int64_t rows, std::index_sequence<I...>) {
-    constexpr Multiply table[] = {multiply_rows<BITS, static_cast<int>(I) + 1>...};
-    return table[rows - 1];
-}
-
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    constexpr auto rows_up_to_most = std::make_index_sequence<kMostRows>{};
-    (task.codes.bits == 8 ? choose<8>(rows, rows_up_to_most)
-                          : choose<4>(rows, rows_up_to_most))(task, first_row, panel);
+    with_rows<kMostRows>(rows, [&]<int ROWS>() {
+        if (task.codes.bits == 8)
+            multiply_rows<8, ROWS>(task, first_row, panel);
+        else
+            multiply_rows<4, ROWS>(task, first_row, panel);
+    });
 }
 
 } // namespace

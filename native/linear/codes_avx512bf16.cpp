@@ -3,7 +3,6 @@
 #include "avx512bf16.h"
 #include "panel.h"
 
-#include <utility>
 #include <vector>
 
 namespace lamina::linear {
@@ -18,12 +17,12 @@ __m512i widen_signed(const uint8_t *bytes) {
     return _mm512_castps_si512(_mm512_maskz_cvtepi32_ps(0xffff, numbers));
 }
 
-// The codes of a panel for two inputs.
+// The codes of a panel for two inputs, plus kOffset. kDefaultZero: the zero point of weights that have none.
 template <int BITS> struct Pairs;
 
 // A float of 8 significant bits is a bfloat16 and zeros.
 template <> struct Pairs<8> {
-    static constexpr float kAdded = 0, kZero = 0; // added to every code; the zero point where there is none
+    static constexpr float kOffset = 0, kDefaultZero = 0;
     static __m512bh half(const uint8_t *first, const uint8_t *second) {
         return pairs(
             _mm512_or_si512(_mm512_maskz_srli_epi32(0xffff, widen_signed(first), 16), widen_signed(second)));
@@ -36,8 +35,8 @@ template <> struct Pairs<8> {
 
 // As the upper four bits of the fraction of a number from 16 on, a code becomes 16 plus itself.
 template <> struct Pairs<4> {
-    static constexpr float kAdded = 16, kZero = 8;
-    static __m512bh plus_added(__m512i fractions) {
+    static constexpr float kOffset = 16, kDefaultZero = 8;
+    static __m512bh with_offset(__m512i fractions) {
         constexpr int kMerge = 0xea; // of bits a, b, c: (a & b) | c
         return pairs(_mm512_ternarylogic_epi32(fractions, _mm512_set1_epi32(0x00780078),
                                                _mm512_set1_epi32(0x41804180), kMerge));
@@ -47,8 +46,8 @@ template <> struct Pairs<4> {
         const __m512i first = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_load_si128(bytes)),
                       second = _mm512_maskz_cvtepu8_epi32(0xffff, _mm_load_si128(bytes + 1)),
                       both = _mm512_or_si512(first, _mm512_maskz_slli_epi32(0xffff, second, 16));
-        low = plus_added(_mm512_maskz_slli_epi32(0xffff, both, 3));
-        high = plus_added(_mm512_maskz_srli_epi32(0xffff, both, 1));
+        low = with_offset(_mm512_maskz_slli_epi32(0xffff, both, 3));
+        high = with_offset(_mm512_maskz_srli_epi32(0xffff, both, 1));
     }
 };
 
@@ -89,8 +88,8 @@ void add_group(const Codes &codes, int64_t at, const float *sums_of_x, int64_t g
         const int64_t first = at + 16 * half;
         const __m512 scale = _mm512_loadu_ps(codes.scales + first);
         const __m512 zero =
-            codes.zeros ? _mm512_loadu_ps(codes.zeros + first) : _mm512_set1_ps(Pairs<BITS>::kZero);
-        const __m512 shift = _mm512_add_ps(zero, _mm512_set1_ps(Pairs<BITS>::kAdded));
+            codes.zeros ? _mm512_loadu_ps(codes.zeros + first) : _mm512_set1_ps(Pairs<BITS>::kDefaultZero);
+        const __m512 shift = _mm512_add_ps(zero, _mm512_set1_ps(Pairs<BITS>::kOffset));
         for (int row = 0; row < ROWS; ++row) {
             __m512 sum = sums[row][half];
             if (sums_of_x)
@@ -136,17 +135,13 @@ template <int BITS, int ROWS> void multiply_rows(const Linear &task, int64_t fir
     }
 }
 
-using Multiply = void (*)(const Linear &, int64_t, int64_t);
-
-template <int BITS, size_t... I> constexpr Multiply choose(int64_t rows, std::index_sequence<I...>) {
-    constexpr Multiply table[] = {multiply_rows<BITS, static_cast<int>(I) + 1>...};
-    return table[rows - 1];
-}
-
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    constexpr auto rows_up_to_most = std::make_index_sequence<kMostRows>{};
-    (task.codes.bits == 8 ? choose<8>(rows, rows_up_to_most)
-                          : choose<4>(rows, rows_up_to_most))(task, first_row, panel);
+    with_rows<kMostRows>(rows, [&]<int ROWS>() {
+        if (task.codes.bits == 8)
+            multiply_rows<8, ROWS>(task, first_row, panel);
+        else
+            multiply_rows<4, ROWS>(task, first_row, panel);
+    });
 }
 
 } // namespace

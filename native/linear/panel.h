@@ -3,7 +3,21 @@
 
 #include "lamina/linear.h"
 
+#include <utility>
+
 namespace lamina::linear {
+
+// Of one translation unit each, like all that is compiled for an instruction set.
+namespace {
+
+// Calls call.operator()<rows>() for rows from 1 to MOST, whose sums then stay in registers.
+template <int MOST, class Call> void with_rows(int64_t rows, Call call) {
+    [&]<int... LESS_ONE>(std::integer_sequence<int, LESS_ONE...>) {
+        ((rows == LESS_ONE + 1 ? call.template operator()<LESS_ONE + 1>() : void()), ...);
+    }(std::make_integer_sequence<int, MOST>{});
+}
+
+} // namespace
 
 struct PanelKernel {
     int64_t most_rows; // in one call

@@ -2,8 +2,6 @@
 #include "avx2.h"
 #include "panel.h"
 
-#include <utility>
-
 namespace lamina::linear {
 namespace {
 
@@ -68,15 +66,8 @@ template <int ROWS> void multiply_rows(const Linear &task, int64_t first_row, in
         multiply_part<ROWS, vectors>(task, x, first_row, panel, within);
 }
 
-using Multiply = void (*)(const Linear &, int64_t, int64_t);
-
-template <size_t... I> constexpr Multiply choose(int64_t rows, std::index_sequence<I...>) {
-    constexpr Multiply table[] = {multiply_rows<static_cast<int>(I) + 1>...};
-    return table[rows - 1];
-}
-
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    choose(rows, std::make_index_sequence<kMostRows>{})(task, first_row, panel);
+    with_rows<kMostRows>(rows, [&]<int ROWS>() { multiply_rows<ROWS>(task, first_row, panel); });
 }
 
 } // namespace

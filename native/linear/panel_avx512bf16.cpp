@@ -1,8 +1,6 @@
 #include "avx512bf16.h"
 #include "panel.h"
 
-#include <utility>
-
 namespace lamina::linear {
 namespace {
 
@@ -33,15 +31,8 @@ template <int ROWS> void multiply_rows(const Linear &task, int64_t first_row, in
             store_sums(task, first_row + row, first + 16 * half, _mm512_add_ps(sums[row][half], bias[half]));
 }
 
-using Multiply = void (*)(const Linear &, int64_t, int64_t);
-
-template <size_t... I> constexpr Multiply choose(int64_t rows, std::index_sequence<I...>) {
-    constexpr Multiply table[] = {multiply_rows<static_cast<int>(I) + 1>...};
-    return table[rows - 1];
-}
-
 void multiply_panel(const Linear &task, int64_t first_row, int64_t rows, int64_t panel) {
-    choose(rows, std::make_index_sequence<kMostRows>{})(task, first_row, panel);
+    with_rows<kMostRows>(rows, [&]<int ROWS>() { multiply_rows<ROWS>(task, first_row, panel); });
 }
 
 } // namespace

@@ -69,6 +69,18 @@ def test_a_long_chunk_is_cut_evenly_and_rows_that_decode_stay_whole(window: int,
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=4e-6)  # as between numbers of threads
 
 
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_cuts_of_a_single_task_add_up(threads: int) -> None:
+    """So few rows that all their heads are one task, whose tokens the threads share out."""
+    spec = make_spec(kv_heads=4, group=4, qk_dim=32)
+    case = make_case([Pair(4, 5000, 5000)], spec, "float32")
+    made = list(cuts(case.segments, spec, threads, 10**6))
+    assert len(made) > 2 and all(cut.tasks == (0, 1) for cut in made) and made[1].adds
+    whole = partial(case.q, case.k, case.v, case.segments, spec, threads)
+    for got, expected in zip(attend(case, made, threads), whole, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=4e-6)
+
+
 def case_products(cut: Cut, spec: AttentionSpec) -> float:
     """Multiplications of a cut, by counting."""
     assert cut.tasks is not None
