@@ -58,6 +58,7 @@ class ShmPeer:
         self.doorbells = native.doorbells
         self.native = native
         self.pidfd = pidfd
+        self.endpoint: ShmEndpoint | None = None  # that is connected to it
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
                 "run the same release of lamina in all workers"
             )
         peer = _open(where)
+        peer.endpoint = self
         self._peers.append(peer)
         own.waiter.watch(peer.native, peer.pidfd)
         return peer
@@ -107,6 +109,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         index = self._peers.index(known)
         self._registered().waiter.forget(index)
         del self._peers[index]
+        known.endpoint = None
         os.close(known.pidfd)
 
     def cut(self, peer: Peer) -> None:
@@ -167,10 +170,11 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         own.arena.native.mark_gone()
         for peer in self._peers:
             peer.native.nudge()
+            peer.endpoint = None
             os.close(peer.pidfd)
 
     def _connected(self, peer: Peer) -> ShmPeer:
-        if not isinstance(peer, ShmPeer) or peer not in self._peers:
+        if not isinstance(peer, ShmPeer) or peer.endpoint is not self:
             raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
         return peer
 

@@ -43,7 +43,7 @@ class HeadersOnly(ShmEndpoint):
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """See ``Endpoint``."""
-        super().post(peer, offset, nbytes, parts[:1], doorbell, sequence)
+        self._connected(peer).native.post(offset, nbytes, parts[:1], doorbell, sequence)
 
 
 @dataclass

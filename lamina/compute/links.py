@@ -7,38 +7,12 @@ one whose lane can run without waiting.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 
 from lamina.errors import DeadlineError
 from lamina.protocol.channel import Arrival, Channel, Hub, Target
 from lamina.protocol.fetching import Fetcher
 from lamina.protocol.links import Wait
 from lamina.topology import Topology
-
-
-@dataclass(eq=False)
-class Letter:
-    """A message that has arrived.
-
-    Attributes:
-        body: its bytes, valid until ``free``. slot: number of the slot that holds them; -1 for none.
-    """
-
-    body: memoryview
-    _channel: Channel
-    slot: int
-
-    def set_aside(self) -> None:
-        """Copy the message out of its slot."""
-        if self.slot >= 0:
-            self.body = memoryview(bytearray(self.body))
-            self.free()
-
-    def free(self) -> None:
-        """Give back the slot."""
-        if self.slot >= 0:
-            self._channel.free(self.slot)
-            self.slot = -1
 
 
 class Mail:
@@ -52,7 +26,7 @@ class Mail:
         self.channels = channels
         self.landing_nbytes = fetcher.landing_nbytes
         self.missing = [set[str]() for _ in range(lanes)]
-        self._arrived: list[dict[str, Letter]] = [{} for _ in range(lanes)]
+        self._arrived: list[dict[str, Arrival]] = [{} for _ in range(lanes)]
         self._expecting = set[int]()  # lanes with a slice to run
         self._fetcher, self._hub = fetcher, hub
         self._fetched: list[int] = []  # lanes whose message has just been fetched
@@ -88,8 +62,8 @@ class Mail:
             self._expecting.add(lane)
         self.missing[lane] = {peer for peer in peers if peer not in self._arrived[lane]}
 
-    def take(self, lane: int, peer: str) -> Letter:
-        """The lane's message from a peer, which must have arrived."""
+    def take(self, lane: int, peer: str) -> Arrival:
+        """The lane's message from a peer, which must have arrived, with its body."""
         return self._arrived[lane].pop(peer)
 
     def wait(self, wait: Wait, peers: Collection[str], timeout_s: float) -> list[int]:
@@ -127,8 +101,8 @@ class Mail:
         for peer in peers:
             channel = self.channels[peer]
             for slot, (doorbell, number) in list(channel.awaited.items()):
-                if sequence(doorbell) >= number:
-                    lanes += self._receive(channel, slot)
+                if sequence(doorbell) >= number and (lane := self._receive(channel, slot)) is not None:
+                    lanes.append(lane)
         return lanes
 
     @property
@@ -136,30 +110,31 @@ class Mail:
         """True if it waits for anything besides messages."""
         return bool(self._fetcher.awaited or self._hub.keeping)
 
-    def _receive(self, channel: Channel, slot: int) -> list[int]:
+    def _receive(self, channel: Channel, slot: int) -> int | None:
+        """Take in a message that has arrived; returns its lane, or None if it must be fetched first."""
         channel.close_slot(slot)
         arrival = channel.read(slot)
         if self._hub.keeping:
             self._hub.go_on()  # its header may bring credits
         if arrival.body is None:
             self._fetch(arrival)
-            return []
-        letter = Letter(arrival.body, channel, slot)
-        self._deliver(arrival.lane, channel, letter)
-        if not channel.free_slots and not self._can_run(arrival.lane):
-            letter.set_aside()
-        return [arrival.lane]
+            return None
+        self._deliver(arrival)
+        if not channel.awaited and not self._can_run(arrival.lane):
+            arrival.set_aside()
+        return arrival.lane
 
     def _can_run(self, lane: int) -> bool:
         return lane in self._expecting and not self.missing[lane]
 
     def _fetch(self, arrival: Arrival) -> None:
         channel, body = arrival.channel, memoryview(bytearray(arrival.nbytes))
-        channel.free(arrival.slot)
+        arrival.free()
 
         def deliver() -> None:
             channel.fetched(arrival.number)
-            self._deliver(arrival.lane, channel, Letter(body, channel, -1))
+            arrival.body = body
+            self._deliver(arrival)
             self._fetched.append(arrival.lane)
 
         self._fetcher.add_body(channel.name, arrival.fetched_at, body, deliver)
@@ -175,9 +150,10 @@ class Mail:
         while self._fetcher.may_ask:
             self._fetcher.ask()
 
-    def _deliver(self, lane: int, channel: Channel, letter: Letter) -> None:
-        self._arrived[lane][channel.name] = letter
-        self.missing[lane].discard(channel.name)
+    def _deliver(self, arrival: Arrival) -> None:
+        peer = arrival.channel.name
+        self._arrived[arrival.lane][peer] = arrival
+        self.missing[arrival.lane].discard(peer)
 
     def flush(self) -> None:
         """Tell peers of freed slots and fetched regions that no message has told them of. Raises PeerLostError."""

@@ -142,7 +142,8 @@ class Arrival:
     """A message that has begun to arrive.
 
     Attributes:
-        body: its bytes in the slot, until ``Channel.free``; None: to be fetched, ``nbytes`` from ``fetched_at`` on.
+        slot: -1 if it is in none any more.
+        body: its bytes in the slot, until ``free``; None: to be fetched, ``nbytes`` from ``fetched_at`` on.
         fetched_at: where the region of this message lies in the sender's arena, -1 without one.
         bulk_at: where K and V of prompt chunks lie in it.
         number: of the region, for ``Channel.fetched``.
@@ -161,6 +162,18 @@ class Arrival:
     def bulk_at(self) -> int:
         """Where K and V of prompt chunks lie in the region."""
         return self.fetched_at + (0 if self.body is not None else aligned(self.nbytes))
+
+    def set_aside(self) -> None:
+        """Copy the body out of its slot."""
+        if self.slot >= 0 and self.body is not None:
+            self.body = memoryview(bytearray(self.body))
+            self.free()
+
+    def free(self) -> None:
+        """Give back the slot: the message has been read."""
+        if self.slot >= 0:
+            self.channel.free(self.slot)
+            self.slot = -1
 
 
 class Message:
@@ -397,18 +410,15 @@ class Channel:
     def read(self, slot: int) -> Arrival:
         """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
         view = self._slots[slot]
-        lane, is_fetched, _, _, turn, nbytes, at, number, *credits = HEADER.unpack_from(view)
-        self._take_credits(*credits)
+        lane, is_fetched, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
+        self._slots_there.give_back(given_back)
+        if fetched > self._fetched_there:
+            self._release(fetched)
         self._known -= 1
         if self._untold and not self._known:
             self._owe()
         body = None if is_fetched else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
-
-    def _take_credits(self, fetched: int, *given_back: int) -> None:
-        self._slots_there.give_back(given_back)
-        if fetched > self._fetched_there:
-            self._release(fetched)
 
     def lane_at(self, slot: int) -> int | None:
         """The lane of the message whose first piece is awaited in a slot; None before it is there."""
@@ -418,7 +428,9 @@ class Channel:
     def settle(self, slot: int, number: int, header: bytes) -> None:
         """A message was read, and its slot given back, without this object. ``header`` is the message's, ``number`` its
         doorbell's. ``Hub.go_on`` must follow."""
-        self._take_credits(*HEADER.unpack(header)[-1 - SLOTS :])
+        fetched, *given_back = HEADER.unpack(header)[-1 - SLOTS :]
+        self._slots_there.give_back(given_back)
+        self._release(fetched)
         uses = (number - 1) // MOST_PIECES + 1
         if uses > self._freed[slot]:
             self._freed[slot] = self._told[0][slot] = uses
