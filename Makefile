@@ -33,8 +33,8 @@ test: check
 test-all: check
 	$(PYTEST) --hypothesis-profile=thorough
 
-# On a machine with an NVIDIA GPU and lamina[cuda]; elsewhere every test says why it is skipped.
-test-gpu: dev
+# On a machine with an NVIDIA GPU; elsewhere every test says why it is skipped.
+test-gpu: dev $(if $(shell command -v nvidia-smi),$(VENV)/.cuda)
 	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
 
 # Every small message and every gigabyte between two processes checked, over tcp and shm: make soak MESSAGES=1000 GIGABYTES=1
@@ -76,6 +76,12 @@ $(VENV)/.packages: pyproject.toml constraints.txt | $(BIN)/pip
 $(VENV)/.dev: $(VENV)/.packages
 	@echo "Installing development packages ..."
 	$(BIN)/python tools/requirements.py dev > $@.txt
+	$(PIP) --quiet -r $@.txt
+	@touch $@
+
+$(VENV)/.cuda: $(VENV)/.packages
+	@echo "Installing packages for NVIDIA GPUs ..."
+	$(BIN)/python tools/requirements.py cuda > $@.txt
 	$(PIP) --quiet -r $@.txt
 	@touch $@
 

@@ -128,3 +128,11 @@ class EngineDeadError(LaminaError):
 
 class OverloadedError(LaminaError):
     """Too many requests are in the engine; the same request may succeed later."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error of Python, PyTorch or CuPy means that a device has too little memory: CUDA's libraries say it
+    in words only."""
+    text = str(error).lower()
+    told = ("out of memory", "memoryallocation", "alloc_failed", "out_of_memory")
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in text for each in told))

@@ -197,6 +197,16 @@ def _take_over(
 
 def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
+    memory = _configured_memory(config)
+    if config.polling == "device" and all(entry.kind in (pool.CPU, LOCAL) for entry in memory):
+        raise ConfigError(
+            "polling is device, but memory workers on CPUs have no device that could poll; give auto, or memory "
+            "workers on GPUs, such as --memory cuda:1"
+        )
+    return memory
+
+
+def _configured_memory(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     if config.ray is not None:
         return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
     given = {
@@ -350,9 +360,12 @@ def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Lo
         }
     used = {role: frozenset.union(*each) for role, each in cores.items()}
     shared = len(used) == 2 and not used["compute"].isdisjoint(used["memory"])
+    computing = {one.device for one in pools["compute"].values() if one.device.startswith(CUDA)}
     for role, names in here.items():
         for name, own in zip(names, cores.get(role, ()), strict=True):
-            bootstrap = msgspec.structs.replace(control.bootstraps[name], device=pools[role][name].device)
+            device = pools[role][name].device
+            given = {"device": device, "shares_gpu": role == "memory" and device in computing}
+            bootstrap = msgspec.structs.replace(control.bootstraps[name], **given)
             local.spawn(name, MODULES[role], bootstrap, own, shared)
     for role, each in pools.items():
         for name, one in each.items():

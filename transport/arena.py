@@ -6,7 +6,7 @@ Anonymous files vanish with their last user, so nothing is left behind however p
 import fcntl
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lamina._native import Arena as NativeArena
@@ -14,6 +14,7 @@ from lamina.errors import TransportError
 from lamina.transport.base import Buffer, check_range
 
 MEMFD_NAME = "lamina-arena"
+PAGE = 4096
 
 
 class MappedArena:
@@ -70,3 +71,14 @@ def allocate(endpoint: str, nbytes: int, doorbells: int) -> OwnArena:
     except (OSError, MemoryError) as error:
         os.close(fd)
         raise TransportError(f"cannot map an arena of {nbytes} bytes for {endpoint}: {error}") from error
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers, as of pages, as runs (first, count)."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and sum(found[-1]) == number:
+            found[-1] = found[-1][0], found[-1][1] + 1
+        else:
+            found.append((number, 1))
+    return found

@@ -134,7 +134,7 @@ class Case:
 class Idle:
     """A ``Kit`` whose kernels and copies do nothing."""
 
-    place, backend = torch.device("cpu"), ""
+    place, backend, grouped = torch.device("cpu"), "", True
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``."""
@@ -146,6 +146,9 @@ class Idle:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See ``Kit``."""
         return torch.empty(shape, dtype=dtype)
+
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Kit``."""
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Kit``."""

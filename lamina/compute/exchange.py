@@ -18,7 +18,7 @@ from lamina.compute.links import Mail
 from lamina.compute.local import LocalShare
 from lamina.heads import WHOLE, HeadShards
 from lamina.kernels.segments import SegmentTable
-from lamina.protocol.channel import Channel, Message
+from lamina.protocol.channel import Arrival, Channel, Message
 from lamina.protocol.wire import (
     MessageRows,
     Piece,
@@ -136,6 +136,8 @@ class StepExchange:
         self.peers = [remote.channel.name for remote in self._remotes]
         self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
         self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
+        self._unread: list[Arrival] = []  # replies that the device may still read
+        self._lays_out = any(remote.rows.pulled for remote in self._remotes)
         self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
         local = [] if self._chunks is None else [self._chunks.source]
         if self._share_source is not None and len(self._share_source.rows):
@@ -198,6 +200,7 @@ class StepExchange:
         q is [rows, Hq, D]. Raises PeerLostError.
         """
         queries, sizes = self._transfers.queries(q), self._sizes_of(spec)
+        self._free_replies()
         for remote, rows, nbytes in zip(self._remotes, queries, sizes, strict=True):
             if remote.queries_first:
                 message = remote.channel.begin(self._message_lane, self._turn + index, *nbytes)
@@ -215,14 +218,16 @@ class StepExchange:
             queries: Sequence[Array] = keys  # not sent
         else:
             queries, keys, values = self._transfers.all(output.q, output.k, output.v)
+        self._free_replies()
+        bulk = self._transfers.bulk(output.k, output.v) if self._lays_out else None
         lane, turn, sizes = self._message_lane, self._turn + index, self._sizes_of(spec)
         for remote, nbytes, rows, k, v in zip(self._remotes, sizes, queries, keys, values, strict=True):
             if remote.is_whole:
                 remote.channel.send(lane, turn, nbytes[0], (k, v, rows))
                 continue
             message = next(begun) if remote.queries_first else remote.channel.begin(lane, turn, *nbytes)
-            if remote.rows.pulled:
-                self._lay_out(remote, message, spec, output)
+            if bulk is not None and remote.rows.pulled:
+                self._lay_out(remote, message, spec, bulk)
             if remote.queries_first:
                 message.send([k, v])
                 continue
@@ -242,9 +247,9 @@ class StepExchange:
             ]
         return sizes
 
-    def _lay_out(self, remote: RemoteShare, message: Message, spec: AttentionSpec, output: SliceOutput) -> None:
+    def _lay_out(self, remote: RemoteShare, message: Message, spec: AttentionSpec, bulk: tuple[Array, Array]) -> None:
         """Put k and v of prompt chunks beside the request, from where the memory worker fetches them."""
-        _, k, v = output.arrays
+        k, v = bulk
         nbytes, at = self._of_shard(spec).kv_bytes_per_token(self._dtype), 0
         count = self._shards.count
         for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
@@ -281,15 +286,28 @@ class StepExchange:
 
         Returns attention out [rows, Hq, Dv]. The next call for the same numbers and sizes of heads overwrites it.
         """
-        letters = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
+        arrivals = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
         local = [] if self._chunks is None or chunks is None else [chunks]
         if self._share_partial is not None:
             local.append(self._share_partial)
-        replies = [(letter.slot, letter.body) for letter in letters]
+        replies = [(arrival.slot, arrival.whole) for arrival in arrivals]
         out = self._transfers.merged(spec, local, replies, sinks)
-        for letter in letters:
-            letter.free()
+        self._unread = arrivals
+        if not self._transfers.lingers:
+            self._free_replies()
         return out
+
+    def finish(self) -> None:
+        """After the last slice here: give back everything."""
+        if self._unread:
+            self._transfers.settle()
+            self._free_replies()
+
+    def _free_replies(self) -> None:
+        """Give back the slots of replies that have been read: the next request to each peer says so."""
+        for arrival in self._unread:
+            arrival.free()
+        self._unread = []
 
 
 def _sharded(array: Array, count: int) -> Array:

@@ -10,7 +10,7 @@ from lamina.compute.division import divide
 from lamina.compute.model_files import locate
 from lamina.compute.preparation import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, is_out_of_memory
 from lamina.heads import HeadShards
 from lamina.models import directory, tensors
 from lamina.models.codes import Weight
@@ -60,7 +60,9 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
         runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, setup.overlap.q_first, own)
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{control.device} has too little memory for the weights and a step of {setup.rows} rows, of which "
             f"{setup.sequences} draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, or use a GPU with "

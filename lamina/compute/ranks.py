@@ -61,6 +61,10 @@ class Ranks:
         if self.rank.count > 1:
             self.reduce(torch.ones(1))
 
+    def agree(self, tokens: Sequence[int]) -> list[int]:
+        """See ``Sums``: the same program draws the same tokens from the same bits."""
+        return list(tokens)
+
     def reduce(self, x: Tensor) -> Tensor:
         """The sum of ``x`` over all ranks, in the order of the ranks; overwrites ``x``.
 

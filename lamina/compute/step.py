@@ -29,7 +29,7 @@ class Replica:
 
     Attributes:
         number: of this worker's stage, see ``Pipeline.stage``. names: of all compute workers, by their numbers.
-        meet: returns once all ranks of the replica have called it.
+        meet: returns once all ranks of the replica have called it. agree: see ``Sums.agree``.
     """
 
     number: int
@@ -38,6 +38,7 @@ class Replica:
     runner: Runner
     timeline: Timeline
     meet: Callable[[], None]
+    agree: Callable[[Sequence[int]], list[int]]
 
     def begins(self, plan: StepPlan) -> bool:
         """True if the first slice of the plan's step runs here."""
@@ -158,6 +159,7 @@ class StepRun:
         return attention
 
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
+        self._exchange.finish()
         if not len(self._chosen):
             # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
             # so that memory workers have everything that the next step attends to, and nothing is still to come.
@@ -222,14 +224,14 @@ class StepRun:
 
     def _receive_draws(self) -> dict[int, int]:
         """The tokens that the lane's step before drew, by sequence."""
-        letter = self._mail.take(self.plan.lane, self._former)
-        drawn: list[list[int]] = np.frombuffer(letter.body, np.int64).reshape(-1, 2).tolist()
-        letter.free()
+        message = self._mail.take(self.plan.lane, self._former)
+        drawn: list[list[int]] = np.frombuffer(message.whole, np.int64).reshape(-1, 2).tolist()
+        message.free()
         return {sequence: token for sequence, token in drawn}
 
     def _receive_context(self, index: int) -> None:
-        letter = self._mail.take(self.plan.lane, self._former)
-        reader = _Reader(letter.body)
+        message = self._mail.take(self.plan.lane, self._former)
+        reader = _Reader(message.whole)
         ids = reader.take((self._count,), torch.int64)
         if not self.tokens:
             self._set_tokens(ids.tolist(), ids)
@@ -240,7 +242,7 @@ class StepRun:
             self._chunks = out, reader.take((rows, spec.query_heads), torch.float32)
         crossings = self._runner.contexts[index - 1]
         self._context = tuple(reader.take((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
-        letter.free()
+        message.free()
 
 
 class _Reader:

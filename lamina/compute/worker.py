@@ -9,7 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -26,6 +26,7 @@ from lamina.compute.step import Replica, StepRun
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.heads import HeadShards
 from lamina.lowering import Workspace
+from lamina.protocol.channel import Channel
 from lamina.protocol.control import Bootstrap, ControlClient, expect
 from lamina.protocol.fence import Fence
 from lamina.protocol.fetching import Fetcher
@@ -132,9 +133,11 @@ class ComputeWorker:
         mail: Mail,
         wait: Wait,
         epoch: Epoch,
+        adopt: Callable[[memoryview], None],
         memory: LocalMemory | None = None,
     ) -> None:
-        """``wait`` waits for what ``mail`` awaits, over ``links``. ``memory``: its own part of the memory pool.
+        """``wait`` waits for what ``mail`` awaits, over ``links``. ``adopt``: see ``Device``. ``memory``: its own part
+        of the memory pool.
 
         All ranks of a replica run the same slices and draw the same tokens; the first one answers the engine."""
         self._control = control
@@ -147,6 +150,7 @@ class ComputeWorker:
         self._wait = wait
         self._links = links
         self._newcomers = Newcomers(control, links)
+        self._adopt = adopt
         self._memory = memory
         self._overlap = setup.overlap
         self._rank = Rank(setup.rank, setup.ranks)
@@ -228,7 +232,9 @@ class ComputeWorker:
             if member.role == "memory" and not self._links.has(member.name):
                 self._fence.miss(member.name)
         new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
-        self._mail.change(topology, {name: self._links.channel(name) for name in new})
+        joined = {name: self._links.channel(name) for name in new}
+        _adopt_slots(joined.values(), self._adopt)
+        self._mail.change(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         names = topology.computes
         self._replica = dataclasses.replace(
@@ -437,7 +443,8 @@ class ComputeWorker:
             undrawable, error = set(failed.rows), str(failed)
             good = [place for place in range(len(rows)) if place not in undrawable]
             draws = sample(logits[good], [rows[place] for place in good]) if good else []
-        self._drawn.update((draw.sequence, draw.token) for draw in draws)
+        tokens = self._replica.agree([draw.token for draw in draws])
+        self._drawn.update((draw.sequence, token) for draw, token in zip(draws, tokens, strict=True))
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
@@ -452,18 +459,28 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     links, connect = set_up_links(control, resources)
     names = tuple(connect.computes)
     number = names.index(control.name) // setup.ranks
-    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet)
+    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet, ranks.agree)
     own = names[number * setup.ranks : (number + 1) * setup.ranks]
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}
+    _adopt_slots(channels.values(), device.adopt)
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
     lanes, wait = connect.pipeline.lanes, links.settle()
     ranks.connect(links, wait, own)
-    worker = ComputeWorker(control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, memory)
+    worker = ComputeWorker(
+        control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, device.adopt, memory
+    )
     control.send(Connected())
     once_set_up()
     return worker
+
+
+def _adopt_slots(channels: Iterable[Channel], adopt: Callable[[memoryview], None]) -> None:
+    """Tell the device where messages arrive."""
+    for channel in channels:
+        for slot in channel.slots:
+            adopt(slot)
 
 
 def main(bootstrap: Bootstrap) -> None:

@@ -16,6 +16,8 @@ from lamina.lowering.placed_codes import linear_held
 from lamina.models.codes import Weight, plain
 from lamina.splitter.collective import Reduce, bind
 
+_INDEX = torch.ops.aten.index.Tensor  # tagged for masks; slices, whose results have as many rows as come, use numbers
+_GROUPED = torch.ops.aten._grouped_mm.default
 _NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -29,12 +31,17 @@ class PlacedSlice:
     """
 
     def __init__(
-        self, part: LoweredPart, graphs: SliceGraphs, table: PositionTable | None, tensors: Mapping[str, Weight]
+        self,
+        part: LoweredPart,
+        graphs: SliceGraphs,
+        table: PositionTable | None,
+        tensors: Mapping[str, Weight],
+        grouped: bool,
     ) -> None:
         self.last = part.last
         self.prelude_key = (id(table), part.constants)
         nodes = list(graphs.main.graph.nodes)
-        self.capturable = not any(map(_needs_host, nodes))
+        self.capturable = not any(_needs_host(node, grouped) for node in nodes)
         self.uses_ids = any(node.op == "placeholder" and node.target == "ids" and node.users for node in nodes)
         self._main = graphs.main
         self._table = table
@@ -64,11 +71,16 @@ class PlacedSlice:
 
 
 def place(
-    model: LoweredModel, tensors: Mapping[str, Weight], device: torch.device, reduce: Reduce | None = None
+    model: LoweredModel,
+    tensors: Mapping[str, Weight],
+    device: torch.device,
+    reduce: Reduce | None = None,
+    grouped: bool = False,
 ) -> list[PlacedSlice]:
     """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
 
     ``reduce``: how the ranks of a replica add up what each has computed; slices of one rank alone need none.
+    ``grouped``: the device multiplies the rows of each expert by its weights without the host.
     """
     graphs: dict[int, SliceGraphs] = {}
     tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
@@ -87,7 +99,7 @@ def place(
             constants = [plain(named[name]) for name in part.constants]
             key = number, part.constants
             table = tables.setdefault(key, PositionTable(own, constants, model.positions, device))
-        placed.append(PlacedSlice(part, graphs[number], table, named))
+        placed.append(PlacedSlice(part, graphs[number], table, named, grouped))
     return placed
 
 
@@ -101,9 +113,11 @@ def _on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     return moved
 
 
-def _needs_host(node: fx.Node) -> bool:
+def _needs_host(node: fx.Node, grouped: bool) -> bool:
     """True if an operator's result decides on the host what runs next, or how large it is."""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or target is _INDEX:
         return False
+    if target is _GROUPED:
+        return not grouped
     return target.namespace == "transformers" or any(tag in _NEEDS_HOST for tag in target.tags)

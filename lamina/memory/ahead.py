@@ -31,6 +31,9 @@ from lamina.protocol.wire import body_nbytes, read_kept, read_queries, reply_nby
 
 logger = logging.getLogger(__name__)
 
+MOST_LANES = 24
+"""That the device serves; the host serves the others. Streams need hardware queues of their own (``set_up_cuda``): two
+that wait in one queue might each wait for what the other's peer does first."""
 WINDOW = 4
 """Attentions of a lane that are launched ahead: enough that launching hides behind messages. More would fill the queue
 of a device, whose launches then wait."""
@@ -104,13 +107,26 @@ class Ahead:
         self._runs: dict[int, _Run] = {}
         self._left: dict[int, int] = {}  # by lane, the turn of the last step that was left to the host
         self._seen = set[tuple[str, int]]()  # slots with messages that the device serves
+        self._stale = False  # links have changed since they were mapped
         self.busy_s = 0.0
 
     def use(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
-        """These are the compute workers, and the links to those that there are links to. No step may be at work."""
+        """These are the compute workers, and the links to those that there are links to.
+
+        While the device waits for messages, it can neither take up nor leave memory: until its steps have ended, the
+        host serves all new ones.
+        """
         self._channels, self._pipeline, self._computes = channels, pipeline, tuple(computes)
-        if self._polled is None:
+        self._stale = self._polled is not None
+        if not self._runs:
+            self._renew()
+
+    def _renew(self) -> None:
+        """Map the links that are new, and forget those that have ended. No step may be at work."""
+        if self._polled is None or not self._stale:
             return
+        self._stale = False
+        channels, pipeline = self._channels, self._pipeline
         for name in [name for name in self._direct if self._links.direct(name) != self._direct[name]]:
             self._polled.slots.unmap(self._direct.pop(name).their_arena)
         for name in channels.keys() - self._direct.keys():
@@ -118,7 +134,7 @@ class Ahead:
         if self._direct and not self._lanes:
             sizes = [(one.request_nbytes, one.reply_nbytes) for one in self._direct.values()]
             self._most_nbytes = max(size for size, _ in sizes), max(size for _, size in sizes)
-            count = pipeline.lanes * pipeline.ranks
+            count = min(pipeline.lanes * pipeline.ranks, MOST_LANES)
             self._lanes = [self._polled.lane(WINDOW, *self._most_nbytes) for _ in range(count)]
 
     def _map(self, name: str) -> None:
@@ -156,9 +172,11 @@ class Ahead:
         if lane.number in self._runs:
             return True
         step = lane.steps[0]
+        if self._stale and not self._runs:
+            self._renew()
         if not lane.is_idle or self._left.get(lane.number) == step.plan.turn:
             return False
-        run = self._plan(lane.number, step) if is_servable(step) else None
+        run = self._plan(lane.number, step) if is_servable(step) and not self._stale else None
         if run is None:
             self._left[lane.number] = step.plan.turn
             for channel in self._channels.values():

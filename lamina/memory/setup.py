@@ -3,8 +3,11 @@
 import contextlib
 import time
 
-from lamina.errors import ConfigError
+import msgspec
+
+from lamina.errors import ConfigError, is_out_of_memory
 from lamina.heads import HeadShards
+from lamina.memory.ahead import MOST_LANES
 from lamina.memory.device.base import Largest
 from lamina.memory.device.select import gpu_polls, reserve
 from lamina.memory.store import KvStore
@@ -13,7 +16,7 @@ from lamina.protocol.control import ControlClient, expect
 from lamina.protocol.leases import LANDING_NBYTES, SLOT_ROWS
 from lamina.protocol.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
 from lamina.protocol.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
-from lamina.types import AttentionSpec, KvElement
+from lamina.types import AttentionSpec, KvElement, Polling
 
 
 def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:
@@ -21,6 +24,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
     closes, and report them. Raises ConfigError, WorkerError."""
     _reserve(control, expect(control, Reserve))
     setup = expect(control, MemorySetup)
+    setup = msgspec.structs.replace(setup, polling=_polling(control, setup.polling))
     try:
         store = KvStore(
             control.name,
@@ -36,7 +40,9 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
             setup.forgets,
             setup.polling,
         )
-    except MemoryError as error:  # CuPy's is one too
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         lower = "kv_cache_memory_bytes" + (" or gpu_memory_utilization" if control.device != "cpu" else "")
         raise ConfigError(
             f"{control.device} has too little memory for the KV of {setup.capacity} tokens: {error}. Lower {lower}"
@@ -50,14 +56,29 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
     """Take what steps need beside the slab. Raises ConfigError if there is too little memory."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.of(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
-    polls = gpu_polls(control.device, setup.polling)
+    polls = gpu_polls(control.device, _polling(control, setup.polling))
     try:
         reserve(control.device, specs, element, query, largest(asked, polls))
-    except MemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(
             f"{control.device} has too little memory for steps of {asked.rows} rows beside the KV: {error}. Lower "
             "max_num_batched_tokens, or free memory there"
         ) from error
+
+
+def _polling(control: ControlClient, asked: Polling) -> Polling:
+    """Who waits for messages here. On a GPU that also computes, the host does: a kernel that waits would take turns
+    with slices. Raises ConfigError."""
+    if not control.shares_gpu:
+        return asked
+    if asked == "device":
+        raise ConfigError(
+            f"polling is device, but {control.device} also runs slices, which would have to wait for kernels that "
+            "poll; give polling auto or host, or another GPU"
+        )
+    return "host"
 
 
 def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
@@ -78,7 +99,7 @@ def largest(asked: Reserve, polls: bool = False) -> Largest:
     # a piece of a segment that moves, in and out; slots of all steps.
     buffers = (*[request] * 3, *[reply] * 2, *[LANDING_NBYTES] * 2, 12 * rows * asked.steps)
     tables = asked.steps * setup.ranks * (setup.overlap.mini_batches + 2) * (own if by_shard else 1)
-    few, lanes = min(asked.rows, SLOT_ROWS) * own, asked.lanes * setup.ranks
+    few, lanes = min(asked.rows, SLOT_ROWS) * own, min(asked.lanes * setup.ranks, MOST_LANES)
     if polls:  # what each lane keeps: a request, and out and lse apart
         buffers += (request_nbytes(specs, setup.dtype, few), *[reply_nbytes(specs, few)] * 2) * lanes
     polled = (lanes, few) if polls else (0, 0)

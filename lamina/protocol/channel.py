@@ -163,10 +163,16 @@ class Arrival:
         """Where K and V of prompt chunks lie in the region."""
         return self.fetched_at + (0 if self.body is not None else aligned(self.nbytes))
 
+    @property
+    def whole(self) -> Buffer:
+        """The body, which must be here."""
+        assert self.body is not None
+        return self.body
+
     def set_aside(self) -> None:
         """Copy the body out of its slot."""
-        if self.slot >= 0 and self.body is not None:
-            self.body = memoryview(bytearray(self.body))
+        if self.slot >= 0:
+            self.body = memoryview(bytearray(self.whole))
             self.free()
 
     def free(self) -> None:
@@ -231,7 +237,7 @@ class Channel:
     """One end of a link.
 
     Attributes:
-        name: the peer's. most_nbytes: of a message's body in a slot.
+        name: the peer's. most_nbytes: of a message's body in a slot. slots: memory that the peer writes messages into.
         awaited: the slots that a piece may arrive in, each with what announces it.
     """
 
@@ -245,7 +251,7 @@ class Channel:
         self._endpoint, self._peer, self._arena = endpoint, peer, arena
         self._own, self._theirs = own, theirs
         nbytes = own.slot_nbytes
-        self._slots = [arena.view(own.slot(number), nbytes) for number in range(SLOTS if nbytes > 0 else 0)]
+        self.slots = [arena.view(own.slot(number), nbytes) for number in range(SLOTS if nbytes > 0 else 0)]
         self._bells = [own.doorbell + ARRIVED + number for number in range(SLOTS)]
         self._places = [theirs.slot(number) for number in range(SLOTS)]
         self.awaited: dict[int, Target] = {}
@@ -262,7 +268,7 @@ class Channel:
         self._announced, self._fetched_there = first, first
         # Incoming: uses of the own slots given back, and the next piece of each slot.
         self._freed, self._piece = [first] * SLOTS, [0] * SLOTS
-        self.awaited = {slot: self._target(slot) for slot in range(len(self._slots))}
+        self.awaited = {slot: self._target(slot) for slot in range(len(self.slots))}
         self._fetched, self._finished = first, set[int]()
         self._told = [first] * SLOTS, first  # what the peer knows of both
         self._untold, self._known = 0, SLOTS  # free slots that it does not know of, and that it may know of
@@ -409,7 +415,7 @@ class Channel:
 
     def read(self, slot: int) -> Arrival:
         """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
-        view = self._slots[slot]
+        view = self.slots[slot]
         lane, is_fetched, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
         self._slots_there.give_back(given_back)
         if fetched > self._fetched_there:
@@ -423,7 +429,7 @@ class Channel:
     def lane_at(self, slot: int) -> int | None:
         """The lane of the message whose first piece is awaited in a slot; None before it is there."""
         doorbell, number = self._target(slot)
-        return lane_of(self._slots[slot], number) if self._arena.sequence(doorbell) >= number else None
+        return lane_of(self.slots[slot], number) if self._arena.sequence(doorbell) >= number else None
 
     def settle(self, slot: int, number: int, header: bytes) -> None:
         """A message was read, and its slot given back, without this object. ``header`` is the message's, ``number`` its
@@ -478,11 +484,6 @@ class Channel:
         self._known += self._untold
         self._untold = 0
         self.hub.owing.discard(self)
-
-    @property
-    def free_slots(self) -> int:
-        """How many more messages may arrive before one is given back."""
-        return len(self.awaited)
 
 
 def first_use(epoch: Epoch) -> int:

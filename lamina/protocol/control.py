@@ -70,6 +70,8 @@ class Bootstrap(msgspec.Struct, frozen=True):
     parent_pid: int
     device: str = "cpu"
     """What the worker runs on: "cpu", "cuda:INDEX", or "emulated"."""
+    shares_gpu: bool = False
+    """A compute worker runs on the same GPU as this memory worker."""
     local_address: str = ""
     """At which peers reach the worker; empty: the address that packets to the engine leave from."""
     bind_address: str = ""
@@ -353,7 +355,7 @@ class ControlClient:
         self.name = bootstrap.name
         self._bootstrap = bootstrap
         self._inspection = inspection
-        self.device = bootstrap.device
+        self.device, self.shares_gpu = bootstrap.device, bootstrap.shares_gpu
         self.data_secret = bootstrap.data_secret
         self._context = zmq.Context()
         self._socket = self._connect(bootstrap, b"")

@@ -183,6 +183,7 @@ def attend(
     while missing := cluster.mail.missing[0]:
         cluster.mail.wait(cluster.compute.endpoint.wait, missing, TIMEOUT_S)
     out = exchange.gather(spec, chunks, sinks).numpy()
+    exchange.finish()
     cluster.mail.flush()
     return out
 

@@ -130,6 +130,7 @@ def test_two_ranks_on_emulated_gpus_compute_what_hugging_face_computes(
 def test_nothing_is_made_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices on tensors of a GPU without memory: an operator that mixed them with the host's would fail."""
     monkeypatch.setattr(PositionTable, "at", PositionTable._compute)
+    monkeypatch.setattr(Tensor, "contiguous", lambda tensor: tensor)  # a PyTorch without CUDA has none for its tensors
     model = split(variant(name))
     lowered = lower(model, Target.GPU)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -267,3 +268,32 @@ def test_no_step_records_what_was_reserved() -> None:
         assert attention is not None and len(step) == count % 2 * len(runner.attentions)
         runner.logits(rows, attention, context, torch.arange(min(count, 5)))
     assert kit.recorded == reserved
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe"])
+def test_experts_in_bfloat16_are_recorded_where_their_product_needs_no_host(name: str) -> None:
+    """What is replayed computes what the operators compute, for other tokens than those it was recorded with."""
+    model = split(variant(name), DType.BFLOAT16)
+    lowered = lower(model, Target.GPU)
+    state = {key: value.bfloat16() for key, value in random_model(variant(name)).state_dict().items()}
+    weights = {key: state[key] for key in lowered.weights}
+    eager = place(lowered, weights, torch.device("cpu"), grouped=False)
+    assert not any(piece.capturable for piece in eager[1:-1]), "torch's grouped product asks the host on some GPUs"
+    assert all(piece.capturable for piece in place(lowered, weights, torch.device("cpu"), grouped=True))
+    kit = Counting()
+    runner = Gpu(kit).runner(lowered, weights)
+    positions = torch.arange(4)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        ids = torch.randint(VOCABULARY, (4,))
+        arrived: tuple[Tensor, ...] = ()
+        attention = None
+        for index, piece in enumerate(eager[:-1]):
+            wanted = piece(piece.prepare(positions), ids, positions, arrived)
+            got = runner.run(index, Rows(ids, positions), attention, arrived[1:], None)
+            for ours, right in zip(got.results, wanted, strict=True):
+                torch.testing.assert_close(ours, right)
+            spec = lowered.attentions[index]
+            attention = torch.randn(4, spec.query_heads, spec.v_dim, dtype=torch.bfloat16)
+            arrived = attention, *wanted[3:]
+    assert kit.recorded == len(eager) - 1

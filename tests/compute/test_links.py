@@ -143,7 +143,7 @@ class Compute:
             letter = self.mail.take(lane, peer)
             attention = self.work.attentions[lane][turn - 1]
             kind, nbytes = (2, attention.reply) if peer.startswith("memory") else (3, attention.context)
-            assert bytes(letter.body) == content(kind, lane, turn - 1, nbytes).tobytes()
+            assert bytes(letter.whole) == content(kind, lane, turn - 1, nbytes).tobytes()
             letter.free()
         self.turns[lane] = self._own(lane, turn + 1)
         self._expect(lane)
@@ -194,7 +194,9 @@ class Work:
             assert not station.hub.keeping and not station.hub.owing
             for channel in station.channels.values():
                 channel.read_credits()
-                assert channel.free_slots == SLOTS and len(channel.credits) < SLOTS, "no sender is without a free slot"
+                assert len(channel.awaited) == SLOTS and len(channel.credits) < SLOTS, (
+                    "no sender is without a free slot"
+                )
             assert station.hub.take(station.hub.nbytes) is not None, "all regions have been released"
 
 

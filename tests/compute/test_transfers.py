@@ -76,7 +76,10 @@ def check_lanes(
     transfers = [GpuTransfers(lines, moves, torch.float32) for moves in steps]
     heads = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
     fixed = [lines.at(f"out {place}", rows, shape, torch.float32) for place, shape in enumerate(heads)]
-    fixed = fixed if is_recorded else [torch.empty(rows, *shape, device=kit.place) for shape in heads]
+    if not is_recorded:  # parts of one tensor, as models compute them
+        sizes = [count * size for count, size in heads]
+        parts = torch.empty(rows, sum(sizes), device=kit.place).split(sizes, 1)
+        fixed = [part.view(rows, *shape) for part, shape in zip(parts, heads, strict=True)]
     for turn in range(4):
         moves, transfer = steps[turn % 2], transfers[turn % 2]
         for tensor in fixed:

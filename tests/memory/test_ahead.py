@@ -4,16 +4,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from lamina.errors import ConfigError, DeadlineError
+from lamina.config import EngineConfig
+from lamina.errors import ConfigError, DeadlineError, TransportError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
+from lamina.launch import launch
 from lamina.memory import ahead, worker
 from lamina.memory.device import polling
 from lamina.memory.device.select import gpu_polls
+from lamina.memory.setup import _polling as polling_here
 from lamina.pipeline import Pipeline
 from lamina.protocol.messages import EndEpoch, EpochEnded
 from lamina.protocol.wire import read_reply
@@ -244,9 +248,48 @@ def test_closing_ends_the_waits(pair: Pair) -> None:
 
 
 def test_a_cpu_has_nothing_that_polls() -> None:
-    assert not gpu_polls("cpu", "auto") and not gpu_polls("cpu", "host")
-    with pytest.raises(ConfigError, match="polling is device, but a memory worker on a CPU"):
-        gpu_polls("cpu", "device")
+    assert not any(gpu_polls("cpu", asked) for asked in ("auto", "host", "device"))
+    with pytest.raises(ConfigError, match="polling is device, but memory workers on CPUs"):
+        launch(EngineConfig(memory="cpu:2", polling="device"))
+
+
+def test_a_gpu_that_also_computes_does_not_poll(pair: Pair) -> None:
+    pair.control.shares_gpu = True
+    assert polling_here(pair.control, "auto") == polling_here(pair.control, "host") == "host"  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="emulated also runs slices"):
+        polling_here(pair.control, "device")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("error", [DeadlineError("no answer"), TransportError("cannot register")])
+def test_auto_leaves_it_to_the_host_where_the_device_cannot_poll(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(polling, "_file", lambda device: tmp_path / device)
+    monkeypatch.setattr(polling, "_device_trip", Mock(side_effect=error))
+    assert not polling.polls("auto", Timed(), ThreadSlots)
+    assert not list(tmp_path.iterdir()), "it may work the next time"
+
+
+def test_links_that_change_are_taken_up_once_no_step_waits(pair: Pair) -> None:
+    """Meanwhile the host serves all steps that begin."""
+    lanes, used = Lanes(pair), pair.worker._ahead
+    for lane in range(2):
+        lanes.prompt(lane)
+    lanes.plan(0)
+    lanes.decode(0, range(1))
+    direct = dict(used._direct)
+    used.use({}, used._pipeline, used._computes)
+    assert used._direct == direct, "the device may still write to its slots"
+    used.use(pair.worker._channels, used._pipeline, used._computes)
+    lanes.plan(1)
+    lanes.decode(1, range(1))
+    assert 1 not in used._runs
+    lanes.decode(0, range(1, LAYERS))
+    lanes.decode(1, range(1, LAYERS))
+    lanes.plan(0)
+    lanes.decode(0, range(1))
+    assert list(used._runs) == [0]
+    lanes.decode(0, range(1, LAYERS))
 
 
 class Timed(Interpreter):

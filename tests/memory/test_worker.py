@@ -55,7 +55,7 @@ class Control:
     """A worker's end of the control plane, in one process with the test."""
 
     name, local_address, data_secret = "memory0", "127.0.0.1", b"a secret of 16 bytes or more"
-    device = "cpu"
+    device, shares_gpu = "cpu", False
     bind_address = local_address
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Pair:
         if self.mail.missing[lane]:
             return False
         letter = self.mail.take(lane, "memory0")
-        self.reply = bytes(letter.body)
+        self.reply = bytes(letter.whole)
         letter.free()
         self.mail.flush()
         self.turns[lane] += 1

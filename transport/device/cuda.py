@@ -7,11 +7,11 @@ import numpy as np
 
 from lamina._native import Arena as NativeArena
 from lamina.errors import TransportError
+from lamina.transport.arena import PAGE, runs
 from lamina.transport.device.polling import Polling, kernel
 from lamina.transport.device.slots import CREDIT_WORD, RECORD, SILENCE_S, Incoming, Outgoing, Records
 from lamina.transport.device.threads import expired
 
-PAGE = 4096
 THREADS, BLOCKS = 256, 32  # of copies: messages in slots have some MiB at most
 REGISTERED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
 SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
@@ -58,17 +58,6 @@ class CudaSlots:
     def stream(self, records: int) -> "CudaStream":
         """See ``PolledSlots``."""
         return CudaStream(records)
-
-
-def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs (first, count)."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and sum(found[-1]) == number:
-            found[-1] = found[-1][0], found[-1][1] + 1
-        else:
-            found.append((number, 1))
-    return found
 
 
 class CudaStream:

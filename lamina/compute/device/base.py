@@ -47,6 +47,9 @@ class Sums(Protocol):
     def meet(self) -> None:
         """Return once all ranks have called this as often as this one. Raises what ``reduce`` raises."""
 
+    def agree(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that the first rank gives; all give as many. Raises what ``reduce`` raises."""
+
 
 class Device(Protocol):
     """What a compute worker runs on. One thread owns it.
@@ -57,6 +60,10 @@ class Device(Protocol):
 
     target: Target
     place: torch.device
+
+    def adopt(self, memory: memoryview) -> None:
+        """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from.
+        It may share pages with what was adopted before."""
 
     def sums(self, rank: Rank, meeting: str) -> Sums:
         """How ``rank`` adds up with the others of its replica, which give the same path in a folder of this machine as
@@ -142,7 +149,12 @@ class Transfers(Protocol):
     """Moves rows of one step between the device and messages; planned once, used for every attention.
 
     Lists are by memory worker. Arrays are in host memory, and may be overwritten by the next call.
+
+    Attributes:
+        lingers: replies are still being read when ``merged`` returns, until the next call of another method does.
     """
+
+    lingers: bool
 
     def queries(self, q: torch.Tensor) -> Sequence[Array]:
         """The shards of q [rows, Hq, D] that travel, in the order of messages: [Rq, Hq / n, D] each."""
@@ -160,5 +172,11 @@ class Transfers(Protocol):
     ) -> torch.Tensor:
         """Attention out [rows, Hq, Dv] in the model's element type, 0 in padding rows; the next call overwrites it.
 
-        ``here``: the partials attended here, one for each of ``Moves.here``. Replies have been read on return.
+        ``here``: the partials attended here, one for each of ``Moves.here``. Replies: see ``lingers``.
         """
+
+    def bulk(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Array, Array]:
+        """All rows of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
+
+    def settle(self) -> None:
+        """Return once replies have been read."""

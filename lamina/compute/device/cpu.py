@@ -20,6 +20,9 @@ class Cpu:
     target = Target.CPU
     place = torch.device("cpu")
 
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Device``; it is as quick as any."""
+
     def sums(self, rank: Rank, meeting: str) -> Ranks:
         """See ``Device``. The ranks find each other by their links."""
         return Ranks(rank)

@@ -1,14 +1,19 @@
 """An NVIDIA GPU through torch: CUDA graphs, FlashAttention, memory."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lamina.compute.device.kit import Cut, Replay
 from lamina.errors import ConfigError
-from lamina.kernels.gpu.device import count_by_bus
+from lamina.kernels.gpu.device import set_up_cuda
+from lamina.transport.arena import PAGE, runs
+
+logger = logging.getLogger(__name__)
 
 
 class Cuda:
@@ -18,12 +23,15 @@ class Cuda:
 
     def __init__(self, index: int) -> None:
         """Raises ConfigError if torch cannot use the GPU."""
-        count_by_bus()
+        set_up_cuda()
         require_torch(index)
         self.place = torch.device("cuda", index)
         torch.cuda.set_device(self.place)
         self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._pages = set[int]()  # of the host's memory, that CUDA knows
+        # torch's kernels for other GPUs read on the host how many rows each expert has.
+        self.grouped = torch.cuda.get_device_capability(self.place)[0] in (9, 10)
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``. Graphs share one pool of memory: they are replayed one after another."""
@@ -64,6 +72,24 @@ class Cuda:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Kit``."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Kit``. Registered memory is copied from without a stop in another buffer."""
+        at = np.frombuffer(memory, np.uint8).ctypes.data
+        wanted = set(range(at // PAGE, -(-(at + memory.nbytes) // PAGE))) - self._pages
+        for first, count in runs(sorted(wanted)):
+            error = int(torch.cuda.cudart().cudaHostRegister(first * PAGE, count * PAGE, 0))  # type: ignore[no-untyped-call]
+            if error:
+                logger.warning(
+                    "CUDA does not register %d bytes for messages (error %d), which will be copied more slowly; raise "
+                    "the limit of locked memory (ulimit -l unlimited)",
+                    count * PAGE,
+                    error,
+                )
+                with contextlib.suppress(RuntimeError):  # else the next operator would report it
+                    torch.zeros(1, device=self.place)
+                return
+            self._pages.update(range(first, first + count))
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """See ``Kit``."""

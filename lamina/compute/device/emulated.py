@@ -16,6 +16,7 @@ class Emulated:
 
     place = torch.device("cpu")
     backend = "gloo"
+    grouped = True
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they used."""
@@ -33,6 +34,9 @@ class Emulated:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """See ``Kit``."""
         return torch.empty(shape, dtype=dtype)
+
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Kit``; nothing is gained here."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """See ``Kit``."""
@@ -85,7 +89,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and record it. Rejects operators whose results the host needs: a graph cannot have them."""
-        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+        masks = func is torch.ops.aten.index.Tensor and any(
+            each is not None and each.dtype == torch.bool for each in args[1]
+        )
+        depends = func is not torch.ops.aten.index.Tensor and torch.Tag.dynamic_output_shape in func.tags
+        if torch.Tag.data_dependent_output in func.tags or depends or masks:
             raise RuntimeError(f"{func} waits for the device, which a recording must not do")
         results = func(*args, **(kwargs or {}))
         if not func.is_view:

@@ -39,6 +39,10 @@ class Gpu:
         self.place = kit.place
         self._kit = kit
 
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Device``."""
+        self._kit.adopt(memory)
+
     def sums(self, rank: Rank, meeting: str) -> GpuSums:
         """See ``Device``."""
         return GpuSums(rank, self._kit, meeting)
@@ -98,7 +102,7 @@ class GpuRunner(GpuCarrier):
             None if name is None else plain(tensors[name]).float().cpu().numpy() for name in model.sinks
         ]
         self.slices = model.slices
-        self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce), strict=True))
+        self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce, kit.grouped), strict=True))
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}

@@ -27,10 +27,12 @@ class Kit(Protocol):
 
     Attributes:
         place: where tensors are. backend: of torch.distributed, by which ranks add up.
+        grouped: torch's grouped product of bfloat16 runs without the host, so that it can be recorded.
     """
 
     place: torch.device
     backend: str
+    grouped: bool
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same
@@ -41,6 +43,9 @@ class Kit(Protocol):
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host that the card copies to and from without the host."""
+
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Device.adopt``."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy from the host's memory, which must not change before ``wait``."""

@@ -18,6 +18,8 @@ Arrays = tuple[Floats, Floats]
 class NativeTransfers:
     """``Transfers`` of one step. Native kernels merge, with ``threads``."""
 
+    lingers = False
+
     def __init__(self, moves: Moves, dtype: torch.dtype, threads: int) -> None:
         self._moves, self._dtype, self._threads = moves, dtype, threads
         self._most_parts = moves.most_parts
@@ -40,6 +42,13 @@ class NativeTransfers:
     def all(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array], list[Array]]:
         """See ``Transfers``."""
         return self.queries(q), *self.keys_values(k, v)
+
+    def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
+        """See ``Transfers``."""
+        return as_numpy(k), as_numpy(v)
+
+    def settle(self) -> None:
+        """See ``Transfers``; everything is done at once."""
 
     def merged(
         self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None

@@ -73,6 +73,15 @@ class GpuSums:
         waited: Tensor = torch.ops._c10d_functional.wait_tensor(total)
         return waited
 
+    def agree(self, tokens: Sequence[int]) -> list[int]:
+        """See ``Sums``. Sums over a vocabulary are not in the same order every time, so that ranks may draw different
+        tokens from equal logits."""
+        if self.rank.count == 1 or not tokens:
+            return list(tokens)
+        own = torch.tensor(tokens, device=self._kit.place)
+        first: list[int] = self.reduce(own if self.rank.number == 0 else torch.zeros_like(own)).tolist()
+        return first
+
     def meet(self) -> None:
         """See ``Sums``."""
         if self.rank.count > 1:

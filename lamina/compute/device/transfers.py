@@ -2,7 +2,8 @@
 
 For every attention, the host starts one recording that gathers the rows of all messages in their order and copies them
 to pinned memory, and waits for it; once all replies are here, it copies each as it is, and starts one recording that
-merges. Nothing is done per row, and messages are parts of one array that stays where it is.
+merges, and the next slice behind it, without a wait in between. Nothing is done per row, and messages are parts of one
+array that stays where it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -142,6 +143,8 @@ class _Merge:
 class GpuTransfers:
     """``Transfers`` of one step."""
 
+    lingers = True
+
     def __init__(self, lines: Lines, moves: Moves, dtype: torch.dtype) -> None:
         self._lines, self._moves, self._dtype = lines, moves, dtype
         self._groups = {"queries": _Group.of(moves.queries), "appends": _Group.of(moves.appends)}
@@ -165,6 +168,23 @@ class GpuTransfers:
         """See ``Transfers``."""
         keys, values = self._collect(("appends", k), ("appends", v))
         return keys, values
+
+    def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
+        """See ``Transfers``; through pinned memory, of few sizes."""
+        pairs = [(source, self._bulk_host(number, source)) for number, source in enumerate((k, v))]
+        for source, host in pairs:
+            host.copy_(source, non_blocking=True)
+        self._lines.kit.wait()
+        return as_numpy(pairs[0][1]), as_numpy(pairs[1][1])
+
+    def _bulk_host(self, number: int, source: Tensor) -> Tensor:
+        rows, *shape = source.shape
+        most = 1 << (rows - 1).bit_length()
+        return self._lines.pinned(("bulk", number, most, *shape, source.dtype), (most, *shape), source.dtype)[:rows]
+
+    def settle(self) -> None:
+        """See ``Transfers``."""
+        self._lines.kit.wait()
 
     def _collect(self, *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
         """The rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned memory."""
@@ -200,7 +220,8 @@ class GpuTransfers:
     def _way(self, number: int, name: str, source: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The shards of a tensor; the index of those that travel; memory for them on the card and on the host."""
         rows, heads, size = source.shape
-        shards = source.view(rows * self._moves.shards, heads // self._moves.shards, size)
+        # A copy if the model computes q, k and v as one: recorded slices leave each in memory of its own.
+        shards = source.reshape(rows * self._moves.shards, heads // self._moves.shards, size)
         if not recorded:
             index = torch.from_numpy(self._groups[name].index).to(self._lines.kit.place)
             host = self._lines.kit.pinned((len(index), *shards.shape[1:]), source.dtype)
@@ -236,7 +257,6 @@ class GpuTransfers:
         if merge.sinks is not None and sinks is not None:
             merge.sinks.copy_(torch.from_numpy(sinks))
         merge.replay()
-        self._lines.kit.wait()  # from here on replies may be overwritten
         return merge.result
 
     def _body(self, number: int, slot: int, body: memoryview) -> Tensor:

@@ -227,7 +227,6 @@ class Attention:
         self._plans: dict[tuple[_PairClass, Tiling], _Plan] = {}
         self._current: dict[_PairClass, _Plan] = {}
         self._scratch = scratch or Scratch(backend)
-        self._slopes: dict[tuple[float, ...], Any] = {}
         self.step_class = (Context.NORMAL, False)
         """Context class and raggedness of the step: what a captured graph depends on besides the capacity."""
         self._rows, self._most_rows, self._new_rows = 0, 0, 0
@@ -298,6 +297,8 @@ class Attention:
                     programs.add(program)
                 rows = max(rows, plan.part_rows(pairs))
         self._scratch.take(rows * (spec.v_dim + 1))
+        if spec.alibi_slopes is not None:
+            self._backend.constant(spec.alibi_slopes)
         return programs
 
     def _run(self, pairs: _PairClass, given: _Operands, scratch: Scratch) -> None:
@@ -308,7 +309,7 @@ class Attention:
         part_rows = plan.part_rows(pairs)
         parts = scratch.take(part_rows * (spec.v_dim + 1))
         part_lse, part_out = parts[:part_rows], parts[part_rows:]
-        slopes = lse if spec.alibi_slopes is None else self._alibi(spec.alibi_slopes)
+        slopes = lse if spec.alibi_slopes is None else self._backend.constant(spec.alibi_slopes)
         new_type = None if given.new is None else given.new[0].dtype
         program = attend_program(
             spec, slab.element, plan.tiling, pairs.block_m, q.dtype, self._backend.capability, new_type
@@ -345,12 +346,6 @@ class Attention:
             splits = self._backend.empty((3 * self.capacity.pairs + 1,), np.int32)
             self._plans[pairs, tiling] = _Plan(numbers, tiling, bound, items, splits)
         return self._plans[pairs, tiling]
-
-    def _alibi(self, slopes: tuple[float, ...]) -> Any:
-        if slopes not in self._slopes:
-            self._slopes[slopes] = self._backend.empty((len(slopes),), np.float32)
-            self._backend.upload(np.asarray(slopes, np.float32), self._slopes[slopes])
-        return self._slopes[slopes]
 
 
 def append(backend: Backend, slab: KvSlab, k: Any, v: Any, slots: Any) -> None:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
-from lamina.kernels.gpu.device import count_by_bus, find, require
+from lamina.kernels.gpu.device import find, require, set_up_cuda
 from lamina.kernels.gpu.program import ALIGNMENT, Program
 from lamina.kernels.gpu.triton_compile import Binary, compile_program
 from lamina.kernels.segments import SegmentTable
@@ -34,7 +34,7 @@ class Cuda:
     def __init__(self, index: int) -> None:
         """Raises ConfigError if the GPU does not exist or a package is missing."""
         require(index, find())
-        count_by_bus()
+        set_up_cuda()
         self.device = cupy.cuda.Device(index)
         self.device.use()
         properties = cupy.cuda.runtime.getDeviceProperties(index)
@@ -43,7 +43,14 @@ class Cuda:
         self.capability = int(self.device.compute_capability)
         self._shared_bytes = int(cupy.cuda.runtime.deviceGetAttribute(SHARED_OPTIN, index))
         self._kernels: dict[Program, tuple[Any, Binary]] = {}
+        self._constants: dict[tuple[float, ...], Any] = {}
         self._stagings = [_Staging() for _ in range(STAGINGS)]
+
+    def constant(self, numbers: tuple[float, ...]) -> Any:
+        """See ``Backend``."""
+        if numbers not in self._constants:
+            self._constants[numbers] = cupy.asarray(np.array(numbers, np.float32))
+        return self._constants[numbers]
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""
@@ -61,9 +68,10 @@ class Cuda:
             self._stagings[-1].send(source, target[: len(source)])
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """See ``Backend``; from CuPy's pool, to which it returns with the array."""
+        """See ``Backend``; from CuPy's pool, to which it returns with the array, in few sizes: the pool gives the same
+        size alone, and to get more memory may wait for kernels that run."""
         count = math.prod(shape)
-        memory = cupy.cuda.alloc_pinned_memory(max(1, count * np.dtype(dtype).itemsize))
+        memory = cupy.cuda.alloc_pinned_memory(1 << max(9, (count * np.dtype(dtype).itemsize - 1).bit_length()))
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
     def download(self, *copies: tuple[Any, npt.NDArray[Any]]) -> None:

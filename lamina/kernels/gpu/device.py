@@ -65,12 +65,14 @@ def require(index: int, found: Found) -> Gpu:
     return gpu
 
 
-def count_by_bus() -> None:
-    """Make CUDA count GPUs by their PCI bus addresses, as ``find_gpus`` does: by default the fastest comes first.
+def set_up_cuda() -> None:
+    """Make CUDA count GPUs by their PCI bus addresses, as ``find_gpus`` does: by default the fastest comes first. And
+    give streams as many hardware queues as there can be: work of two in one queue waits for each other.
 
     Before CUDA is initialised in this process.
     """
     os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def find() -> Found:

@@ -24,6 +24,10 @@ class Interpreter:
     name = "interpreter"
     timed = False
 
+    def constant(self, numbers: tuple[float, ...]) -> Any:
+        """See ``Backend``."""
+        return np.array(numbers, np.float32)
+
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Memory full of ones: NaN in every floating-point type, -1 in every signed one."""
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)

@@ -104,7 +104,10 @@ def times(
     tried = [
         replace(tiling, waves=waves)
         for tiling in candidates(element)
-        if backend.fits(attend_program(spec, element, tiling, block_m, query, backend.capability))
+        if all(
+            backend.fits(attend_program(spec, element, tiling, block_m, query, backend.capability, new))
+            for new in (None, query)
+        )
         for waves in WAVES
     ]
     slots = max(1, SLAB_BYTES // spec.slab_bytes_per_token(element))

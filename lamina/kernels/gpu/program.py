@@ -63,6 +63,9 @@ class Backend(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""
 
+    def constant(self, numbers: tuple[float, ...]) -> Any:
+        """These numbers as float32 on the device; the first call may wait for what runs there."""
+
     def trim(self) -> None:
         """Give memory back that ``empty`` has allocated and nobody uses any more: it is kept otherwise."""
 

@@ -26,6 +26,7 @@ from lamina.transport.device.slots import PolledSlots
 from lamina.types import AttentionSpec, KvElement
 
 EMULATED = "emulated"
+PINNED_BITS = 25  # results up to 2^24 bytes have pinned memory from the start: some hundred decoding sequences
 NO_SLOTS = np.empty(0, np.int32)
 
 
@@ -77,6 +78,8 @@ def reserve(
     Raises ConfigError if the device cannot be used, and MemoryError if it has too little memory.
     """
     workspaces(name).reserve(attentions, element, query, largest)
+    held = [backend(name).pinned((1 << bits,), np.uint8) for bits in range(9, PINNED_BITS) for _ in range(2)]
+    del held  # kept for results, see ``Backend.pinned``
     _run_once(Gpu(backend(name), attentions[:1], element, 2, workspaces(name)), attentions[0], element, query)
 
 

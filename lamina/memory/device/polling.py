@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lamina.env import environment
-from lamina.errors import DeadlineError
+from lamina.errors import DeadlineError, TransportError
 from lamina.kernels.gpu.program import Backend
 from lamina.transport.device.slots import HEADER_WORDS, SLOTS, Incoming, Outgoing, PolledSlots
 from lamina.types import Polling
@@ -47,7 +47,11 @@ def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) 
     path = _file(backend.name)
     found = None if path is None else load(path)
     if found is None:
-        found = measure(backend, slots())
+        try:
+            found = measure(backend, slots())
+        except (DeadlineError, TransportError) as error:
+            logger.warning("the host waits for messages of %s: it cannot poll here: %s", backend.name, error)
+            return False
         logger.warning(
             "%s answers a message in %.1f us if it polls, in %.1f us if the host does",
             backend.name,

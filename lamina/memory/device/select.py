@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from lamina.errors import ConfigError
 from lamina.kernels.gpu.device import memory
 from lamina.memory.device.base import Device, Largest
 from lamina.memory.device.windows import Needed
@@ -40,12 +39,7 @@ def make(
 
 @functools.cache
 def gpu_polls(name: str, polling: Polling) -> bool:
-    """Whether the device ``name`` waits for messages itself. Raises ConfigError if it is to and cannot."""
-    if name == "cpu" and polling == "device":
-        raise ConfigError(
-            "polling is device, but a memory worker on a CPU has no device that could poll; give auto, or memory "
-            "workers on GPUs only, such as --memory cuda:1"
-        )
+    """Whether the device ``name`` waits for messages itself; CPUs never do. Raises ConfigError if it cannot be used."""
     if name == "cpu" or polling == "host":
         return False
     from lamina.memory.device.gpu import backend, polled_slots
