@@ -59,6 +59,7 @@ class PipeControl:
     """A worker's end of a control plane that is a pipe."""
 
     name, local_address, bind_address = MEMORY, "127.0.0.1", "127.0.0.1"
+    shares_gpu = False
 
     def __init__(self, pipe: Connection, secret: bytes, device: str) -> None:
         self._pipe, self.data_secret, self.device = pipe, secret, device

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -149,6 +150,14 @@ class Idle:
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``."""
+
+    def lent(self, tensor: torch.Tensor) -> Any:
+        """See ``Kit``."""
+        raise NotImplementedError
+
+    def borrowed(self, array: Any) -> torch.Tensor:
+        """See ``Kit``."""
+        raise NotImplementedError
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Kit``."""

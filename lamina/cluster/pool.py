@@ -188,7 +188,7 @@ def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
 
 def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -> tuple[PoolEntry, ...]:
     """The memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless other
-    settings are about memory workers (``apart``).
+    settings are about memory workers (``apart``). Beside one on a GPU, ``local`` is memory of that GPU.
 
     Raises ConfigError for a pool that is impossible.
     """
@@ -196,9 +196,10 @@ def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -
     if text is None:
         text = LOCAL if alone and not apart else CPU
     pool = parse(text)
-    if LOCAL in (entry.kind for entry in pool) and not alone:
+    one = len(compute) == 1 and compute[0].count == 1 and compute[0].kind != REMOTE
+    if LOCAL in (entry.kind for entry in pool) and not one:
         raise ConfigError(
-            f"--memory {text}: local memory works with one compute worker on a CPU so far, not with "
+            f"--memory {text}: local memory works with one compute worker of this machine so far, not with "
             f"{','.join(map(str, compute))}. Use --memory cpu:{sum(entry.count for entry in compute)}"
         )
     return pool

@@ -123,7 +123,7 @@ class StepExchange:
         self._chunks = self._plan_chunks(plan)
         self._share = share
         self._share_source = self._source(share.queries) if share is not None else None
-        self._share_arrays: tuple[Floats, Floats] | None = None
+        self._share_arrays: tuple[Array, Array] | None = None
         self._share_partial: Partial | None = None  # the same as tensors
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         workers = [worker for worker in workers if share is None or worker != share.worker]
@@ -273,12 +273,11 @@ class StepExchange:
         """
         if self._share is None:
             return False
-        q, k, v = output.arrays
-        total = self._total
-        partial = self._share.attend(index, q[:total], k[:total], v[:total])
+        q, k, v = (each[: self._total] for each in self._carrier.lent(output))
+        partial = self._share.attend(index, q, k, v)
         if partial is not self._share_arrays:  # most layers write the same ones
-            self._share_arrays = partial
-            self._share_partial = partial and (torch.from_numpy(partial[0]), torch.from_numpy(partial[1]))
+            self._share_arrays, take = partial, self._carrier.borrowed
+            self._share_partial = partial and (take(partial[0]), take(partial[1]))
         return True
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:

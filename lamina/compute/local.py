@@ -1,23 +1,23 @@
 """Spare memory of a compute worker as a member of the memory pool: its segments are attended here, without a message.
 
-Slab, bookkeeping and kernels are those of a memory worker (``lamina.memory.store``). There is no transport: K and V of
-prompt chunks need not be fetched, and nothing waits for results.
+Slab, bookkeeping and kernels are those of a memory worker (``lamina.memory.store``), on the compute worker's own
+device. There is no transport: K and V of prompt chunks need not be fetched, and nothing waits for results.
 """
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from lamina.memory.device.base import Array, Floats
+from lamina.memory.device.base import Array
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.protocol.control import ControlClient
 from lamina.steps import StepPlan
 
-Partial = tuple[Floats, Floats]  # (out [R, Hq, Dv], lse [R, Hq])
+Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
+Partials = dict[tuple[object, ...], Partial]
 
 
 class LocalMemory:
@@ -26,7 +26,7 @@ class LocalMemory:
     def __init__(self, control: ControlClient, store: KvStore) -> None:
         self._store = store
         self._usage = UsageReports(control, store)
-        self._partials: dict[tuple[int, int, int], Partial] = {}  # one at a time is in use
+        self._partials: Partials = {}  # one at a time is in use
 
     @classmethod
     def set_up(cls, control: ControlClient) -> "LocalMemory":
@@ -63,7 +63,7 @@ class LocalShare:
             the order of ``lamina.protocol.wire.MessageRows``.
     """
 
-    def __init__(self, store: KvStore, tables: StepTables, partials: dict[tuple[int, int, int], Partial]) -> None:
+    def __init__(self, store: KvStore, tables: StepTables, partials: Partials) -> None:
         """``partials``: results by shape, overwritten by every ``attend``."""
         rows = tables.rows
         self.worker, self.queries = store.worker, rows.queries
@@ -76,35 +76,42 @@ class LocalShare:
             order = np.argsort(kept)
             kept, slots = kept[order], slots[order]
         total = count * sum(len(step.tokens) for step in tables.plan.sequences)
-        self._kept, self._slots = _indices(kept, total), store.device.sent(slots)
-        self._asking = _indices(self.queries, total) if count == 1 else self.queries  # shard by shard
+        sent = store.device.sent
+        self._kept, self._slots = _indices(kept, total, sent), sent(slots)
+        # With several shards, one shard after another.
+        self._asking = _indices(self.queries, total, sent) if count == 1 else sent(self.queries)
+        self._merges = any(tables.further)  # partials over several segments, on the host
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
 
-        Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, valid until the next call; None without any. In the
-        result, Hq counts the heads of a shard.
+        All three are the device's. Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, the device's or in host
+        memory, valid until the next call; None without any. In the result, Hq counts the heads of a shard.
         """
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
         device = self._store.device
-        device.keep(layer, device.sent(k[self._kept]), device.sent(v[self._kept]), self._slots)
+        device.keep(layer, k[self._kept], v[self._kept], self._slots)
         if not len(self.queries):
             return None
         spec = self._store.attentions[layer]
-        shape = (len(self.queries), spec.query_heads, spec.v_dim)
-        if shape not in self._partials:
+        count = len(self.queries)
+        key = count, spec.query_heads, spec.v_dim, self._merges
+        if key not in self._partials:
             self._partials.clear()
-            self._partials[shape] = np.empty(shape, np.float32), np.empty(shape[:2], np.float32)
-        partial = self._partials[shape]
-        for _ in self._store.attend(layer, self._tables, 0, device.sent(q[self._asking]), *partial):
+            self._partials[key] = device.results(count, spec) if self._merges else device.made(count, spec)
+        partial, asked = self._partials[key], q[self._asking]
+        if not self._merges:
+            self._store.attend_there(layer, self._tables, asked, *partial)
+            return partial
+        for _ in self._store.attend(layer, self._tables, 0, asked, *partial):
             pass  # a memory worker would serve other messages here
         return partial
 
 
-def _indices(rows: npt.NDArray[np.int64], total: int) -> slice | npt.NDArray[np.int64]:
+def _indices(rows: Array, total: int, sent: Callable[[Array], Array]) -> slice | Array:
     """An index of ``total`` rows that selects ``rows``, without a copy if these are all."""
-    return slice(None) if len(rows) == total else rows
+    return slice(None) if len(rows) == total else sent(rows)
 
 
 def _sharded(array: Array, count: int) -> Array:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.base import Partial
+from lamina.compute.device.base import Array, Partial
 from lamina.compute.device.moves import Moves
 from lamina.compute.device.native import NativeTransfers
 from lamina.compute.rows import Rows, pad
@@ -37,6 +37,14 @@ class NativeRunner:
     def transfers(self, moves: Moves) -> NativeTransfers:
         """See ``Runner``."""
         return NativeTransfers(moves, getattr(torch, self.dtype.value), torch.get_num_threads())
+
+    def lent(self, output: SliceOutput) -> tuple[Array, Array, Array]:
+        """See ``Runner``."""
+        return output.arrays
+
+    def borrowed(self, array: Array) -> torch.Tensor:
+        """See ``Runner``."""
+        return torch.from_numpy(array)
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec

@@ -35,6 +35,20 @@ def test_local_memory_gives_the_tokens_of_hugging_face(family: str, tmp_path: Pa
     check_greedy(family, tmp_path, memory="local", holders={"compute0"})
 
 
+@pytest.mark.parametrize("family", sweep(SERVED, ["gemma2"]))
+def test_local_memory_of_a_gpu_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    check_greedy(family, tmp_path, compute="emulated:1", memory="local", holders={"compute0"})
+
+
+@pytest.mark.slow
+def test_a_mixed_pool_of_a_gpu_and_a_cpu(tmp_path: Path) -> None:
+    """Sequences have segments on both, some of them two on the GPU."""
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    names, shape = {"compute0", "memory0"}, {"compute": "emulated:1", "kv_tokens_per_worker": 8}
+    check_greedy("llama", tmp_path, memory="local,cpu:1", holders=names, **shape)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("family", sweep(SERVED, []))
 def test_a_mixed_pool_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
     """Sequences continue on the other after 16 tokens, so that nearly all have segments on both."""

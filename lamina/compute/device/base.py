@@ -1,7 +1,7 @@
 """The protocol of devices. Nothing above it asks which device it is."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -88,6 +88,13 @@ class Carrier(Protocol):
 
     def transfers(self, moves: Moves) -> "Transfers":
         """What moves the rows of a step."""
+
+    def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
+        """q, k and v as contiguous arrays, as ``memory.device.base`` takes those that have been ``sent`` to the same
+        device; bfloat16 as uint16."""
+
+    def borrowed(self, array: Any) -> torch.Tensor:
+        """An array of that device, or of host memory, as a tensor with the same memory."""
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec

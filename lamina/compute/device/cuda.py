@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,6 +91,19 @@ class Cuda:
                     torch.zeros(1, device=self.place)
                 return
             self._pages.update(range(first, first + count))
+
+    def lent(self, tensor: Tensor) -> Any:
+        """See ``Kit``: a CuPy array. Both libraries use the legacy default stream, so that they take turns."""
+        import cupy  # only local memory needs it
+
+        if tensor.dtype == torch.bfloat16:
+            return cupy.from_dlpack(tensor.view(torch.int16)).view(np.uint16)
+        return cupy.from_dlpack(tensor)
+
+    def borrowed(self, array: Any) -> Tensor:
+        """See ``Kit``."""
+        tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
+        return tensor
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """See ``Kit``."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.compute.device.kit import Cut, Replay
+from lamina.splitter import as_numpy
 
 
 class Emulated:
@@ -37,6 +38,14 @@ class Emulated:
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``; nothing is gained here."""
+
+    def lent(self, tensor: Tensor) -> Any:
+        """See ``Kit``."""
+        return as_numpy(tensor)
+
+    def borrowed(self, array: Any) -> Tensor:
+        """See ``Kit``."""
+        return torch.from_numpy(array)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """See ``Kit``."""

@@ -5,6 +5,7 @@ What differs between a card and the emulation of one for tests is a ``Kit``.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,15 @@ class GpuCarrier:
     def transfers(self, moves: Moves) -> GpuTransfers:
         """See ``Runner``."""
         return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
+
+    def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
+        """See ``Runner``; the parts of q, k and v that models compute as one are not contiguous."""
+        lend = self._kit.lent
+        return lend(output.q.contiguous()), lend(output.k.contiguous()), lend(output.v.contiguous())
+
+    def borrowed(self, array: Any) -> Tensor:
+        """See ``Runner``."""
+        return torch.from_numpy(array) if isinstance(array, np.ndarray) else self._kit.borrowed(array)
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec

@@ -1,7 +1,7 @@
 """What differs between a card and the emulation of one for tests; all other code for GPUs runs on both."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,12 @@ class Kit(Protocol):
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Device.adopt``."""
+
+    def lent(self, tensor: Tensor) -> Any:
+        """A contiguous tensor as an array with the same memory, see ``Carrier.lent``."""
+
+    def borrowed(self, array: Any) -> Tensor:
+        """See ``Carrier.borrowed``; the array is the card's."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy from the host's memory, which must not change before ``wait``."""

@@ -154,6 +154,13 @@ class Device(Protocol):
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
         """Host memory for out [rows, Hq, Dv] and lse [rows, Hq], which the device writes fastest."""
 
+    def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
+        """Memory of the device for out [rows, Hq, Dv] and lse [rows, Hq], float32."""
+
+    def attend_there(self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec) -> None:
+        """As ``Table.attend`` of one of this device's tables, but out and lse have been ``made``: there for what the
+        device does next."""
+
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type. All have been
         ``sent``."""

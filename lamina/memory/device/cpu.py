@@ -79,6 +79,17 @@ class Cpu:
         shape = rows, spec.query_heads
         return np.empty((*shape, spec.v_dim), np.float32), np.empty(shape, np.float32)
 
+    def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
+        """See ``Device``."""
+        return self.results(rows, spec)
+
+    def attend_there(
+        self, layer: int, table: "CpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec
+    ) -> None:
+        """See ``Device``."""
+        for _ in table.attend(layer, q, out, lse, spec):
+            pass
+
     def table(self, pairs: Pairs, slots: SlotsOf) -> "CpuTable":
         """See ``Device``."""
         seen = zip(pairs.keys, pairs.first, pairs.stop, strict=True)

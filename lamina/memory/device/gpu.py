@@ -136,6 +136,17 @@ class Gpu:
         shape = rows, spec.query_heads
         return self._backend.pinned((*shape, spec.v_dim), np.float32), self._backend.pinned(shape, np.float32)
 
+    def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
+        """See ``Device``."""
+        shape = rows, spec.query_heads
+        return self._backend.empty((*shape, spec.v_dim), np.float32), self._backend.empty(shape, np.float32)
+
+    def attend_there(
+        self, layer: int, table: "GpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec
+    ) -> None:
+        """See ``Device``."""
+        self.launch(layer, table, q, out, lse, spec, None)
+
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """See ``Device``."""
         append(self._backend, self._slabs[layer], self._backend.aligned(k), self._backend.aligned(v), slots)
