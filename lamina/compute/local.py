@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from lamina.memory.device.base import Array
+from lamina.memory.device.base import Array, New
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
@@ -17,6 +17,7 @@ from lamina.protocol.control import ControlClient
 from lamina.steps import StepPlan
 
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
+Index = slice | Array
 Partials = dict[tuple[object, ...], Partial]
 
 
@@ -69,14 +70,17 @@ class LocalShare:
         self.worker, self.queries = store.worker, rows.queries
         self._store, self._tables, self._partials = store, tables, partials
         self._count = count = store.shards.count
+        total, sent = count * sum(len(step.tokens) for step in tables.plan.sequences), store.device.sent
+        self._new: Index | None = None
         kept, slots = rows.appends, tables.slots
+        if tables.appends:  # attention keeps them
+            self._new = _indices(kept, total, sent) if count == 1 else sent(kept)
+            kept, slots = kept[:0], slots[:0]
         if rows.pulled or count > 1:  # else they are in order
             pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
             kept, slots = np.concatenate([kept, *pulled]), np.concatenate([slots, tables.pulled_slots])
             order = np.argsort(kept)
             kept, slots = kept[order], slots[order]
-        total = count * sum(len(step.tokens) for step in tables.plan.sequences)
-        sent = store.device.sent
         self._kept, self._slots = _indices(kept, total, sent), sent(slots)
         # With several shards, one shard after another.
         self._asking = _indices(self.queries, total, sent) if count == 1 else sent(self.queries)
@@ -91,7 +95,9 @@ class LocalShare:
         if self._count > 1:
             q, k, v = (_sharded(array, self._count) for array in (q, k, v))
         device = self._store.device
-        device.keep(layer, k[self._kept], v[self._kept], self._slots)
+        if len(self._slots):
+            device.keep(layer, k[self._kept], v[self._kept], self._slots)
+        new = None if self._new is None else New(k[self._new], v[self._new], self._tables.sent_slots)
         if not len(self.queries):
             return None
         spec = self._store.attentions[layer]
@@ -102,14 +108,14 @@ class LocalShare:
             self._partials[key] = device.results(count, spec) if self._merges else device.made(count, spec)
         partial, asked = self._partials[key], q[self._asking]
         if not self._merges:
-            self._store.attend_there(layer, self._tables, asked, *partial)
+            self._store.attend_there(layer, self._tables, asked, *partial, new)
             return partial
-        for _ in self._store.attend(layer, self._tables, 0, asked, *partial):
+        for _ in self._store.attend(layer, self._tables, 0, asked, *partial, new):
             pass  # a memory worker would serve other messages here
         return partial
 
 
-def _indices(rows: Array, total: int, sent: Callable[[Array], Array]) -> slice | Array:
+def _indices(rows: Array, total: int, sent: Callable[[Array], Array]) -> Index:
     """An index of ``total`` rows that selects ``rows``, without a copy if these are all."""
     return slice(None) if len(rows) == total else sent(rows)
 

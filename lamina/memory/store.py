@@ -439,12 +439,14 @@ class KvStore:
             yield
             yield from self._attend_further(layer, further, q, out, lse)
 
-    def attend_there(self, layer: int, step: StepTables, q: Array, out: Array, lse: Array) -> None:
+    def attend_there(
+        self, layer: int, step: StepTables, q: Array, out: Array, lse: Array, new: New | None = None
+    ) -> None:
         """As ``attend``, of a step in one piece without further segments; out and lse are the device's
         (``Device.made``)."""
         for one in step.tables[0]:
             rows, spec = slice(one.start, one.stop), self._specs[layer][one.part]
-            self.device.attend_there(layer, one.table, q[rows], out[rows], lse[rows], spec)
+            self.device.attend_there(layer, one.table, q[rows], out[rows], lse[rows], spec, new)
 
     def _attend(
         self,

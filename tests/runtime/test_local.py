@@ -38,7 +38,9 @@ def test_local_memory_gives_the_tokens_of_hugging_face(family: str, tmp_path: Pa
 @pytest.mark.parametrize("family", sweep(SERVED, ["gemma2"]))
 def test_local_memory_of_a_gpu_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
-    check_greedy(family, tmp_path, compute="emulated:1", memory="local", holders={"compute0"})
+    check_greedy(
+        family, tmp_path, compute="emulated:1", memory="local", holders={"compute0"}, lengths=(1, 13), tokens=3
+    )
 
 
 @pytest.mark.slow

@@ -157,7 +157,9 @@ class Device(Protocol):
     def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
         """Memory of the device for out [rows, Hq, Dv] and lse [rows, Hq], float32."""
 
-    def attend_there(self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec) -> None:
+    def attend_there(
+        self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
+    ) -> None:
         """As ``Table.attend`` of one of this device's tables, but out and lse have been ``made``: there for what the
         device does next."""
 

@@ -84,10 +84,10 @@ class Cpu:
         return self.results(rows, spec)
 
     def attend_there(
-        self, layer: int, table: "CpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec
+        self, layer: int, table: "CpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
         """See ``Device``."""
-        for _ in table.attend(layer, q, out, lse, spec):
+        for _ in table.attend(layer, q, out, lse, spec, new):
             pass
 
     def table(self, pairs: Pairs, slots: SlotsOf) -> "CpuTable":

@@ -142,10 +142,10 @@ class Gpu:
         return self._backend.empty((*shape, spec.v_dim), np.float32), self._backend.empty(shape, np.float32)
 
     def attend_there(
-        self, layer: int, table: "GpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec
+        self, layer: int, table: "GpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
         """See ``Device``."""
-        self.launch(layer, table, q, out, lse, spec, None)
+        self.launch(layer, table, q, out, lse, spec, new)
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """See ``Device``."""
