@@ -23,6 +23,9 @@ MODELS: dict[str, dict[str, int]] = {
     | {"intermediate_size": 2816, "head_dim": 64},
     "1.1b": {"hidden_size": 2048, "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4}
     | {"intermediate_size": 5632, "head_dim": 64},
+    # the shape of Llama-3-8B, for GPUs
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8}
+    | {"intermediate_size": 14336, "head_dim": 128, "vocab_size": 128256, "max_position_embeddings": 40960},
 }
 COMMON: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -213,6 +213,18 @@ def _replicas(setting: str, workers: int, computes: int) -> int:
     return computes // workers
 
 
+def _check_alike(kinds: Sequence[str], ranks: int) -> None:
+    """Raises ConfigError if the ranks of a replica are of different kinds: what each of them computes for itself, such
+    as the experts of a token, could be rounded differently."""
+    for first in range(0, len(kinds), ranks):
+        replica = kinds[first : first + ranks]
+        if len(set(replica)) > 1:
+            raise ConfigError(
+                f"tensor_parallel {ranks} makes a replica of {' and '.join(replica)}, which must be of one kind; give "
+                f"--compute a multiple of {ranks} of each"
+            )
+
+
 def _refuse(setting: str, given: Mapping[str, bool]) -> None:
     """Raises ConfigError for the first of these settings that is given."""
     if name := next((name for name in given if given[name]), None):
@@ -277,6 +289,7 @@ def cluster_plan(
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.of(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"])
+    _check_alike(list(kinds["compute"].values()), order.ranks)
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),

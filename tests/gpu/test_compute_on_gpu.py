@@ -13,6 +13,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
 from tests.compute import test_gpu_device, test_transfers
 from tests.random_models import served, variant
+from tests.runtime import test_polling
 from tests.runtime.test_parity import check_greedy
 from tests.runtime.test_tensor_parallel import check
 from tests.splitter import test_variants
@@ -67,6 +68,16 @@ def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
 def test_greedy_tokens_equal_hugging_face(compute: str, memory: str, tmp_path: Path) -> None:
     """A compute worker with memory workers on CPUs; and one GPU in both roles."""
     check_greedy("llama", tmp_path, compute=compute, memory=memory)
+
+
+def test_local_memory_equals_hugging_face(tmp_path: Path) -> None:
+    check_greedy("gemma2", tmp_path, compute="cuda:1", memory="local", holders={"compute0"})
+
+
+@pytest.mark.parametrize("which", ["one lane", "two lanes", "three lanes"])
+def test_requests_that_the_gpu_answers_itself_equal_hugging_face(which: str, tmp_path: Path) -> None:
+    served_by_device = test_polling.check(tmp_path, "gpt_oss", memory="cuda:1", **test_polling.SETTINGS[which])
+    assert (served_by_device == 0) == (which in test_polling.BY_HOST)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
