@@ -148,3 +148,13 @@ def test_four_compute_workers_are_two_replicas_of_two_stages() -> None:
     assert (apart.lanes, [one.lanes for one in apart.choices]) == (12, [8, 4, 12])
     given = sizing.pipeline(EngineConfig(pipeline_parallel=2, lanes=5), 4, shared=False)
     assert (given.lanes, given.choices) == (5, ())
+
+
+@pytest.mark.parametrize("kinds", [["a100"] * 4, ["a100", "a100", "h100", "h100"], ["a100", "h100"]])
+def test_the_ranks_of_a_replica_are_of_one_kind(kinds: list[str]) -> None:
+    sizing._check_alike(kinds, 1)
+    if kinds == ["a100", "h100"]:
+        with pytest.raises(ConfigError, match="a replica of a100 and h100"):
+            sizing._check_alike(kinds, 2)
+    else:
+        sizing._check_alike(kinds, 2)
