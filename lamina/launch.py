@@ -360,12 +360,9 @@ def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Lo
         }
     used = {role: frozenset.union(*each) for role, each in cores.items()}
     shared = len(used) == 2 and not used["compute"].isdisjoint(used["memory"])
-    computing = {one.device for one in pools["compute"].values() if one.device.startswith(CUDA)}
     for role, names in here.items():
         for name, own in zip(names, cores.get(role, ()), strict=True):
-            device = pools[role][name].device
-            given = {"device": device, "shares_gpu": role == "memory" and device in computing}
-            bootstrap = msgspec.structs.replace(control.bootstraps[name], **given)
+            bootstrap = msgspec.structs.replace(control.bootstraps[name], device=pools[role][name].device)
             local.spawn(name, MODULES[role], bootstrap, own, shared)
     for role, each in pools.items():
         for name, one in each.items():

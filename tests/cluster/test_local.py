@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
+from lamina.cluster.launchers import local
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.errors import ConfigError
 from lamina.protocol.control import Bootstrap
@@ -69,3 +72,26 @@ def test_a_worker_is_replaced_on_the_gpu_of_the_one_that_was_ended(monkeypatch: 
             workers.start("memory4", "memory", "h20", Bootstrap("memory4", "", b"", b"", b"", b"", os.getpid()))
     finally:
         workers.kill()
+
+
+def test_a_memory_worker_on_a_gpu_that_computes_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Bootstrap] = []
+
+    def start(command: list[str], bootstrap: Bootstrap, shared_cores: bool) -> subprocess.Popen[bytes]:
+        started.append(bootstrap)
+        return subprocess.Popen([sys.executable, "-c", ""])
+
+    monkeypatch.setattr(local, "start_process", start)
+    workers, cores = LocalWorkers(), frozenset(os.sched_getaffinity(0))
+    try:
+        for name, module, device in [
+            ("compute0", local.COMPUTE, "cuda:0"),
+            ("compute1", local.COMPUTE, "cpu"),
+            ("memory0", local.MEMORY, "cuda:0"),
+            ("memory1", local.MEMORY, "cuda:1"),
+            ("memory2", local.MEMORY, "cpu"),
+        ]:
+            workers.spawn(name, module, Bootstrap(name, "", b"", b"", b"", b"", 0, device), cores, False)
+    finally:
+        workers.close()
+    assert [one.name for one in started if one.shares_gpu] == ["memory0"]

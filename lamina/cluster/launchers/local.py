@@ -12,7 +12,7 @@ import msgspec
 
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Wish
-from lamina.cluster.pool import CPU, RUNNABLE, PoolEntry, assign, require_kind
+from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, require_kind
 from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
@@ -79,6 +79,7 @@ class LocalWorkers:
         self._closing = False
         self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
         self.devices: dict[str, str] = {}
+        self._computing = set[str]()  # devices of compute workers
         self._shared_cores = False
 
     @property
@@ -92,7 +93,11 @@ class LocalWorkers:
         return self._exits.fileno()
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
-        """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too."""
+        """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too. Compute workers come first."""
+        if module == COMPUTE:
+            self._computing.add(bootstrap.device)
+        elif bootstrap.device.startswith(CUDA) and bootstrap.device in self._computing:
+            bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
         self._cores[module] = self._cores.get(module, frozenset()) | cores
         self._shared_cores = shared_cores
         own = os.sched_getaffinity(0)
