@@ -129,6 +129,7 @@ class Case:
             exchange.gather(SPEC, None, None)
             self.mail.flush()
             times.append(sending_s + time.perf_counter() - begun)
+        exchange.finish()
         return times
 
 
