@@ -190,7 +190,7 @@ async def test_a_stop_string_is_found_here_and_the_engine_is_told(engine: Script
     await until(lambda: caller.finished)
     outputs = caller.whole.output().outputs
     assert [(part.text, part.stop_reason) for part in outputs] == [("import js", "on")] * 2
-    assert engine.finished == [(name, 0), (name, 1)]
+    await until(lambda: engine.finished == [(name, 0), (name, 1)])
 
 
 async def test_of_requests_submitted_together_none_is_left_if_one_is_refused(
