@@ -113,6 +113,7 @@ def launch(
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))
     sizing.check(config, model, len(pools["compute"]))
+    sizing.check_alike([one.kind for one in pools["compute"].values()], config.tensor_parallel)
     if home is not None and home.saved is not None:
         control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace=bool(receivers))
         return _engine(config, model, tokenizer, plan, control, home.workers, cluster, receivers, home)

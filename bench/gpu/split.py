@@ -4,8 +4,8 @@
 
 Slices and attention kernels are the same in both; with two workers, q, k, v and results travel between them for every
 layer, and on a single GPU the two take turns. ``overhead`` is the time that a step takes longer, for each layer. The
-model has random weights. ``--picture`` draws what both workers do in some steps of the last cell. Without a GPU:
-``--model 60m --compute cpu:1 --memory cpu:1 --cells 4x256``.
+model has random weights. ``--picture`` draws what both workers do in some steps of the last cell, which runs once more.
+Without a GPU: ``--model 60m --compute cpu:1 --memory cpu:1 --cells 4x256``.
 """
 
 import argparse
@@ -60,10 +60,10 @@ def measure(engine: Engine, batch: int, context: int, tokens: int) -> tuple[floa
     return batch / window.tokens_per_s, window
 
 
-def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int) -> tuple[list[float], str]:
-    """Seconds of a step of each cell, and a picture of some steps of the last."""
+def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int, drawn: Path | None = None) -> list[float]:
+    """Seconds of a step of each cell; some steps of the last are ``drawn``, for which workers note what they do."""
     spans: dict[str, list[Span]] = {}
-    engine, seconds = launch(config, None, spans.update), []
+    engine, seconds = launch(config, None, None if drawn is None else spans.update), []
     try:
         with Progress() as progress:
             for batch, context in progress.track(cells, description=f"memory {config.memory}"):
@@ -72,7 +72,9 @@ def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int) -> 
     finally:
         engine.close()
     middle = (window.begin_ns + window.end_ns) // 2
-    return seconds, picture(spans, middle, middle + round(STEPS_DRAWN * seconds[-1] * 1e9))
+    if drawn is not None:
+        drawn.write_text(picture(spans, middle, middle + round(STEPS_DRAWN * seconds[-1] * 1e9)))
+    return seconds
 
 
 def picture(spans: dict[str, list[Span]], begin_ns: int, end_ns: int) -> str:
@@ -128,8 +130,10 @@ def main() -> None:
             max_num_seqs=max(256, *(batch for batch, _ in cells)),
             prefix_cache=False,
         )
-        local_s, _ = run(dataclasses.replace(split, memory="local"), cells, args.tokens)
-        split_s, drawn = run(split, cells, args.tokens)
+        local_s = run(dataclasses.replace(split, memory="local"), cells, args.tokens)
+        split_s = run(split, cells, args.tokens)
+        if args.picture:
+            run(split, cells[-1:], args.tokens, args.picture)
     found = [
         Cell(*cell, 1e3 * local, 1e3 * apart, 1e6 * (apart - local) / layers)
         for cell, local, apart in zip(cells, local_s, split_s, strict=True)
@@ -142,8 +146,6 @@ def main() -> None:
         times = f"{one.local_ms:.2f}", f"{one.split_ms:.2f}", f"{one.ratio:.2f}", f"{one.overhead_us:.0f}"
         table.add_row(str(one.batch), str(one.context), *times)
     Console(width=130).print(table)
-    if args.picture:
-        args.picture.write_text(drawn)
     if args.json:
         args.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
 

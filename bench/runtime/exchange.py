@@ -13,12 +13,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.device.kit import Cut, Replay
 from lamina.compute.exchange import StepExchange
@@ -133,10 +133,8 @@ class Case:
         return times
 
 
-class Idle:
+class Idle(Emulated):
     """A ``Kit`` whose kernels and copies do nothing."""
-
-    place, backend, grouped = torch.device("cpu"), "", True
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``."""
@@ -145,25 +143,7 @@ class Idle:
     def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         """See ``Kit``."""
 
-    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See ``Kit``."""
-        return torch.empty(shape, dtype=dtype)
-
-    def adopt(self, memory: memoryview) -> None:
-        """See ``Kit``."""
-
-    def lent(self, tensor: torch.Tensor) -> Any:
-        """See ``Kit``."""
-        raise NotImplementedError
-
-    def borrowed(self, array: Any) -> torch.Tensor:
-        """See ``Kit``."""
-        raise NotImplementedError
-
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """See ``Kit``."""
-
-    def wait(self) -> None:
         """See ``Kit``."""
 
 

@@ -213,7 +213,7 @@ def _replicas(setting: str, workers: int, computes: int) -> int:
     return computes // workers
 
 
-def _check_alike(kinds: Sequence[str], ranks: int) -> None:
+def check_alike(kinds: Sequence[str], ranks: int) -> None:
     """Raises ConfigError if the ranks of a replica are of different kinds: what each of them computes for itself, such
     as the experts of a token, could be rounded differently."""
     for first in range(0, len(kinds), ranks):
@@ -289,7 +289,6 @@ def cluster_plan(
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.of(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"])
-    _check_alike(list(kinds["compute"].values()), order.ranks)
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),

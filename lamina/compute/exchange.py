@@ -276,8 +276,8 @@ class StepExchange:
         q, k, v = (each[: self._total] for each in self._carrier.lent(output))
         partial = self._share.attend(index, q, k, v)
         if partial is not self._share_arrays:  # most layers write the same ones
-            self._share_arrays, take = partial, self._carrier.borrowed
-            self._share_partial = partial and (take(partial[0]), take(partial[1]))
+            self._share_arrays, borrowed = partial, self._carrier.borrowed
+            self._share_partial = partial and (borrowed(partial[0]), borrowed(partial[1]))
         return True
 
     def gather(self, spec: AttentionSpec, chunks: Partial | None, sinks: Floats | None) -> torch.Tensor:

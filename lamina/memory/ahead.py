@@ -118,12 +118,11 @@ class Ahead:
         """
         self._channels, self._pipeline, self._computes = channels, pipeline, tuple(computes)
         self._stale = self._polled is not None
-        if not self._runs:
-            self._renew()
+        self._renew()
 
     def _renew(self) -> None:
-        """Map the links that are new, and forget those that have ended. No step may be at work."""
-        if self._polled is None or not self._stale:
+        """If links have changed and no step is at work: map those that are new, and forget those that have ended."""
+        if self._polled is None or not self._stale or self._runs:
             return
         self._stale = False
         channels, pipeline = self._channels, self._pipeline
@@ -172,8 +171,7 @@ class Ahead:
         if lane.number in self._runs:
             return True
         step = lane.steps[0]
-        if self._stale and not self._runs:
-            self._renew()
+        self._renew()
         if not lane.is_idle or self._left.get(lane.number) == step.plan.turn:
             return False
         run = self._plan(lane.number, step) if is_servable(step) and not self._stale else None

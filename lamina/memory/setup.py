@@ -24,7 +24,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
     closes, and report them. Raises ConfigError, WorkerError."""
     _reserve(control, expect(control, Reserve))
     setup = expect(control, MemorySetup)
-    setup = msgspec.structs.replace(setup, polling=_polling(control, setup.polling))
+    setup = msgspec.structs.replace(setup, polling=polling_of(control, setup.polling))
     try:
         store = KvStore(
             control.name,
@@ -56,7 +56,7 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
     """Take what steps need beside the slab. Raises ConfigError if there is too little memory."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.of(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
-    polls = gpu_polls(control.device, _polling(control, setup.polling))
+    polls = gpu_polls(control.device, polling_of(control, setup.polling))
     try:
         reserve(control.device, specs, element, query, largest(asked, polls))
     except (MemoryError, RuntimeError) as error:
@@ -68,7 +68,7 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
         ) from error
 
 
-def _polling(control: ControlClient, asked: Polling) -> Polling:
+def polling_of(control: ControlClient, asked: Polling) -> Polling:
     """Who waits for messages here. On a GPU that also computes, the host does: a kernel that waits would take turns
     with slices. Raises ConfigError."""
     if not control.shares_gpu:

@@ -17,7 +17,7 @@ from lamina.launch import launch
 from lamina.memory import ahead, worker
 from lamina.memory.device import polling
 from lamina.memory.device.select import gpu_polls
-from lamina.memory.setup import _polling as polling_here
+from lamina.memory.setup import polling_of
 from lamina.pipeline import Pipeline
 from lamina.protocol.messages import EndEpoch, EpochEnded
 from lamina.protocol.wire import read_reply
@@ -255,9 +255,9 @@ def test_a_cpu_has_nothing_that_polls() -> None:
 
 def test_a_gpu_that_also_computes_does_not_poll(pair: Pair) -> None:
     pair.control.shares_gpu = True
-    assert polling_here(pair.control, "auto") == polling_here(pair.control, "host") == "host"  # type: ignore[arg-type]
+    assert polling_of(pair.control, "auto") == polling_of(pair.control, "host") == "host"  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="emulated also runs slices"):
-        polling_here(pair.control, "device")  # type: ignore[arg-type]
+        polling_of(pair.control, "device")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [DeadlineError("no answer"), TransportError("cannot register")])

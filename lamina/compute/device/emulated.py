@@ -98,11 +98,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator and record it. Rejects operators whose results the host needs: a graph cannot have them."""
-        masks = func is torch.ops.aten.index.Tensor and any(
+        by_number = func is torch.ops.aten.index.Tensor and not any(
             each is not None and each.dtype == torch.bool for each in args[1]
         )
-        depends = func is not torch.ops.aten.index.Tensor and torch.Tag.dynamic_output_shape in func.tags
-        if torch.Tag.data_dependent_output in func.tags or depends or masks:
+        depends = torch.Tag.dynamic_output_shape in func.tags and not by_number
+        if torch.Tag.data_dependent_output in func.tags or depends:
             raise RuntimeError(f"{func} waits for the device, which a recording must not do")
         results = func(*args, **(kwargs or {}))
         if not func.is_view:
