@@ -42,6 +42,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: "tests/runtime/" not in item.nodeid)
 
 
+@pytest.fixture
+def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers in bfloat16 are Lamina's products on every processor: with matrix tiles, oneDNN's are faster."""
+    from lamina.lowering import linear, lowered
+    from lamina.types import DType
+
+    def packing(dtype: DType) -> linear.Packing | None:
+        return linear.NATIVE if dtype is DType.BFLOAT16 else linear.packing(dtype)
+
+    monkeypatch.setattr(lowered, "packing", packing)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What workers keep between starts goes to a folder of this run, not to the user's; its processes share it."""

@@ -152,8 +152,9 @@ def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tupl
 
 
 @needs_kernels
+@pytest.mark.usefixtures("native_products")
 def test_slices_with_codes_run_as_native_programs(folder: Path) -> None:
-    device, model = make("cpu"), lowered(folder, "cpu")
+    device, model = make("cpu"), lower(split(load_config(find(folder, tokenizer=False)), DType.BFLOAT16))
     for to in ("int8", "int4"):
         slices = model.with_weights(load(folder, device, model, to))
         assert all(piece.program is not None for piece in slices)

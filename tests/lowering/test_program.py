@@ -13,7 +13,10 @@ from lamina.types import DType
 from tests.random_models import variant
 from tests.sweep import sweep
 
-pytestmark = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
+pytestmark = [
+    pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2"),
+    pytest.mark.usefixtures("native_products"),
+]
 
 PROGRAMS = sweep(
     ["llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "seed_oss"],
