@@ -1,7 +1,7 @@
 """GPU kernels: the resources they use, compiled without a GPU, and their speed on one.
 
     python bench/gpu.py compile [--capability 80 86 89 90] [--json FILE]
-    python bench/gpu.py [tests tune attention merge polling loop worker torch_sdpa flash_attention flashinfer]
+    python bench/gpu.py [tests tune attention cascade merge polling loop worker torch_sdpa flash_attention flashinfer]
                         [--device 0] [--json FILE]
 
 ``compile`` needs Triton alone and prints registers, shared memory and spills of every kernel. The others need a GPU,
@@ -53,7 +53,8 @@ from lamina.types import AttentionSpec, KvElement
 CAPABILITIES = (80, 86, 89, 90)
 PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used
 TOTAL_S = 470  # all parts together: a GPU may be lent for ten minutes
-DEADLINES_S = {"tests": 90, "tune": 90, "attention": 90, "merge": 30, "polling": 30, "loop": 45, "worker": 90, **PEERS}
+OWN = {"tests": 90, "tune": 90, "attention": 90, "cascade": 40, "merge": 30, "polling": 30, "loop": 45, "worker": 90}
+DEADLINES_S = {**OWN, **PEERS}
 KERNEL_TESTS = ("tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py")
 TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals"
 Rows = list[dict[str, Any]]
@@ -86,9 +87,11 @@ def attend_programs(
         block_m = prompt_tile(element) if prompt else decode_tile(spec)[0]
         shape = Shape(Context.NORMAL, False, prompt, element, group, spec.qk_dim)
         tiling = default(shape, block_m, capability)
-        new = None if prompt else query
+        given = spec, element, tiling, block_m, query, capability
         name = f"{'prompt' if prompt else 'decode'}, {element.name.lower()}, {title}"
-        yield name, attend_program(spec, element, tiling, block_m, query, capability, new)
+        yield name, attend_program(*given, None if prompt else query)
+        if spec is PLAIN:
+            yield f"shared {name}", attend_program(*given, joins=True)
 
 
 def programs(capability: int) -> Iterator[tuple[str, Program]]:
@@ -99,6 +102,7 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
         yield from attend_programs(title, spec, KvElement.BFLOAT16, capability)
     yield "256 pairs", plan_program(256)
     yield "GQA 4, 128", combine_program(PLAIN, 16)
+    yield "shared, GQA 4, 128", combine_program(PLAIN, 16, joins=True)
     yield "8 partials, 32 heads of 128", merge_program(8, 32, 128, True)
     for element in (KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8):
         yield f"{element.name.lower()}, 8 heads of 128", append_program(element, np.uint16, 8, 128, 128)
@@ -172,6 +176,7 @@ def part(what: str, index: int) -> dict[str, Any]:
     parts: dict[str, Callable[[Gpu], Rows]] = {
         "tune": attention.tune,
         "attention": attention.attention,
+        "cascade": attention.cascade,
         "merge": attention.merge,
         "polling": doorbells.polling,
         "loop": doorbells.loop,

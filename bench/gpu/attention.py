@@ -11,12 +11,14 @@ import numpy as np
 from rich.progress import track
 
 from bench.gpu import peers
-from bench.gpu.step import BATCHES, GROUPS, HEAD_DIM, Gpu, Step
+from bench.gpu.step import BATCHES, CYCLED_BYTES, GROUPS, HEAD_DIM, Gpu, Step, bfloat16
 from lamina.kernels.gpu import measure
 from lamina.kernels.gpu.attention import merge as merge_partials
 from lamina.kernels.gpu.choice import Choices, default
 from lamina.kernels.gpu.specialize import attend_program, decode_tile
 from lamina.kernels.gpu.triton_compile import compile_program
+from lamina.memory.device.base import Pairs
+from lamina.memory.device.gpu import Gpu as MemoryGpu
 from lamina.types import AttentionSpec, KvElement
 
 MERGED = 8
@@ -74,6 +76,42 @@ def peer(gpu: Gpu, name: str) -> list[dict[str, Any]]:
             row = {"batch": batch, "group": group, "slots": "anywhere" if scattered else "in order"}
             rows.append(row | {"us": ours * 1e6, f"{name}_us": other * 1e6, "theirs_over_ours": other / ours})
     return rows
+
+
+def cascade(gpu: Gpu) -> list[dict[str, Any]]:
+    """Decode attention of sequences that share a prefix: each reads it, over reading it once for all."""
+    rows, own, spec = [], 256, Step(gpu.backend, [1], 4, KvElement.BFLOAT16, False).spec
+    for count, shared in track(list(product((4, 16, 64), (1024, 8192, 32768))), "cascade", transient=True):
+        row: dict[str, Any] = {"sequences": count, "shared_tokens": shared, "own_tokens": own}
+        for way, least in ("apart", 1 << 62), ("once", 0):
+            row[f"{way}_us"] = 1e6 * _shared_seconds(gpu, spec, (count, shared, own), least)
+        rows.append(row | {"apart_over_once": row["apart_us"] / row["once_us"]})
+    return rows
+
+
+def _shared_seconds(gpu: Gpu, spec: AttentionSpec, step: tuple[int, int, int], least: int) -> float:
+    """Of one layer of a memory worker's attention. ``step``: sequences, tokens that all share, and each one's own."""
+    (count, shared, own), rng = step, np.random.default_rng(0)
+    tokens = shared + count * own
+    layers = -(-CYCLED_BYTES // (tokens * spec.slab_bytes_per_token(KvElement.BFLOAT16)))
+    device = MemoryGpu(gpu.backend, [spec] * layers, KvElement.BFLOAT16, tokens, least_saved=least)
+    some, slots = bfloat16(rng, (1024, spec.kv_heads, HEAD_DIM)), np.arange(tokens, dtype=np.int32)
+    for layer, first in product(range(layers), range(0, tokens, len(some))):
+        there = cupy.asarray(slots[first : first + len(some)])
+        device.keep(layer, some[: len(there)], some[: len(there)], there)
+    pages = [np.concatenate([slots[:shared], part]) for part in np.split(slots[shared:], count)]
+    last, starts = [shared + own - 1] * count, [0] * count
+    table = device.table(
+        Pairs([1] * count, last, starts, range(count), starts, [shared + own] * count), lambda key: pages[key]
+    )
+    q = bfloat16(rng, (count, spec.query_heads, HEAD_DIM))
+    out, lse = device.made(count, spec)
+
+    def call() -> None:
+        for layer in range(layers):
+            device.launch(layer, table, q, out, lse, spec, None)
+
+    return gpu.seconds(gpu.captured(call)) / layers
 
 
 def merge(gpu: Gpu) -> list[dict[str, Any]]:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from lamina.errors import ConfigError
 from lamina.kernels import reference
-from lamina.memory.device.base import Device, Pairs, Table
+from lamina.memory.device.base import Device, New, Pairs, Table
 from lamina.memory.device.gpu import Gpu
 from lamina.memory.device.select import make
+from lamina.memory.device.workspaces import sees_all
 from lamina.memory.slab import Slab
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
@@ -85,7 +86,8 @@ class Tables:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.slab = Slab[int](self.CAPACITY)
-        self.devices = [make(name, SPECS[:1], KvElement.FLOAT32, self.CAPACITY, threads=1) for name in DEVICES]
+        gpu = Gpu(Interpreter(), SPECS[:1], KvElement.FLOAT32, self.CAPACITY, least_saved=0)
+        self.devices: list[Device] = [make("cpu", SPECS[:1], KvElement.FLOAT32, self.CAPACITY, threads=1), gpu]
         k, v = (self.rng.standard_normal((self.CAPACITY, 2, 16)).astype(np.float32) for _ in "kv")
         slots = np.arange(self.CAPACITY, dtype=np.int32)
         for device in self.devices:
@@ -122,7 +124,7 @@ class Tables:
         if not chosen:
             return
         stops = [len(self.slab.slots(each)) for each in chosen]
-        firsts = [int(self.rng.integers(0, stop)) for stop in stops]
+        firsts = [int(self.rng.integers(0, stop)) * (self.rng.random() < 0.3) for stop in stops]
         seen = Pairs([1] * len(chosen), [stop - 1 for stop in stops], firsts, chosen, firsts, stops)
         q = self.rng.standard_normal((len(chosen), 4, 16)).astype(np.float32)
         self.made.append((q, [device.table(seen, self.slab.slots) for device in self.devices]))
@@ -169,9 +171,11 @@ class Counting(Interpreter):
         self.uploaded: list[int] = []
         self.launched: list[str] = []
         self.waits = 0
+        self.joined = 0
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         self.launched.append(program.kernel)
+        self.joined += dict(program.constants).get("joins") is True
         super().launch(program, grid, arguments)
 
     def upload(self, source: np.ndarray, target: np.ndarray) -> None:
@@ -215,6 +219,57 @@ def test_a_layer_costs_one_copy_each_way_and_a_step_what_has_changed() -> None:
         assert (backend.uploaded, backend.waits) == ([nbytes], 1)
         planned = ["plan"] if layer == 0 or spec.window else []  # once per step for all attentions of a kind
         assert backend.launched == [*planned, "attend", "combine"], "which append as well"
+
+
+@pytest.mark.parametrize("samples", [2, 9], ids=["a few", "more than a decode tile"])
+def test_shared_prefixes_are_read_once_for_all(samples: int) -> None:
+    """Samples of one prompt, those of another, and a sequence by itself; each appends a token while it attends."""
+    rng, slab, backend = np.random.default_rng(samples), Slab[int](700), Counting()
+    device = Gpu(backend, SPECS, KvElement.FLOAT32, 700, least_saved=0)
+    for prompt, length in ((100, 150), (200, 80)):
+        slab.open(prompt)
+        slab.append(prompt, length)
+    for each in range(samples):
+        slab.fork(100, each, 150)
+    slab.fork(200, 300, 80)
+    slab.open(400)
+    segments = rng.permutation([*range(samples), 200, 300, 400]).tolist()
+    for each in segments:
+        slab.append(each, int(rng.integers(1, 6)) + 20 * (each == 400))
+    lengths = [len(slab.slots(each)) for each in segments]
+    last = [int(slab.slots(each)[-1]) for each in segments]
+    order = rng.permutation(len(segments))  # of the message's k and v
+    seen = Pairs(
+        rows=[1] * len(segments),
+        query_start=[length - 1 for length in lengths],
+        kv_start=[0] * len(segments),
+        keys=segments,
+        first=[0] * len(segments),
+        stop=lengths,
+        new=np.argsort(order).tolist(),
+    )
+    table = device.table(seen, slab.slots)
+    for layer, spec in enumerate(SPECS):
+        k, v, q = (
+            rng.standard_normal((count, heads, size)).astype(np.float32)
+            for count, heads, size in (
+                (700, spec.kv_heads, spec.qk_dim),
+                (700, spec.kv_heads, spec.v_dim),
+                (len(segments), spec.query_heads, spec.qk_dim),
+            )
+        )
+        kept = np.setdiff1d(np.arange(700, dtype=np.int32), last).astype(np.int32)
+        device.keep(layer, k[kept], v[kept], kept)
+        slots = np.array(last, np.int32)[order]
+        out, lse = device.results(len(segments), spec)
+        backend.joined = 0
+        for _ in table.attend(layer, q, out, lse, new=New(k[slots], v[slots], slots)):
+            pass
+        assert (backend.joined > 0) == sees_all(spec), "kernels that add shared prefixes"
+        whole = seen.table(np.concatenate([slab.slots(each) for each in segments]))
+        wanted_out, wanted_lse = reference.partial(q, k, v, whole, spec, threads=1)
+        np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("source", DEVICES)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
-from lamina.kernels.gpu.program import TRITON_NAMES, Backend, Program
+from lamina.kernels.gpu.program import ALIGNMENT, TRITON_NAMES, Backend, Program
 from lamina.kernels.gpu.specialize import (
     WRITTEN_WORDS,
     append_program,
@@ -31,6 +31,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec, KvElement
 
 PAIR_WORDS, ITEM_WORDS = 8, 16
+WORDS_ALIGNED = ALIGNMENT // 4
 MOST_CHANGES = 1 << 16  # of page tables sent at once: 512 KiB
 PairArray = npt.NDArray[np.int32]
 
@@ -222,17 +223,28 @@ class Attention:
         self._backend = backend
         self.capacity = capacity
         self._choices = choices or Choices.load(backend.name)
-        self._words = backend.empty((capacity.pairs * PAIR_WORDS + capacity.rows,), np.int32)
-        self._row_pairs = self._words[capacity.pairs * PAIR_WORDS :]
+        of_pairs = capacity.pairs * PAIR_WORDS
+        aligned = -(-capacity.rows // WORDS_ALIGNED) * WORDS_ALIGNED
+        self._words = backend.empty((of_pairs + 2 * aligned,), np.int32)
+        self._row_pairs, self._order = self._words[of_pairs:][:aligned], self._words[of_pairs + aligned :]
         self._plans: dict[tuple[_PairClass, Tiling], _Plan] = {}
         self._current: dict[_PairClass, _Plan] = {}
         self._scratch = scratch or Scratch(backend)
         self.step_class = (Context.NORMAL, False)
         """Context class and raggedness of the step: what a captured graph depends on besides the capacity."""
-        self._rows, self._most_rows, self._new_rows = 0, 0, 0
+        self._rows, self._most_rows, self._new_rows, self._joins = 0, 0, 0, False
 
-    def begin(self, table: PairArray) -> None:
-        """Send one step's pairs (``pair_table``) to the device. Raises ValueError if they exceed the capacity."""
+    def begin(self, table: PairArray, order: npt.NDArray[np.int32] | None = None) -> None:
+        """Send one step's pairs (``pair_table``) to the device.
+
+        Args:
+            table: the pairs.
+            order: the pairs' query row i is row ``order[i]`` of q, none of them twice, and ``partial`` merges its
+                results with what out and lse hold. Without it, rows are in order, and out and lse are written.
+
+        Raises:
+            ValueError: they exceed the capacity.
+        """
         pairs, rows = len(table), int(table[:, 1].sum())
         if pairs > self.capacity.pairs or rows > self.capacity.rows:
             raise ValueError(
@@ -241,11 +253,14 @@ class Attention:
             )
         words = np.zeros(self._words.shape, np.int32)
         words[: table.size] = table.ravel()
-        row_pairs = words[self.capacity.pairs * PAIR_WORDS :]
+        row_pairs, given = words[self.capacity.pairs * PAIR_WORDS :].reshape(2, -1)
         row_pairs[:rows], row_pairs[rows:] = np.repeat(np.arange(pairs), table[:, 1]), -1
+        given[:rows] = 0 if order is None else order
         self._backend.upload(words, self._words)
         self.step_class = classify(table[:, 5])
-        self._rows, self._most_rows = rows, int(table[:, 1].max(initial=0))
+        self._joins = order is not None
+        self._rows = rows if order is None else int(order.max(initial=-1)) + 1
+        self._most_rows = int(table[:, 1].max(initial=0))
         self._new_rows = int(table[:, 6].max(initial=-1)) + 1
         self._current = {pairs_of: self._plan(pairs_of) for pairs_of in self._current}
 
@@ -267,7 +282,7 @@ class Attention:
             slab: read through ``tables``, int32 words of all page tables.
             spec: scale, window, chunk, softcap and alibi slopes; head counts and sizes of q and slab.
             out: float32 [R, Hq, Dv] and lse: float32 [R, Hq], natural log; written. 0 and -inf for a row that sees
-                nothing.
+                nothing. Merged with what they hold if the step has an ``order``.
             new: k [T, Hkv, D] and v [T, Hkv, Dv] of which pairs append rows while they attend.
             scratch: in place of its own, in a stream of its own.
 
@@ -284,17 +299,21 @@ class Attention:
         for pairs in _PairClass.all(spec, slab.element, self._most_rows):
             self._run(pairs, given if pairs.rows[0] == 1 else replace(given, new=None), scratch or self._scratch)
 
-    def reserve(self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike) -> set[Program]:
+    def reserve(
+        self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike, joins: bool = False
+    ) -> set[Program]:
         """Take the memory that attentions like this need in steps of any lengths within the capacity, and return the
-        programs that they launch for queries of this type."""
+        programs that they launch for queries of this type; ``joins``: in steps with an order, too."""
         programs, rows = {plan_program(self.capacity.pairs)}, 0
         for pairs in _PairClass.all(spec, element, self.capacity.rows):
-            programs.add(combine_program(spec, pairs.block_m))
+            programs |= {combine_program(spec, pairs.block_m, each) for each in {False, joins}}
             for step_class in itertools.product(Context, (False, True)):
                 plan, capability = self._cut(pairs, step_class), self._backend.capability
+                given = spec, element, plan.tiling, pairs.block_m, query, capability
                 for new in (None, query) if pairs.rows[0] == 1 else (None,):
-                    program = attend_program(spec, element, plan.tiling, pairs.block_m, query, capability, new)
-                    programs.add(program)
+                    programs.add(attend_program(*given, new))
+                if joins:
+                    programs.add(attend_program(*given, joins=True))
                 rows = max(rows, plan.part_rows(pairs))
         self._scratch.take(rows * (spec.v_dim + 1))
         if spec.alibi_slopes is not None:
@@ -312,14 +331,14 @@ class Attention:
         slopes = lse if spec.alibi_slopes is None else self._backend.constant(spec.alibi_slopes)
         new_type = None if given.new is None else given.new[0].dtype
         program = attend_program(
-            spec, slab.element, plan.tiling, pairs.block_m, q.dtype, self._backend.capability, new_type
+            spec, slab.element, plan.tiling, pairs.block_m, q.dtype, self._backend.capability, new_type, self._joins
         )
-        shared = [plan.items, plan.splits, out, lse, part_out, part_lse]
+        shared = [plan.items, plan.splits, self._order, out, lse, part_out, part_lse]
         arrays = [q, slab.k, slab.v, *_scales(slab, lse), *(given.new or (q, q)), slopes, given.tables, *shared]
         numbers = (self.capacity.pairs, spec.scale, spec.softcap)
         self._backend.launch(program, (spec.kv_heads, plan.bound), [*arrays, *numbers])
-        joined = [part_out, part_lse, self._row_pairs, plan.splits, out, lse]
-        self._backend.launch(combine_program(spec, pairs.block_m), (len(q), spec.query_heads), joined)
+        merged = [part_out, part_lse, self._row_pairs, self._order, plan.splits, out, lse]
+        self._backend.launch(combine_program(spec, pairs.block_m, self._joins), (len(q), spec.query_heads), merged)
 
     def _plan(self, pairs: _PairClass) -> _Plan:
         """Cut the step's work for these pairs, on the device."""

@@ -52,8 +52,12 @@ def attend_program(
     query: npt.DTypeLike,
     capability: int,
     new: npt.DTypeLike | None = None,
+    joins: bool = False,
 ) -> Program:
-    """``triton_attend.attend`` for queries, and new k and v (None: none are appended), of these element types."""
+    """``triton_attend.attend`` for queries, and new k and v (None: none are appended), of these element types.
+
+    ``joins``: of rows anywhere, whose results are added to others.
+    """
     query_name = TRITON_NAMES[np.dtype(query)]
     new_name = query_name if new is None else TRITON_NAMES[np.dtype(new)]
     # Narrow KV is exact in either 16-bit type; weights times scales need bfloat16's range.
@@ -63,7 +67,7 @@ def attend_program(
     program = _program(
         "triton_attend.attend",
         [f"*{query_name}", *slab, *["*fp32"] * 2, *[f"*{new_name}"] * 2, "*fp32"]
-        + ["*i32"] * 3
+        + ["*i32"] * 4
         + ["*fp32"] * 4
         + ["i32", "fp32", "fp32"],
         tiling.warps,
@@ -78,6 +82,7 @@ def attend_program(
         alibi=spec.alibi_slopes is not None,
         element=_element_code(element, capability),
         appends=new is not None,
+        joins=joins,
         product=product,
         value_product=value_product,
         block_m=block_m,
@@ -88,15 +93,16 @@ def attend_program(
     return replace(program, registers=tiling.registers)
 
 
-def combine_program(spec: AttentionSpec, block_m: int) -> Program:
-    """``triton_merge.combine``."""
+def combine_program(spec: AttentionSpec, block_m: int, joins: bool = False) -> Program:
+    """``triton_merge.combine``; ``joins`` as in ``attend_program``."""
     return _program(
         "triton_merge.combine",
-        ["*fp32"] * 2 + ["*i32"] * 2 + ["*fp32"] * 2,
+        ["*fp32"] * 2 + ["*i32"] * 3 + ["*fp32"] * 2,
         2,
         kv_heads=spec.kv_heads,
         group=spec.query_heads // spec.kv_heads,
         v_dim=spec.v_dim,
+        joins=joins,
         block_m=block_m,
         block_dv=_block(spec.v_dim),
         block_parts=COMBINED_PARTS,

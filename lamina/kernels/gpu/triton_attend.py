@@ -206,18 +206,20 @@ def store_result(out, lse, row, top, total, acc, alive, v_dim: tl.constexpr, blo
 @triton.jit
 def attend(
     q, k, v, k_scales, v_scales, new_k, new_v, slopes,
-    tables, items, splits, out, lse, part_out, part_lse,
+    tables, items, splits, order, out, lse, part_out, part_lse,
     pair_count, scale, softcap,
     kv_heads: tl.constexpr, group: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr,
     window: tl.constexpr, chunk: tl.constexpr, capped: tl.constexpr, alibi: tl.constexpr,
-    element: tl.constexpr, appends: tl.constexpr, product: tl.constexpr, value_product: tl.constexpr,
+    element: tl.constexpr, appends: tl.constexpr, joins: tl.constexpr,
+    product: tl.constexpr, value_product: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
     """One KV head of one item. Grid (kv_heads, items or more): programs without an item end at once.
 
     Shapes: q [R, Hq, D]; k [slots, Hkv, D] and v [slots, Hkv, Dv] with scales float32 [slots, Hkv] if quantised; new_k
     and new_v [new rows, Hkv, ...]; tables int32; slopes float32 [Hq]; out float32 [R, Hq, Dv] and lse float32 [R, Hq]
-    for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse.
+    for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse. If it ``joins``, the pairs'
+    query row i is row ``order[i]`` of q, and all tiles leave parts, which ``combine`` adds to what out and lse hold.
     """
     head, item = tl.program_id(0), tl.program_id(1)
     # Before K and V can come stand two trips to memory: one line with the item and, beside it, the count; then slots.
@@ -237,8 +239,8 @@ def attend(
     begin, end = tl.maximum(begin, first), tl.minimum(end, last)
 
     d, dv = tl.arange(0, block_d), tl.arange(0, block_dv)
-    q_row = (first_row + row).to(tl.int64) * (kv_heads * group) + query_head
-    q_kept = alive[:, None] & (d < qk_dim)[None, :]
+    given = tl.load(order + first_row + row, mask=alive, other=0) if joins else first_row + row
+    q_row, q_kept = given.to(tl.int64) * (kv_heads * group) + query_head, alive[:, None] & (d < qk_dim)[None, :]
     queries = tl.load(q + q_row[:, None] * qk_dim + d[None, :], mask=q_kept, other=0.0).to(product)
     slope = tl.load(slopes + query_head, mask=alive, other=0.0)[:, None] if alibi else 0.0
     if appends:
@@ -284,8 +286,8 @@ def attend(
         )
         top = new_top
 
-    if parts == 1:
-        store_result(out, lse, q_row, top, total, acc, alive, v_dim, block_dv)
-    else:
+    if joins or parts > 1:
         part_row = (item.to(tl.int64) * kv_heads + head) * block_m + tl.arange(0, block_m)
         store_result(part_out, part_lse, part_row, top, total, acc, alive, v_dim, block_dv)
+    else:
+        store_result(out, lse, q_row, top, total, acc, alive, v_dim, block_dv)

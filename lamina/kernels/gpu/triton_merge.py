@@ -37,20 +37,21 @@ def merge_rows(outs, lses, stride, count, v_dim: tl.constexpr, block_dv: tl.cons
 
 @triton.jit
 def combine(
-    part_out, part_lse, row_pairs, splits, out, lse,
-    kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr,
+    part_out, part_lse, row_pairs, order, splits, out, lse,
+    kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr, joins: tl.constexpr,
     block_m: tl.constexpr, block_dv: tl.constexpr, block_parts: tl.constexpr,
 ):  # fmt: skip
     """Merges the parts that ``attend`` wrote for one query row and head. Grid (query rows, Hq).
 
-    row_pairs int32 [R]: the pair of each query row, or -1. Rows whose tiles were not cut are left alone.
+    row_pairs int32 [R]: the pair of each query row, or -1. Rows whose tiles were not cut are left alone. If it
+    ``joins``, row i is row ``order[i]`` of out and lse, and what these hold is one more partial of it.
     """
     row, query_head = tl.program_id(0), tl.program_id(1)
     pair = tl.load(row_pairs + row)
     if pair < 0:
         return
     begin, parts, first_row = tl.load(splits + 3 * pair), tl.load(splits + 3 * pair + 1), tl.load(splits + 3 * pair + 2)
-    if parts <= 1:
+    if parts <= 1 - joins:
         return
     m = (row - first_row) * group + query_head % group
     item = begin + m // block_m * parts
@@ -59,7 +60,14 @@ def combine(
     acc, total, top = merge_rows(
         part_out + first * v_dim, part_lse + first, stride, parts, v_dim, block_dv, block_parts
     )
-    dv, at = tl.arange(0, block_dv), row.to(tl.int64) * (kv_heads * group) + query_head
+    given = tl.load(order + row) if joins else row
+    dv, at = tl.arange(0, block_dv), given.to(tl.int64) * (kv_heads * group) + query_head
+    if joins:
+        held_top, held = tl.load(lse + at), tl.load(out + at * v_dim + dv, mask=dv < v_dim, other=0.0)
+        new_top = tl.maximum(top, held_top)
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight, shrink = tl.exp(held_top - base), tl.exp(top - base)
+        acc, total, top = acc * shrink + held * weight, total * shrink + weight, new_top
     tl.store(lse + at, tl.where(total == 0, float("-inf"), top + tl.log(total)))
     tl.store(out + at * v_dim + dv, acc / tl.where(total == 0, 1.0, total), mask=dv < v_dim)
 

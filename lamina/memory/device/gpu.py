@@ -1,8 +1,9 @@
 """Slabs in the memory of a GPU, and attention by Triton kernels; the host keeps the slots and plans.
 
 Messages arrive in host memory: a layer costs one copy to the GPU, and one back. What a step attends to is sent when its
-plan arrives, and of the page tables only the words that have changed since the step before. Steps that decode may be
-served by the GPU itself, see ``lamina.memory.ahead``.
+plan arrives, and of the page tables only the words that have changed since the step before. Prefixes that sequences
+share are read once for all of them, if that saves enough (``lamina.memory.sharing``). Steps that decode may be served
+by the GPU itself, see ``lamina.memory.ahead``.
 """
 
 import functools
@@ -21,12 +22,15 @@ from lamina.kernels.gpu.specialize import power_of_two
 from lamina.kernels.gpu.tables import PageTables
 from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
 from lamina.memory.device.polled import GpuPolled
-from lamina.memory.device.workspaces import Workspaces
+from lamina.memory.device.workspaces import Workspaces, sees_all
+from lamina.memory.sharing import SharedPrefixes, rest_of, shared_of
 from lamina.transport.device.slots import PolledSlots
 from lamina.types import AttentionSpec, KvElement
 
 EMULATED = "emulated"
 PINNED_BITS = 25  # results up to 2^24 bytes have pinned memory from the start: some hundred decoding sequences
+LEAST_SAVED = 32 << 20
+"""What an H200 reads in 7 us, by its data sheet: about as long as two more launches take (``bench/gpu.py cascade``)."""
 NO_SLOTS = np.empty(0, np.int32)
 
 
@@ -115,14 +119,19 @@ class Gpu:
         capacity: int,
         workspaces: Workspaces | None = None,
         slots: PolledSlots | None = None,
+        least_saved: int = LEAST_SAVED,
     ) -> None:
         """Slabs of ``capacity`` slots. ``workspaces``: of the backend, that may have been reserved. ``slots``: what the
-        GPU polls, if it is to serve requests itself."""
+        GPU polls, if it is to serve requests itself. ``least_saved``: bytes of a layer that a step must save for shared
+        prefixes to be read once for all."""
         self._backend = backend
         self._workspaces = workspaces or Workspaces(backend)
         self.polled = None if slots is None else GpuPolled(backend, self._workspaces, self.launch, slots)
         self._specs = attentions
         self._slabs = [KvSlab.allocate(backend, element, spec, capacity) for spec in attentions]
+        self._cascades = {sees_all(spec) for spec in attentions}
+        token_bytes = max(spec.slab_bytes_per_token(element) for spec in attentions)
+        self._sharing = SharedPrefixes(least_saved // token_bytes)
         self._pages = _Pages(backend, power_of_two(2 * capacity))
 
     def sent(self, array: Array) -> Any:
@@ -154,22 +163,37 @@ class Gpu:
     def table(self, pairs: Pairs, slots: SlotsOf) -> "GpuTable":
         """See ``Device``."""
         pages, starts = self._send_pages(pairs, slots)
-        new = np.array(pairs.new, np.int32) if pairs.new else None
-        words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
-        attention = self._workspaces.take(len(words), sum(pairs.rows))
-        attention.begin(words)
-        table, reader = GpuTable(self, pages, attention), pages.tables.begin()
-        given_back = self._workspaces.give
+        shared = self._sharing.find(pairs, slots) if True in self._cascades else []
+        whole = cascade = None
+        if not shared or False in self._cascades:
+            whole = self._begun(pairs, starts)
+        if shared:
+            together, order = shared_of(pairs, shared)
+            rest = self._begun(rest_of(pairs, shared), starts)
+            cascade = rest, self._begun(together, [starts[one.pairs[0]] for one in shared], order, sum(pairs.rows))
+        table, reader = GpuTable(self, pages, whole, cascade), pages.tables.begin()
+        given_back, used = self._workspaces.give, [each for each in (whole, *(cascade or ())) if each is not None]
 
         def end() -> None:
             pages.tables.end(reader)
-            given_back(attention)
+            for attention in used:
+                given_back(attention)
 
         weakref.finalize(table, end).atexit = False
         return table
 
+    def _begun(self, pairs: Pairs, starts: Sequence[int], order: Slots | None = None, rows: int = 0) -> Attention:
+        """Attention of these pairs, whose segments' page tables begin at ``starts``; see ``Attention.begin``. ``rows``:
+        of the step, if not those of the pairs."""
+        new = np.array(pairs.new, np.int32) if pairs.new else None
+        words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
+        attention = self._workspaces.take(len(words), rows or sum(pairs.rows))
+        attention.begin(words, order)
+        return attention
+
     def forget(self, segments: Sequence[Hashable]) -> None:
         """See ``Device``."""
+        self._sharing.forget(segments)
         for segment in segments:
             self._pages.tables.free(segment)
 
@@ -202,8 +226,11 @@ class Gpu:
     ) -> None:
         """As ``attend``, but ``out`` and ``lse`` are on the GPU. ``scratch``: of a stream of its own."""
         added = None if new is None else (self._backend.aligned(new.k), self._backend.aligned(new.v))
-        operands = self._backend.aligned(q), self._slabs[layer], table.pages.words, spec, out, lse, added
-        table.attention.partial(*operands, scratch)
+        operands = self._backend.aligned(q), self._slabs[layer], table.pages.words, spec, out, lse
+        attention, shared = table.attentions(spec)
+        attention.partial(*operands, added, scratch)
+        if shared is not None:
+            shared.partial(*operands, None, scratch)
 
     def renew(self, slots: Slots, others: Slots, left: int) -> None:
         """See ``Device``; nothing is forgotten."""
@@ -257,11 +284,22 @@ class _Pages:
 
 @dataclass(eq=False)
 class GpuTable:
-    """A ``Table``: the step's pairs, as ``attention`` holds them, read ``pages``."""
+    """A ``Table``: the step's pairs, which read ``pages``.
+
+    ``whole`` holds them as they are; ``cascade``, if they share prefixes, without these, and then the prefixes.
+    """
 
     device: Gpu
     pages: _Pages
-    attention: Attention
+    whole: Attention | None
+    cascade: tuple[Attention, Attention] | None
+
+    def attentions(self, spec: AttentionSpec) -> tuple[Attention, Attention | None]:
+        """What an attention runs, and what it adds to that."""
+        if self.cascade is not None and sees_all(spec):
+            return self.cascade
+        assert self.whole is not None
+        return self.whole, None
 
     def attend(
         self,

@@ -20,6 +20,13 @@ from lamina.memory.device.base import Largest
 from lamina.types import AttentionSpec, KvElement
 
 MOST_TABLES = 64  # kept for later steps, before ``reserve`` says how many
+PARTS_OF_TABLES = 3  # a step's pairs, and if they share prefixes, the prefixes and the rest
+
+
+def sees_all(spec: AttentionSpec) -> bool:
+    """True if a query sees all tokens before its own, and alike wherever it is: those shared with others may be read
+    for all at once."""
+    return not spec.window and not spec.chunk and spec.alibi_slopes is None
 
 
 class Workspaces:
@@ -67,7 +74,7 @@ class Workspaces:
 
         Raises MemoryError if the GPU has too little.
         """
-        self._most_tables = largest.tables
+        self._most_tables = largest.tables * PARTS_OF_TABLES
         measure(self._backend, list(dict.fromkeys(attentions)), element, query, self._choices)
         pairs, rows = power_of_two(min(largest.pairs, largest.rows)), power_of_two(largest.rows)
         specs = list(dict.fromkeys(replace(spec, layer=0) for spec in attentions))
@@ -76,16 +83,17 @@ class Workspaces:
         for spec in specs:
             programs.add(append_program(element, query, spec.kv_heads, spec.qk_dim, spec.v_dim))
         # Tables of smaller steps fit in the memory of those of the largest, which is freed for them.
-        tables = [Attention(self._backend, sizes[-1], self._choices, self._scratch) for _ in range(largest.tables)]
+        count = self._most_tables
+        tables = [Attention(self._backend, sizes[-1], self._choices, self._scratch) for _ in range(count)]
         few = [Attention(self._backend, size, self._choices, self._scratch) for size in sizes[:-1]]
         for attention, spec in itertools.product(tables + few, specs):
-            programs |= attention.reserve(spec, element, query)
+            programs |= attention.reserve(spec, element, query, sees_all(spec))
         lanes, lane_rows = largest.polled
         if lanes:
             capacity, alone = StepCapacity(*[power_of_two(lane_rows)] * 2), Scratch(self._backend)
             attention = Attention(self._backend, capacity, self._choices, alone)
             for spec in specs:
-                programs |= attention.reserve(spec, element, query)
+                programs |= attention.reserve(spec, element, query, sees_all(spec))
             self._lane_floats = len(alone.take(0))
         for program in sorted(programs, key=str):
             self._backend.prepare(program)

@@ -1,0 +1,124 @@
+"""Finds tokens that several sequences of a step share, so that a device may read them once for all (cascade).
+
+Sequences share the slots of a prefix: those with a cached prefix in common, and samples of one prompt.
+"""
+
+import collections
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lamina.memory.device.base import Pairs, Slots, SlotsOf
+
+FEWEST_TOKENS = 64
+KEPT = 64
+"""Steps' findings that are kept: of several lanes, and of messages in pieces."""
+
+
+_Seen = tuple[tuple[Hashable, ...], tuple[int, ...], tuple[int, ...]]
+"""Segments, first tokens and query rows of a step's pairs."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """These pairs, which have one query row each, see the same first ``tokens``."""
+
+    pairs: tuple[int, ...]
+    tokens: int
+
+    @property
+    def saved(self) -> int:
+        """Tokens that need not be read again."""
+        return (len(self.pairs) - 1) * self.tokens
+
+
+class SharedPrefixes:
+    """Finds what pairs share, once for all steps in which the same sequences run. One thread owns it.
+
+    Segments only grow until ``forget`` says otherwise, so that what they share stays the same.
+    """
+
+    def __init__(self, least: int) -> None:
+        """``least``: tokens that a step must save; below that, reading them again takes less time."""
+        self._least = least
+        self._known = collections.OrderedDict[_Seen, list[Shared]]()
+
+    def forget(self, segments: Collection[Hashable]) -> None:
+        """These segments have ended or lost tokens."""
+        gone = frozenset(segments)
+        for key in [key for key in self._known if not gone.isdisjoint(key[0])]:
+            del self._known[key]
+
+    def find(self, pairs: Pairs, slots: SlotsOf) -> list[Shared]:
+        """Disjoint sets of pairs, with what they share; empty if that saves too little."""
+        if len(pairs.keys) < 2:
+            return []
+        key: _Seen = tuple(pairs.keys), tuple(pairs.first), tuple(pairs.rows)
+        found = self._known.get(key)
+        if found is None or any(pairs.stop[i] - pairs.first[i] < one.tokens for one in found for i in one.pairs):
+            found = self._known[key] = self._find(pairs, slots)
+            if len(self._known) > KEPT:
+                self._known.popitem(last=False)
+        return found
+
+    def _find(self, pairs: Pairs, slots: SlotsOf) -> list[Shared]:
+        held: dict[int, dict[int, Slots]] = {}  # by position of the first token, and by pair
+        for i, (rows, key, first, stop) in enumerate(zip(pairs.rows, pairs.keys, pairs.first, pairs.stop, strict=True)):
+            # A token beyond the query's position would be hidden from it.
+            seen = min(stop, first + pairs.query_start[i] + 1 - pairs.kv_start[i])
+            if rows == 1 and seen - first >= FEWEST_TOKENS:
+                held.setdefault(pairs.kv_start[i], {})[i] = slots(key)[first:seen]
+        found = [one for some in held.values() for one in _best(tuple(some), some)]
+        return found if sum(one.saved for one in found) >= self._least else []
+
+
+def _best(pairs: Sequence[int], held: Mapping[int, Slots], known: int = 0) -> list[Shared]:
+    """How to group ``pairs``, which share their first ``known`` tokens, so that the most tokens are saved."""
+    if len(pairs) < 2:
+        return []
+    shortest = min(len(held[i]) for i in pairs)
+    first = held[pairs[0]][known:shortest]
+    same = np.ones(len(first), bool)
+    for i in pairs[1:]:
+        same &= held[i][known:shortest] == first
+    common = shortest if same.all() else known + int(same.argmin())
+    apart: dict[int, list[int]] = {}
+    for i in pairs:
+        if len(held[i]) > common:
+            apart.setdefault(int(held[i][common]), []).append(i)
+    parts = [one for some in apart.values() for one in _best(some, held, common)]
+    if common < FEWEST_TOKENS:
+        return parts
+    # Sets that save more by themselves stay so; all other pairs share what all have in common.
+    kept = [one for one in parts if one.saved > len(one.pairs) * common]
+    others = set(pairs).difference(*(one.pairs for one in kept))
+    joined = [*kept, Shared(tuple(sorted(others)), common)] if len(others) > 1 else kept
+    return max(joined, parts, key=lambda found: sum(one.saved for one in found))
+
+
+def rest_of(pairs: Pairs, shared: Sequence[Shared]) -> Pairs:
+    """The pairs without the tokens that they share."""
+    skipped = np.zeros(len(pairs.keys), int)
+    for one in shared:
+        skipped[list(one.pairs)] = one.tokens
+    kv_start, first = (np.add(each, skipped).tolist() for each in (pairs.kv_start, pairs.first))
+    return replace(pairs, kv_start=kv_start, first=first)
+
+
+def shared_of(pairs: Pairs, shared: Sequence[Shared]) -> tuple[Pairs, Slots]:
+    """The shared tokens, each a pair with all rows that see them; and which rows these are of ``pairs``, int32 [R]."""
+    begins = np.cumsum([0, *pairs.rows])
+    which = [one.pairs[0] for one in shared]
+    first = [pairs.first[i] for i in which]
+    kv_start = [pairs.kv_start[i] for i in which]
+    tokens = [one.tokens for one in shared]
+    together = Pairs(
+        rows=[len(one.pairs) for one in shared],
+        query_start=[start + count - 1 for start, count in zip(kv_start, tokens, strict=True)],
+        kv_start=kv_start,
+        keys=[pairs.keys[i] for i in which],
+        first=first,
+        stop=[start + count for start, count in zip(first, tokens, strict=True)],
+    )
+    return together, np.concatenate([begins[list(one.pairs)] for one in shared]).astype(np.int32)
