@@ -15,7 +15,7 @@ from bench.gpu.step import BATCHES, CYCLED_BYTES, GROUPS, HEAD_DIM, Gpu, Step, b
 from lamina.kernels.gpu import measure
 from lamina.kernels.gpu.attention import merge as merge_partials
 from lamina.kernels.gpu.choice import Choices, default
-from lamina.kernels.gpu.specialize import attend_program, decode_tile
+from lamina.kernels.gpu.specialize import attend_program
 from lamina.kernels.gpu.triton_compile import compile_program
 from lamina.memory.device.base import Pairs
 from lamina.memory.device.gpu import Gpu as MemoryGpu
@@ -28,16 +28,17 @@ NARROW = (KvElement.INT8, KvElement.FP8)
 def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int) -> None:
     """Compile all tilings that ``tune`` tries, on all cores."""
     programs = {
-        attend_program(spec, element, tiling, decode_tile(spec)[0], np.uint16, capability)
+        attend_program(spec, element, tiling, measure.tile(spec, element, prompt), np.uint16, capability)
         for spec, element in cases
-        for tiling in measure.candidates(element)
+        for prompt in (False, True)
+        for tiling in measure.candidates(element, prompt)
     }
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
         list(pool.map(compile_program, programs, [capability] * len(programs)))
 
 
 def tune(gpu: Gpu) -> list[dict[str, Any]]:
-    """Measure tilings for every class of decode step, and cache the fastest for this and later processes."""
+    """Measure tilings for every class of step, and cache the fastest for this and later processes."""
     backend, choices, rows = gpu.backend, Choices.load(gpu.backend.name), []
     specs = [Step(backend, [1], group, KvElement.BFLOAT16, False).spec for group in GROUPS]
     cases = list(product(specs, (KvElement.BFLOAT16, *NARROW)))
@@ -46,7 +47,8 @@ def tune(gpu: Gpu) -> list[dict[str, Any]]:
         measured = measure.times(backend, spec, element, np.uint16, measure.shapes_of(spec, element))
         choices.add({str(shape): measure.fastest(seconds) for shape, seconds in measured.items()})
         for shape, seconds in measured.items():
-            best, usual = measure.fastest(seconds), default(shape, decode_tile(spec)[0], backend.capability)
+            block_m = measure.tile(spec, element, shape.prompt)
+            best, usual = measure.fastest(seconds), default(shape, block_m, backend.capability)
             ratio = seconds.get(usual, float("nan")) / seconds[best]
             rows.append({"shape": str(shape), "best": str(best), "default over best": ratio})
     return rows

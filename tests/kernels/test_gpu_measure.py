@@ -63,10 +63,11 @@ def test_a_device_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     card = Clock(lambda program, programs: programs / program.warps)
     reserve(card)
     fitting = [tiling for tiling in measure.WIDE if tiling.block_n < 128]
-    assert card.timings == len(measure.STEPS) * len(fitting) * len(measure.WAVES)
+    prompt = [tiling for tiling in measure.PROMPT if tiling.block_n < 128]
+    assert card.timings == len(measure.STEPS) * (len(fitting) * len(measure.WAVES) + len(prompt))
     assert all(card.fits(program) for program in card.launched if program.kernel == "attend")
     kept = Choices.load(card.name).measured
-    assert len(kept) == len(measure.STEPS)
+    assert len(kept) == 2 * len(measure.STEPS)
     assert {(tiling.warps, tiling.waves) for tiling in kept.values()} == {(8, 1)}
     again = Clock(lambda program, programs: 1.0)
     reserve(again)

@@ -4,6 +4,7 @@ import enum
 import json
 import os
 from dataclasses import asdict, dataclass
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -102,7 +103,7 @@ def default(shape: Shape, block_m: int, capability: int) -> Tiling:
 
 
 class Choices:
-    """Tilings measured on one device; other shapes get the default."""
+    """Tilings measured on one device, with one version of the compiler; other shapes get the default."""
 
     def __init__(self, device: str, measured: dict[str, Tiling] | None = None) -> None:
         self.device = device
@@ -145,6 +146,11 @@ class Choices:
 
 
 def _file(device: str, directory: Path | None) -> Path | None:
+    """What is the fastest depends on the compiler too."""
     cache = environment().cache_dir
     folder = directory or (cache and cache / "attention")
-    return folder and folder / f"{device.replace(' ', '-').replace('/', '-').lower()}.json"
+    try:
+        compiler = f"triton-{metadata.version('triton')}"
+    except metadata.PackageNotFoundError:
+        compiler = "no-triton"
+    return folder and folder / f"{device.replace(' ', '-').replace('/', '-').lower()}-{compiler}.json"

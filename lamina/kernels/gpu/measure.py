@@ -1,7 +1,7 @@
-"""Measures on a GPU which tiling of decode attention is the fastest for each class of steps, and keeps the results.
+"""Measures on a GPU which tiling of attention is the fastest for each class of steps, and keeps the results.
 
 A few seconds for each kind of attention, once per kind of GPU and user: what has been measured is in the user's cache.
-Prompt chunks take the default tiling.
+Decode steps and prompt chunks have tilings of their own.
 """
 
 import functools
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling
 from lamina.kernels.gpu.program import Backend
-from lamina.kernels.gpu.specialize import attend_program, decode_tile
+from lamina.kernels.gpu.specialize import attend_program, decode_tile, prompt_tile
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec, KvElement
 
@@ -40,7 +40,10 @@ NARROW = (
     Tiling(32, 4, 5, 3),
 )
 """Tried for elements of 8 bits."""
+PROMPT = (Tiling(64, 4, 3, 2), Tiling(64, 8, 3, 2), Tiling(32, 4, 3, 2), Tiling(64, 8, 3, 1), Tiling(128, 8, 3, 1))
+"""Tried for prompt chunks, whose programs have four times the query rows and more registers."""
 WAVES = (1, 2)
+PROMPT_ROWS = 64
 SLAB_BYTES = 256 << 20  # several times what any GPU's cache holds; longer contexts read it more than once
 
 STEPS: Mapping[tuple[Context, bool], Sequence[int]] = {
@@ -51,7 +54,7 @@ STEPS: Mapping[tuple[Context, bool], Sequence[int]] = {
     (Context.ULTRA, False): [128_000] * 4,
     (Context.ULTRA, True): [500_000] + [1024] * 32,
 }
-"""Tokens of the sequences of a step of each class."""
+"""Tokens of the sequences of a step of each class; in prompt chunks, the last ``PROMPT_ROWS`` of each are queries."""
 
 
 def measure(
@@ -81,15 +84,27 @@ def fastest(seconds: Mapping[Tiling, float]) -> Tiling:
     return min(seconds, key=seconds.__getitem__)
 
 
-def candidates(element: KvElement) -> Sequence[Tiling]:
+def candidates(element: KvElement, prompt: bool) -> Sequence[Tiling]:
     """What is tried, without waves."""
+    if prompt:
+        return PROMPT
     return NARROW if element.scaled else WIDE
+
+
+def tile(spec: AttentionSpec, element: KvElement, prompt: bool) -> int:
+    """Rows of a program's tile."""
+    return prompt_tile(element) if prompt else decode_tile(spec)[0]
 
 
 def shapes_of(spec: AttentionSpec, element: KvElement) -> dict[Shape, Sequence[int]]:
     """``STEPS`` by the shapes that this attention has in them."""
-    group = spec.query_heads // spec.kv_heads
-    return {Shape(*step, False, element, group, spec.qk_dim): lengths for step, lengths in STEPS.items()}
+    group, most_rows = spec.query_heads // spec.kv_heads, decode_tile(spec)[1]
+    kinds = (False, True) if most_rows < PROMPT_ROWS else (False,)
+    return {
+        Shape(*step, prompt, element, group, spec.qk_dim): lengths
+        for prompt in kinds
+        for step, lengths in STEPS.items()
+    }
 
 
 def times(
@@ -100,20 +115,27 @@ def times(
     shapes: Mapping[Shape, Sequence[int]],
 ) -> dict[Shape, dict[Tiling, float]]:
     """Seconds of a layer's attention in a step of each of ``shapes``, by the tilings that this GPU has room for."""
-    block_m = decode_tile(spec)[0]
-    tried = [
-        replace(tiling, waves=waves)
-        for tiling in candidates(element)
-        if all(
-            backend.fits(attend_program(spec, element, tiling, block_m, query, backend.capability, new))
-            for new in (None, query)
-        )
-        for waves in WAVES
-    ]
+    tried = {prompt: _fitting(backend, spec, element, query, prompt) for prompt in {shape.prompt for shape in shapes}}
     slots = max(1, SLAB_BYTES // spec.slab_bytes_per_token(element))
     slab = KvSlab.allocate(backend, element, spec, slots)
     order = np.random.default_rng(0).permutation(slots).astype(np.int32)
-    return {shape: _times(backend, spec, slab, query, (shape, each), order, tried) for shape, each in shapes.items()}
+    return {
+        shape: _times(backend, spec, slab, query, (shape, each), order, tried[shape.prompt])
+        for shape, each in shapes.items()
+    }
+
+
+def _fitting(
+    backend: Backend, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike, prompt: bool
+) -> list[Tiling]:
+    """The candidates that this GPU has room for, in every variant that steps may need."""
+    block_m, found = tile(spec, element, prompt), list[Tiling]()
+    for tiling in candidates(element, prompt):
+        given = spec, element, tiling, block_m, query, backend.capability
+        appending = () if prompt else (attend_program(*given, query),)
+        if all(backend.fits(each) for each in (attend_program(*given), attend_program(*given, joins=True), *appending)):
+            found += [replace(tiling, waves=waves) for waves in ((1,) if prompt else WAVES)]
+    return found
 
 
 def _times(
@@ -127,18 +149,20 @@ def _times(
 ) -> dict[Tiling, float]:
     """``order``: the slab's slots, from which page tables are made."""
     shape, lengths = step
-    rows, ends = len(lengths), np.cumsum([0, *lengths])
+    each = PROMPT_ROWS if shape.prompt else 1
+    rows, ends = each * len(lengths), np.cumsum([0, *lengths])
     words = backend.empty((int(ends[-1]),), np.int32)
     backend.upload(np.resize(order, len(words)), words)
     q = backend.empty((rows, spec.query_heads, spec.qk_dim), query)
     backend.upload(np.zeros(q.shape, query), q)
     out = backend.empty((rows, spec.query_heads, spec.v_dim), np.float32)
     lse = backend.empty((rows, spec.query_heads), np.float32)
-    last = np.array(lengths, np.int32) - 1
-    table = SegmentTable(np.arange(rows + 1, dtype=np.int32), last, ends, np.zeros(rows, np.int32), order[:0])
+    queries, first = np.arange(0, rows + 1, each, dtype=np.int32), np.array(lengths, np.int32) - each
+    table = SegmentTable(queries, first, ends, np.zeros(len(lengths), np.int32), order[:0])
     seconds = {}
     for tiling in tried:
-        attention = Attention(backend, StepCapacity(rows, rows), Choices(backend.name, {str(shape): tiling}))
+        capacity = StepCapacity(len(lengths), rows)
+        attention = Attention(backend, capacity, Choices(backend.name, {str(shape): tiling}))
         attention.begin(pair_table(table, ends[:-1]))
         seconds[tiling] = backend.seconds(functools.partial(attention.partial, q, slab, words, spec, out, lse))
     return seconds
