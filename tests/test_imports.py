@@ -27,6 +27,7 @@ LEVELS = (
         "pipeline",
         "topology",
         "errors",
+        "measurements",
         "settings",
         "config",
         "env",

@@ -54,21 +54,28 @@ def test_ragged_and_ultra_long_steps_are_cut_finer():
     assert even < ragged == ultra
 
 
-def test_what_was_measured_is_kept_for_its_shape_and_device_alone(tmp_path):
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def test_what_was_measured_is_kept_for_its_shape_device_and_compiler_alone(cache, monkeypatch):
     measured = Tiling(128, 8, 4, 2, 1, 512)
-    choices = Choices("NVIDIA H200", {str(SHAPE): measured})
-    saved = choices.save(tmp_path)
-    assert saved is not None and saved.parent == tmp_path
-    again = Choices.load("NVIDIA H200", tmp_path)
+    Choices("NVIDIA H200").add({str(SHAPE): measured})
+    again = Choices.load("NVIDIA H200")
     assert again.tiling(SHAPE, 16, 90) == measured
     other = Shape(Context.LONG, True, False, KvElement.BFLOAT16, 4, 128)
     assert again.tiling(other, 16, 90) == default(other, 16, 90)
-    assert Choices.load("NVIDIA A40", tmp_path).measured == {}
+    assert Choices.load("NVIDIA A40").measured == {}
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "99.1")
+    assert Choices.load("NVIDIA H200").measured == {}
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": {"block_m": 3}}', '{"a": 1}'])
-def test_a_damaged_file_is_as_if_there_were_none(tmp_path, content):
-    saved = Choices("card").save(tmp_path)
-    assert saved is not None
+def test_a_damaged_file_is_as_if_there_were_none(cache, content):
+    Choices("card").add({str(SHAPE): Tiling(64, 4, 3, 4)})
+    (saved,) = cache.glob("attention/*.json")
+    assert Choices.load("card").measured
     saved.write_text(content)
-    assert Choices.load("card", tmp_path).measured == {}
+    assert Choices.load("card").measured == {}

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from lamina import measurements
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError, DeadlineError, TransportError
 from lamina.kernels import reference
@@ -264,7 +265,7 @@ def test_a_gpu_that_also_computes_does_not_poll(pair: Pair) -> None:
 def test_auto_leaves_it_to_the_host_where_the_device_cannot_poll(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(polling, "_file", lambda device: tmp_path / device)
+    monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(polling, "_device_trip", Mock(side_effect=error))
     assert not polling.polls("auto", Timed(), ThreadSlots)
     assert not list(tmp_path.iterdir()), "it may work the next time"
@@ -299,7 +300,8 @@ class Timed(Interpreter):
 
 
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(polling, "_file", lambda device: tmp_path / "folder" / device)
+    monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
+    kept = measurements.place("polling", Timed.name)
     made: list[ThreadSlots] = []
 
     def slots() -> ThreadSlots:
@@ -307,10 +309,10 @@ def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         return made[-1]
 
     first = polling.polls("auto", Timed(), slots)
-    trips = polling.load(tmp_path / "folder" / "timed")
+    trips = measurements.load(kept, polling.Trips)
     assert trips is not None and min(trips.device_s, trips.host_s) > 0.0
     assert first == (trips.device_s < trips.host_s)
-    polling.save(tmp_path / "folder" / "timed", polling.Trips(1e-6, 2e-6))
+    measurements.save(kept, polling.Trips(1e-6, 2e-6))
     assert polling.polls("auto", Timed(), slots) and len(made) == 1
     assert polling.polls("device", Timed(), slots) and not polling.polls("host", Timed(), slots)
 

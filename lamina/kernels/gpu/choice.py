@@ -1,16 +1,14 @@
 """Selects the launch options of attention: measured ones stored per device, or defaults that work on every GPU."""
 
 import enum
-import json
-import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from lamina.env import environment
+from lamina import measurements
 from lamina.kernels.elements import STORAGE
 from lamina.types import KvElement
 
@@ -116,41 +114,23 @@ class Choices:
     @property
     def kept(self) -> bool:
         """True if there is a place for what is measured."""
-        return _file(self.device, None) is not None
+        return _file(self.device) is not None
 
     def add(self, measured: dict[str, Tiling]) -> None:
         """Take over what was measured here, and store it with what others have stored meanwhile."""
         self.measured |= measured
-        Choices(self.device, Choices.load(self.device).measured | measured).save()
+        measurements.save(_file(self.device), Choices.load(self.device).measured | measured)
 
     @classmethod
-    def load(cls, device: str, directory: Path | None = None) -> "Choices":
-        """Read what ``save`` wrote for this device. An unreadable file is ignored: it is a cache."""
-        try:
-            path = _file(device, directory)
-            found = json.loads(path.read_text()) if path else {}
-            return cls(device, {shape: Tiling(**options) for shape, options in found.items()})
-        except (OSError, ValueError, TypeError, AttributeError):
-            return cls(device)
-
-    def save(self, directory: Path | None = None) -> Path | None:
-        """Store the measured tilings for later processes; returns the file, None if the user has no cache directory."""
-        path = _file(self.device, directory)
-        if path is None:
-            return None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps({shape: asdict(tiling) for shape, tiling in self.measured.items()}, indent=1))
-        unfinished.replace(path)
-        return path
+    def load(cls, device: str) -> "Choices":
+        """Those measured on this device before."""
+        return cls(device, measurements.load(_file(device), dict[str, Tiling]))
 
 
-def _file(device: str, directory: Path | None) -> Path | None:
+def _file(device: str) -> Path | None:
     """What is the fastest depends on the compiler too."""
-    cache = environment().cache_dir
-    folder = directory or (cache and cache / "attention")
     try:
         compiler = f"triton-{metadata.version('triton')}"
     except metadata.PackageNotFoundError:
         compiler = "no-triton"
-    return folder and folder / f"{device.replace(' ', '-').replace('/', '-').lower()}-{compiler}.json"
+    return measurements.place("attention", device, compiler)

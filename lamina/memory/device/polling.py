@@ -1,20 +1,17 @@
 """Whether a GPU waits for messages itself or the host does: as requested, or as measured, once for each kind of GPU.
 
-The measurement is in the user's cache, as those of tilings are (``lamina.kernels.gpu.choice``).
+The measurement is kept (``lamina.measurements``).
 """
 
-import json
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
-from lamina.env import environment
+from lamina import measurements
 from lamina.errors import DeadlineError, TransportError
 from lamina.kernels.gpu.program import Backend
 from lamina.transport.device.slots import HEADER_WORDS, SLOTS, Incoming, Outgoing, PolledSlots
@@ -44,8 +41,8 @@ def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) 
         return polling == "device"
     if not backend.timed:
         return False
-    path = _file(backend.name)
-    found = None if path is None else load(path)
+    path = measurements.place("polling", backend.name)
+    found = measurements.load(path, Trips)
     if found is None:
         try:
             found = measure(backend, slots())
@@ -58,8 +55,7 @@ def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) 
             1e6 * found.device_s,
             1e6 * found.host_s,
         )
-        if path is not None:
-            save(path, found)
+        measurements.save(path, found)
     return found.device_s < found.host_s
 
 
@@ -116,24 +112,3 @@ def _host_trip(backend: Backend) -> float:
         backend.download((there, answer))
         times.append(time.perf_counter() - start)
     return statistics.median(times[WARM:])
-
-
-def load(path: Path) -> Trips | None:
-    """What ``save`` wrote; None if it is not there or unreadable: it is a cache."""
-    try:
-        return Trips(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-def save(path: Path, trips: Trips) -> None:
-    """Keep a measurement for later processes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}")
-    unfinished.write_text(json.dumps(asdict(trips)))
-    unfinished.replace(path)
-
-
-def _file(device: str) -> Path | None:
-    cache = environment().cache_dir
-    return cache and cache / "polling" / f"{device.replace(' ', '-').replace('/', '-').lower()}.json"
