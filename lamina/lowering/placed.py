@@ -5,6 +5,7 @@ operator on the host.
 """
 
 import copy
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,11 @@ from torch import Tensor, fx
 
 from lamina.lowering.lowered import LoweredModel, LoweredPart, PositionTable, SliceGraphs, with_codes
 from lamina.lowering.placed_codes import linear_held
-from lamina.models.codes import Weight, plain
+from lamina.models.codes import Held, Weight, plain
 from lamina.splitter.collective import Reduce, bind
+
+Main = Callable[..., Sequence[Tensor]]
+"""A slice's graph, or another function that computes the same of the same arguments."""
 
 _INDEX = torch.ops.aten.index.Tensor  # tagged for masks; slices, whose results have as many rows as come, use numbers
 _GROUPED = torch.ops.aten._grouped_mm.default
@@ -25,6 +29,8 @@ class PlacedSlice:
     """A slice with its weights on a device. Computes what ``Slice.run`` computes.
 
     Attributes:
+        graph: what it runs; slices that compute the same share one. digest: equal for slices that compute the same of
+            weights of the same types and sizes, in any process.
         last: it returns logits. uses_ids: it reads token ids.
         capturable: it runs without the host between its operators, so that they can be recorded once and replayed.
         prelude_key: equal for slices that derive the same from positions.
@@ -43,11 +49,13 @@ class PlacedSlice:
         nodes = list(graphs.main.graph.nodes)
         self.capturable = not any(_needs_host(node, grouped) for node in nodes)
         self.uses_ids = any(node.op == "placeholder" and node.target == "ids" and node.users for node in nodes)
-        self._main = graphs.main
+        self.graph: Main = graphs.main
         self._table = table
         weights = [tensors[name] for name in part.weights]
         self._weights = [weight.contiguous() if isinstance(weight, Tensor) else weight for weight in weights]
         self._constants = tuple(plain(tensors[name]) for name in part.constants)
+        likes = [_like(weight) for weight in self._weights]
+        self.digest = hashlib.sha256(f"{graphs.main.code}{likes}".encode()).hexdigest()[:16]
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """The values that depend on positions int64 [T], in host memory, alone."""
@@ -60,13 +68,15 @@ class PlacedSlice:
         positions: Tensor,
         arrived: Sequence[Tensor],
         on_query: Callable[[Tensor], None] | None = None,
+        main: Main | None = None,
     ) -> tuple[Tensor, ...]:
         """(q, k, v, *context), or (logits,), of T rows, everything on the device.
 
         ``arrived``: attention, but for slice 0, then context. ``on_query``: called with q as soon as it is computed.
+        ``main``: computes what ``graph`` does.
         """
-        hook = () if self.last else (on_query,)
-        results: tuple[Tensor, ...] = tuple(self._main(*self._weights, *prepared, ids, positions, *arrived, *hook))
+        hook, run = () if self.last else (on_query,), self.graph if main is None else main
+        results: tuple[Tensor, ...] = tuple(run(*self._weights, *prepared, ids, positions, *arrived, *hook))
         return results
 
 
@@ -101,6 +111,13 @@ def place(
             table = tables.setdefault(key, PositionTable(own, constants, model.positions, device))
         placed.append(PlacedSlice(part, graphs[number], table, named, grouped))
     return placed
+
+
+def _like(weight: Weight) -> tuple[str, ...]:
+    """What a weight is, without its values."""
+    inner = weight.weight if isinstance(weight, Held) else weight
+    tensor = inner if isinstance(inner, Tensor) else inner.values
+    return type(inner).__name__, str(tensor.dtype), str(tuple(tensor.shape))
 
 
 def _on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:

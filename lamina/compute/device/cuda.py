@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,15 +13,19 @@ from torch import Tensor
 from lamina.compute.device.kit import Cut, Replay
 from lamina.errors import ConfigError
 from lamina.kernels.gpu.device import set_up_cuda
+from lamina.lowering.placed import Main
 from lamina.transport.arena import PAGE, runs
 
 logger = logging.getLogger(__name__)
+
+TIMED_ROUNDS, TIMED_CALLS = 5, 10
 
 
 class Cuda:
     """A ``Kit``: GPU ``index`` of those visible to this process, in the order of their PCI bus addresses."""
 
     backend = "nccl"
+    timed = True
 
     def __init__(self, index: int) -> None:
         """Raises ConfigError if torch cannot use the GPU."""
@@ -31,6 +36,7 @@ class Cuda:
         self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._pages = set[int]()  # of the host's memory, that CUDA knows
+        self.name = torch.cuda.get_device_name(self.place)
         # torch's kernels for other GPUs read on the host how many rows each expert has.
         self.grouped = torch.cuda.get_device_capability(self.place)[0] in (9, 10)
 
@@ -61,6 +67,26 @@ class Cuda:
             graphs[-1].capture_end()
         current.wait_stream(self._stream)
         return [graph.replay for graph in graphs]
+
+    def compiled(self, graph: Main) -> Main:
+        """See ``Kit``."""
+        torch._inductor.config.compile_threads = 1  # no processes besides, which might outlive this one
+        compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True)
+        return compiled
+
+    def seconds(self, replays: Sequence[Replay]) -> float:
+        """See ``Kit``: the median over rounds."""
+        times = list[float]()
+        for _ in range(TIMED_ROUNDS):
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            for _ in range(TIMED_CALLS):
+                for replay in replays:
+                    replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) / 1e3 / TIMED_CALLS)
+        return statistics.median(times)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """See ``Kit``: FlashAttention, for elements of 16 bits."""

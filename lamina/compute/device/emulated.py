@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.compute.device.kit import Cut, Replay
+from lamina.lowering.placed import Main
 from lamina.splitter import as_numpy
 
 
@@ -18,6 +19,8 @@ class Emulated:
     place = torch.device("cpu")
     backend = "gloo"
     grouped = True
+    name = "emulated"
+    timed = False
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they used."""
@@ -26,6 +29,14 @@ class Emulated:
         with recorder:
             work(recorder.cut)
         return recorder.replays
+
+    def compiled(self, graph: Main) -> Main:
+        """See ``Kit``; times of an emulation say nothing."""
+        raise NotImplementedError
+
+    def seconds(self, replays: Sequence[Replay]) -> float:
+        """See ``Kit``; times of an emulation say nothing."""
+        raise NotImplementedError
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """See ``Kit``."""

@@ -3,6 +3,7 @@
 What differs between a card and the emulation of one for tests is a ``Kit``.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from lamina.compute.device.base import Floats, Partial
 from lamina.compute.device.chunks import attend_chunks
+from lamina.compute.device.fusion import Fusion
 from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
 from lamina.compute.device.moves import Moves
 from lamina.compute.device.rehearsal import rehearse
@@ -22,7 +24,7 @@ from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.compute.rows import Rows
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.placed import PlacedSlice, place
+from lamina.lowering.placed import Main, PlacedSlice, place
 from lamina.lowering.placed_codes import PlacedForm
 from lamina.models.codes import Weight, plain
 from lamina.splitter import SliceOutput
@@ -116,6 +118,8 @@ class GpuRunner(GpuCarrier):
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
         self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        # Ranks would have to choose alike, and to time the same recordings at once.
+        self._fusion = Fusion(kit) if reduce is None else None
 
     def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
         """See ``Runner``."""
@@ -198,18 +202,22 @@ class GpuRunner(GpuCarrier):
         prepared = self._prepared[piece.prelude_key, count]
         fixed: list[Tensor] = []
 
-        def work(cut: Cut) -> None:
+        def work(cut: Cut, main: Main | None = None) -> None:
             def on_query(q: Tensor) -> None:
                 self._at("out 0", count, q).copy_(q)
                 cut()
 
-            results = piece(prepared, ids, positions, inputs, on_query if cuts else None)
+            results = piece(prepared, ids, positions, inputs, on_query if cuts else None, main)
             fixed[:] = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
             for number, (target, tensor) in enumerate(zip(fixed, results, strict=True)):
                 if number or not cuts:
                     target.copy_(tensor)
 
-        return _Recorded(self._kit.capture(work), fixed)
+        if cuts or self._fusion is None:
+            return _Recorded(self._kit.capture(work), fixed)
+        capture = self._kit.capture
+        replays = self._fusion.record(piece, count, lambda main: capture(functools.partial(work, main=main)))
+        return _Recorded(replays, fixed)
 
 
 @dataclass(frozen=True)

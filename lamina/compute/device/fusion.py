@@ -1,0 +1,72 @@
+"""Slices whose operators torch.compile has fused, where they are faster than one operator after another.
+
+Both are recorded and timed once for each number of rows and kind of GPU; which is faster is kept, so that later starts
+compile only what they use.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lamina import measurements
+from lamina.compute.device.kit import Kit, Replay
+from lamina.errors import is_out_of_memory
+from lamina.lowering.placed import Main, PlacedSlice
+
+logger = logging.getLogger(__name__)
+
+Record = Callable[[Main], Sequence[Replay]]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """How long a recorded slice takes."""
+
+    plain: float
+    fused: float
+
+
+class Fusion:
+    """Chooses for the slices of one model."""
+
+    def __init__(self, kit: Kit) -> None:
+        self._kit = kit
+        self._path = measurements.place("slices", kit.name, f"torch-{torch.__version__}")
+        self._known = measurements.load(self._path, dict[str, Seconds]) or {}
+        self._fused: dict[Main, Main] = {}
+        self._failed = set[Main]()
+
+    def record(self, piece: PlacedSlice, rows: int, record: Record) -> Sequence[Replay]:
+        """The faster of two recordings of a slice for so many rows, by ``record``. The first time, makes both."""
+        graph = piece.graph
+        if not self._kit.timed or graph in self._failed:
+            return record(graph)
+        key = f"{piece.digest}/{rows}"
+        known = self._known.get(key)
+        if known is not None and known.plain <= known.fused:
+            return record(graph)
+        try:
+            fused = record(self._compiled(graph))
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            logger.warning("a slice runs operator by operator, as torch.compile cannot fuse it: %s", error)
+            self._failed.add(graph)
+            return record(graph)
+        if known is not None:
+            return fused
+        plain = record(graph)
+        found = Seconds(self._kit.seconds(plain), self._kit.seconds(fused))
+        logger.info("a slice of %d rows: %.1f us, fused %.1f", rows, 1e6 * found.plain, 1e6 * found.fused)
+        self._known[key] = found
+        measurements.save(self._path, (measurements.load(self._path, dict[str, Seconds]) or {}) | self._known)
+        return plain if found.plain <= found.fused else fused
+
+    def _compiled(self, graph: Main) -> Main:
+        if graph not in self._fused:
+            if not self._fused:
+                logger.warning("fusing the operators of slices for this %s, which takes a minute once", self._kit.name)
+            self._fused[graph] = self._kit.compiled(graph)
+        return self._fused[graph]
