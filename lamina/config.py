@@ -205,9 +205,10 @@ class EngineConfig:
         Balance,
         Meaning(
             "Policy that moves KV between memory workers while it is in use: bandwidth evens out the time that they "
-            "need to read their KV; throughput and ledger are the policies of Infinite-LLM and DistKV-LLM; off: none."
+            "need to read their KV, and places requests by it; throughput and ledger are the policies of Infinite-LLM "
+            "and DistKV-LLM; off: none; auto: bandwidth if memory workers of several kinds start together, else off."
         ),
-    ] = "off"
+    ] = "auto"
     plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.")] = True
     max_restarts: Annotated[
         int,
@@ -307,7 +308,7 @@ class EngineConfig:
                 "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
                 "on one: leave out one of them"
             )
-        if self.balance != "off" and self.partition in ("request", "head"):
+        if self.balance not in ("auto", "off") and self.partition in ("request", "head"):
             raise ConfigError(
                 f"balance {self.balance} moves ranges of a request's tokens between memory workers, which partition "
                 f"{self.partition} rules out: leave out one of them"

@@ -71,8 +71,9 @@ TransportName = Literal["auto", "shm", "rdma", "tcp"]
 Polling = Literal["auto", "device", "host"]
 """Who waits for the messages of a memory worker on a GPU."""
 
-Balance = Literal["off", "bandwidth", "throughput", "ledger"]
-"""How a user names what moves between memory workers: a policy of ``lamina.placement.balance``, or nothing."""
+Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
+"""How a user names what moves between memory workers: a policy of ``lamina.placement.balance``, or nothing; "auto": as
+``lamina.placement.balance.policy_for`` says."""
 
 MOST_MINI_BATCHES = 15
 

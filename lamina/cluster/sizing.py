@@ -165,7 +165,7 @@ def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
         "tensor_parallel",
         {
             f"partition {config.partition}": config.partition not in ("auto", "head"),
-            f"balance {config.balance}": config.balance != "off",
+            f"balance {config.balance}": config.balance not in ("auto", "off"),
             "kv_overcommit": config.kv_overcommit > 1,
             "autoscale": config.autoscale is not None,
             "pipelining rotational": config.pipelining == "rotational",

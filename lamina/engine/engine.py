@@ -30,6 +30,7 @@ from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.groups import Completion, Drawn, Group
 from lamina.models.directory import ModelDirectory
 from lamina.models.tokenizer import Tokenizer
+from lamina.placement.balance import policy_for
 from lamina.placement.partition import placement
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import Draw, Release, Step, StepDone, ToEngine
@@ -92,7 +93,7 @@ class Engine:
             prefix_cache=config.prefix_cache,
             overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
-            balance=config.balance,
+            balance=policy_for(config.balance, topology, config.partition),
             window=cluster.window if config.prefix_cache else 0,
         )
         self._scheduler = self._turn.scheduler

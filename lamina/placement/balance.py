@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from lamina.types import Balance
+from lamina.topology import Topology
+from lamina.types import Balance, Partition
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,15 @@ class Wish:
     source: str
     targets: tuple[str, ...]
     tokens: int
+
+
+def policy_for(balance: Balance, topology: Topology, partition: Partition) -> Balance:
+    """What "auto" means: "bandwidth" if the memory workers are of several kinds and ranges of tokens may move, else
+    "off". Others are themselves."""
+    if balance != "auto":
+        return balance
+    kinds = {member.kind for member in topology.members if member.role == "memory"}
+    return "bandwidth" if len(kinds) > 1 and partition in ("auto", "token") else "off"
 
 
 class Policy(Protocol):

@@ -43,6 +43,8 @@ class Placement:
         local: memory of compute workers: KV moves neither there nor away.
         crowded: workers whose reserved and idle slots exceed their capacity: idle ones must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
+        token_s: seconds to read a token, by worker, once all have been measured: requests go where all KV is read
+            soonest, instead of where most room is.
         promised: while replacements of lost workers start, the slots that there were before; else 0.
     """
 
@@ -68,6 +70,7 @@ class Placement:
         self.crowded = set[str]()
         self._watermarks = {worker: int(WATERMARK * capacity) for worker, capacity in capacities.items()}
         self.closed, self.stalled = set[str](), set[int]()
+        self.token_s: Mapping[str, float] = {}
         self._roomiest: dict[frozenset[str], tuple[int, str]] = {}  # by excluded workers, until something changes
         self.largest = self.total = self.promised = 0
         self.left_in_all = sum(capacities.values())
@@ -76,6 +79,7 @@ class Placement:
     def apply(self, topology: Topology) -> None:
         """Place KV on the memory workers of ``topology`` from now on. Nothing may be reserved on any other."""
         self._take_over(topology.capacities)
+        self.token_s = {}
         self.local = topology.local
         self.closed &= topology.names
         self._note_open()
@@ -230,7 +234,7 @@ class Placement:
 
     def _whole(self, tokens: int, sequences: int, besides: frozenset[str]) -> str | None:
         """A worker for all ``tokens``; None if they fit none now."""
-        room, worker = self._most_room(besides)
+        room, worker = self._best(tokens, sequences, besides)
         if tokens + AHEAD * sequences > room:
             # An empty worker may be filled: nothing else there needs room to grow.
             empty = [one for one in self._open if one not in besides and self.is_empty(one)]
@@ -244,7 +248,7 @@ class Placement:
         if not fitting:
             return None
         nearest = max(fitting, key=lambda one: rooms[one] + AFFINITY * found[one].length)
-        room, _ = self._most_room(besides)
+        room, _ = self._best(tokens, sequences, besides)
         return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def next_worker(self, worker: str) -> str | None:
@@ -262,6 +266,15 @@ class Placement:
         self.sequences[worker] -= 1
         self.sequences[other] += 1
         self._roomiest.clear()
+
+    def _best(self, tokens: int, sequences: int, besides: frozenset[str]) -> tuple[int, str]:
+        """The room of the worker for a request, and its name."""
+        rooms = {worker: self.room(worker) for worker in self.token_s if worker in self._open and worker not in besides}
+        fitting = [worker for worker, room in rooms.items() if tokens + AHEAD * sequences <= room]
+        if not fitting:
+            return self._most_room(besides)
+        soonest = min(fitting, key=lambda worker: (self.reserved[worker] + tokens) * self.token_s[worker])
+        return rooms[soonest], soonest
 
     def _most_room(self, besides: frozenset[str]) -> tuple[int, str]:
         """The most room of a worker, and its name."""

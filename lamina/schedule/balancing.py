@@ -1,4 +1,7 @@
-"""Follows a policy: looks at the memory workers now and then, and moves what it wishes within the bound. Pure."""
+"""Follows a policy: looks at the memory workers now and then, and moves what it wishes within the bound. Pure.
+
+What it learns of how fast they read also says where new requests go (``Placement.token_s``).
+"""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -80,6 +83,8 @@ class Balancing:
         groups = {group.request.request_id: group for lane in self._lanes for group in lane.running if group.alive}
         view = self.view(list(groups.values()))
         self._reads = {worker: float(load.reads) for worker, load in view.loads.items()}
+        known = self._token_s.keys() >= view.loads.keys() and len(view.loads) == len(self._placement.capacities)
+        self._placement.token_s = {worker: self._token_s[worker] for worker in view.loads} if known else {}
         self._wishes = []
         for wish in self._policy.wishes(view):
             targets = tuple(one for one in wish.targets if (wish.request, one) not in self._came)

@@ -64,6 +64,33 @@ def test_a_request_goes_where_most_room_is_left_for_all_to_grow_or_on_several_wo
 
 
 @given(
+    capacities=st.lists(st.integers(50, 500), min_size=2, max_size=6),
+    requests=st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    data=st.data(),
+)
+def test_once_speeds_are_known_a_request_goes_where_all_is_read_soonest(
+    capacities: list[int], requests: list[int], data: st.DataObject
+) -> None:
+    names = [f"memory{index}" for index in range(len(capacities))]
+    placement = Placement(dict(zip(names, capacities, strict=True)))
+    placement.token_s = {name: data.draw(st.sampled_from([1.0, 2.0, 10.0])) for name in names}
+    besides = frozenset(names[: data.draw(st.integers(0, 1))])
+    for tokens in requests:
+        used = dict(placement.reserved)
+        rooms = {
+            name: capacity - used[name] - AHEAD * placement.sequences[name] - int(WATERMARK * capacity)
+            for name, capacity in placement.capacities.items()
+        }
+        spans = placement.reserve(tokens, 1, besides)
+        fitting = [name for name in names if name not in besides and rooms[name] >= tokens + AHEAD]
+        if fitting:
+            times = {name: (used[name] + tokens) * placement.token_s[name] for name in fitting}
+            assert spans is not None and times[spans[0][0]] == min(times.values()) and len(spans) == 1
+        elif spans is not None:
+            assert not used[spans[0][0]], "an empty worker may be filled"
+
+
+@given(
     st.lists(st.tuples(st.integers(0, 99), st.integers(1, 50)), max_size=20, unique_by=lambda one: one[0]), st.data()
 )
 def test_victims_give_what_is_lacking_and_the_earliest_stays(

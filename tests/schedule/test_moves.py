@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lamina.pipeline import Pipeline
 from lamina.placement import balance
 from lamina.placement.balance import POLICIES
 from lamina.schedule import balancing
@@ -15,7 +16,8 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Move
 from lamina.schedule.scheduler import Scheduler
 from lamina.steps import StepPlan
-from lamina.types import Balance
+from lamina.topology import FIRST, Member, Topology
+from lamina.types import Balance, Partition
 from tests.schedule.clusters import MANY, Course
 from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_prefixes import Caching
@@ -188,6 +190,45 @@ def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_on
             assert (one.group.request.request_id, one.target, one.source) not in seen, "within so few steps"
             seen.add((one.group.request.request_id, one.source, one.target))
     assert moves > 30
+
+
+def test_speeds_that_balancing_has_learned_place_requests() -> None:
+    """As long as a step of a worker is not known, and if an epoch ends, requests go where most room is."""
+    under_test = settled()
+    follows = Balancing(POLICIES["bandwidth"](), under_test.moves, under_test.placement)
+    follows._looked = -balancing.LOOK_STEPS
+    for steps, (fast_s, slow_s) in enumerate([(0.0, 0.0), (1.0, 8.0), (2.0, 16.0)]):
+        follows._reads = {"memory0": 100.0, "memory1": 100.0}
+        for worker, seconds in (("memory0", fast_s), ("memory1", slow_s)):
+            follows.note_attention(worker, seconds)
+        assert not under_test.placement.token_s or steps == 2
+        follows._looked = -balancing.LOOK_STEPS
+        follows.follow()
+        follows.note_step(1, 0.1)
+    speeds = under_test.placement.token_s
+    assert speeds["memory1"] == pytest.approx(8 * speeds["memory0"])
+    assert under_test.placement.fitting(10, 1) == [("memory0", 10)], "which holds 40 tokens already"
+    members = tuple(Member(f"memory{index}", "memory", "cpu", "", 100) for index in range(2))
+    under_test.placement.apply(Topology(FIRST, members, Pipeline(1, 1)))
+    assert under_test.placement.fitting(10, 1) == [("memory1", 10)]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "partition", "wanted"),
+    [
+        (("rtx3090", "rtx3090", "cpu"), "auto", "bandwidth"),
+        (("rtx3090", "rtx3090"), "auto", "off"),
+        (("rtx3090", "cpu"), "request", "off"),
+        (("rtx3090", "cpu"), "head", "off"),
+    ],
+)
+def test_pools_of_several_kinds_are_balanced_by_bandwidth(
+    kinds: tuple[str, ...], partition: Partition, wanted: Balance
+) -> None:
+    memories = [Member(f"memory{index}", "memory", kind, "", 10) for index, kind in enumerate(kinds)]
+    topology = Topology(FIRST, (Member("compute0", "compute", "a100", ""), *memories), Pipeline(2, 1))
+    assert balance.policy_for("auto", topology, partition) == wanted
+    assert balance.policy_for("ledger", topology, partition) == "ledger"
 
 
 def settled(**settings: Any) -> Scheduler:
