@@ -194,6 +194,10 @@ class Group:
             completion.goal = self.prompt_length + completion.known
         return [completion for completion in self.alive if completion is not self.completions[0]]
 
+    def is_forked_from(self, completion: Completion) -> bool:
+        """True if other completions will still be forked from this one."""
+        return not self.forked and completion is self.completions[0] and bool(self.alive)
+
     def withdraw(self, completion: Completion, cached: int) -> None:
         """Steps in flight will not run tokens from ``cached`` on: they run again."""
         completion.cached = cached

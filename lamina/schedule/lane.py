@@ -255,6 +255,17 @@ class Lane:
         self.completed = self.decoding.steps
         self.rest()
 
+    @property
+    def has_ended(self) -> bool:
+        """True if ``take_ended`` would return any."""
+        return not all(group.is_forked_from(completion) for group, completion in self.ending)
+
+    def take_ended(self) -> list[Owner]:
+        """Remove and return what has ended, without those that other completions will be forked from."""
+        ended = [(group, completion) for group, completion in self.ending if not group.is_forked_from(completion)]
+        self.ending = [owner for owner in self.ending if owner not in ended]
+        return ended
+
     def strike(self, lost: Collection[str]) -> list[Owner]:
         """Remove and return what has ended, and waits to be released, of requests with KV on ``lost`` workers."""
         struck = [owner for owner in self.ending if not owner[0].workers.isdisjoint(lost)]

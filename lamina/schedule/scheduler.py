@@ -319,7 +319,7 @@ class Scheduler:
         others = switches, spills, fetches
         if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or any(others)):
             # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
-            if fits and not own.ending:
+            if fits and not own.has_ended:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
@@ -342,7 +342,7 @@ class Scheduler:
 
     def _release(self, lane: Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""
-        ending, lane.ending = lane.ending, []
+        ending = lane.take_ended()
         for group, completion in ending:
             self.prefixes.keep(group, completion)
             self._give_back(group, completion)

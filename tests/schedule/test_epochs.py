@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina.errors import RequestError
@@ -161,6 +161,22 @@ holds = st.one_of(
     leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=4),
     deals=st.sets(st.integers(0, 30), max_size=3),
     drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=3),
+)
+@example(  # the first of three completions has ended, and the request is held before the others have been forked
+    requests=[(1, 7, 3, [1, 5, 13], None, 9)],
+    memories=3,
+    lanes=1,
+    depth=1,
+    limits=MANY,
+    capacity=60,
+    longest=5,
+    migration_turns=4,
+    ends={12: (2, Hold(only=frozenset("13"))), 21: (1, NOBODY)},
+    releases=set(),
+    joins={},
+    leaves={},
+    deals={10},
+    drops={},
 )
 def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_same_tokens(
     requests: list,
