@@ -304,6 +304,7 @@ def cluster_plan(
         local,
         sequences=bounds.max_sequences,
         quantization=config.quantization,
+        gpu_share=config.gpu_memory_utilization,
     )
     return ClusterPlan(
         computes=tuple(kinds["compute"]),

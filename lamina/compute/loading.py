@@ -44,6 +44,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))
     form = device.form(part, setup.quantization)
+    device.limit(setup.gpu_share)
     try:
         loaded = tensors.load(
             place,
@@ -65,8 +66,8 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             raise
         raise ConfigError(
             f"{control.device} has too little memory for the weights and a step of {setup.rows} rows, of which "
-            f"{setup.sequences} draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, or use a GPU with "
-            "more memory"
+            f"{setup.sequences} draw tokens: {error}. Lower max_num_batched_tokens or max_num_seqs, raise "
+            "gpu_memory_utilization, or use a GPU with more memory"
         ) from error
     control.send(
         ModelLoaded(

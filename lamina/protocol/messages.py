@@ -21,7 +21,8 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     ``quantization``: of the weights of linear layers.
     ``rank`` of ``ranks``: which part of every slice to load; ``stage`` of ``stages``: which slices. ``meeting``: a path
     in a folder of the engine's machine by which the ranks of a replica on GPUs join; the folder is removed once they
-    have loaded the model. ``sequences``: the most that draw a token in a step.
+    have loaded the model. ``sequences``: the most that draw a token in a step. ``gpu_share``: of a GPU's memory, which
+    may be in use in all.
     """
 
     model: str
@@ -43,6 +44,7 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
     stage: int = 0
     stages: int = 1
     quantization: Quantization = "none"
+    gpu_share: float = 1.0
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):

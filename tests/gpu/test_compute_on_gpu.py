@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.chunks import attend_chunks
+from lamina.errors import ConfigError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec
@@ -62,6 +63,22 @@ def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     np.testing.assert_allclose(out.cpu().numpy(), wanted_out, atol=tolerance)
     np.testing.assert_allclose(lse.cpu().numpy(), wanted_lse, atol=tolerance)
+
+
+def test_no_more_than_a_share_of_the_memory_is_taken() -> None:
+    from lamina.compute.device.cuda import Cuda
+
+    card = Cuda(0)
+    free, total = torch.cuda.mem_get_info(card.place)
+    try:
+        card.limit(1 - (free - (1 << 30)) / total)  # leaves 1 GiB
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2 << 30, dtype=torch.uint8, device=card.place)
+        torch.empty(1 << 29, dtype=torch.uint8, device=card.place)
+        with pytest.raises(ConfigError, match="gpu_memory_utilization"):
+            card.limit(1 - free / total - 0.01)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, card.place)
 
 
 @pytest.mark.parametrize(("compute", "memory"), [("cuda:1", "cpu:2"), ("cuda:1", "cuda:1,cpu:1")])

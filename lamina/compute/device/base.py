@@ -65,6 +65,10 @@ class Device(Protocol):
         """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from.
         It may share pages with what was adopted before."""
 
+    def limit(self, share: float) -> None:
+        """Take no memory here that would leave less than ``1 - share`` of it free: taking more raises
+        torch.OutOfMemoryError. Raises ConfigError if no more is free now."""
+
     def sums(self, rank: Rank, meeting: str) -> Sums:
         """How ``rank`` adds up with the others of its replica, which give the same path in a folder of this machine as
         ``meeting``; the file is theirs. Raises ConfigError."""

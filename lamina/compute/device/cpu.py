@@ -23,6 +23,9 @@ class Cpu:
     def adopt(self, memory: memoryview) -> None:
         """See ``Device``; it is as quick as any."""
 
+    def limit(self, share: float) -> None:
+        """See ``Device``; the share is of GPUs' memory."""
+
     def sums(self, rank: Rank, meeting: str) -> Ranks:
         """See ``Device``. The ranks find each other by their links."""
         return Ranks(rank)

@@ -100,6 +100,18 @@ class Cuda:
         """See ``Kit``."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
+    def limit(self, share: float) -> None:
+        """See ``Kit``. Memory that libraries take by themselves is not counted."""
+        free, total = torch.cuda.mem_get_info(self.place)
+        left = free - round((1 - share) * total)
+        if left <= 0:
+            raise ConfigError(
+                f"{free} of the {total} bytes of {self.place} are free, and gpu_memory_utilization {share:g} leaves "
+                f"{round((1 - share) * total)} of them unused. Raise it, or free memory there"
+            )
+        held = torch.cuda.memory_reserved(self.place)
+        torch.cuda.set_per_process_memory_fraction((held + left) / total, self.place)
+
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``. Registered memory is copied from without a stop in another buffer."""
         at = np.frombuffer(memory, np.uint8).ctypes.data

@@ -47,6 +47,9 @@ class Emulated:
         """See ``Kit``."""
         return torch.empty(shape, dtype=dtype)
 
+    def limit(self, share: float) -> None:
+        """See ``Kit``; an emulated card has no memory of its own."""
+
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``; nothing is gained here."""
 

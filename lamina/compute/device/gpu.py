@@ -46,6 +46,10 @@ class Gpu:
         """See ``Device``."""
         self._kit.adopt(memory)
 
+    def limit(self, share: float) -> None:
+        """See ``Device``."""
+        self._kit.limit(share)
+
     def sums(self, rank: Rank, meeting: str) -> GpuSums:
         """See ``Device``."""
         return GpuSums(rank, self._kit, meeting)

@@ -56,6 +56,9 @@ class Kit(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host that the card copies to and from without the host."""
 
+    def limit(self, share: float) -> None:
+        """See ``Device.limit``."""
+
     def adopt(self, memory: memoryview) -> None:
         """See ``Device.adopt``."""
 
