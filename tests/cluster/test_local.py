@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -74,7 +75,14 @@ def test_a_worker_is_replaced_on_the_gpu_of_the_one_that_was_ended(monkeypatch: 
         workers.kill()
 
 
-def test_a_memory_worker_on_a_gpu_that_computes_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mps", [False, True])
+def test_a_memory_worker_on_a_gpu_that_computes_knows_it(
+    mps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And who started it, whether they take turns."""
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if mps:
+        (tmp_path / "control").touch()
     started: list[Bootstrap] = []
 
     def start(command: list[str], bootstrap: Bootstrap, shared_cores: bool) -> subprocess.Popen[bytes]:
@@ -90,8 +98,10 @@ def test_a_memory_worker_on_a_gpu_that_computes_knows_it(monkeypatch: pytest.Mon
             ("memory0", local.MEMORY, "cuda:0"),
             ("memory1", local.MEMORY, "cuda:1"),
             ("memory2", local.MEMORY, "cpu"),
+            ("memory3", local.MEMORY, "cuda:0"),
         ]:
             workers.spawn(name, module, Bootstrap(name, "", b"", b"", b"", b"", 0, device), cores, False)
     finally:
         workers.close()
-    assert [one.name for one in started if one.shares_gpu] == ["memory0"]
+    assert [one.name for one in started if one.shares_gpu] == ["memory0", "memory3"]
+    assert caplog.text.count("nvidia-cuda-mps-control") == (0 if mps else 1)

@@ -14,9 +14,19 @@ from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.tables import PageTables
 from lamina.types import KvElement
 from tests.kernels.cases import decode, make_case, make_spec, table
+from tests.memory import test_device
 
 pytestmark = pytest.mark.gpu
 KERNEL_TESTS = ["tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py"]
+SANITIZED = {
+    "attention": (
+        KERNEL_TESTS,
+        "(test_decode_batch and 8-128 or test_appends and bfloat16 or test_prompt_chunk) and (bfloat16 or int8) or "
+        "test_merge_equals and 5",
+    ),
+    "shared prefixes": (["tests/gpu/test_attention_on_gpu.py"], "shared_prefixes"),
+    "polling": (["tests/gpu/test_polling_on_gpu.py"], "in_order or deadline or abort"),
+}
 ON_CARD = os.environ | {"TRITON_INTERPRET": "0"}
 DEADLINE_S = 240.0
 
@@ -35,18 +45,25 @@ def test_the_interpreters_tests_pass_on_the_card(file):
 
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="compute-sanitizer is not on the PATH")
-def test_compute_sanitizer_finds_nothing():
-    some = "test_decode_batch and 8-128 or test_appends and bfloat16 or test_prompt_chunk"
-    tests = f"({some}) and (bfloat16 or int8) or test_merge_equals and 5"
+@pytest.mark.parametrize("what", SANITIZED)
+def test_compute_sanitizer_finds_nothing(what):
+    files, tests = SANITIZED[what]
     # Only what kernels do: CUDA's own libraries ask the driver for functions that it may not have. Every array is an
     # allocation of its own, as within a pool nobody sees where one ends.
     sanitizer = ["compute-sanitizer", "--report-api-errors", "no", "--error-exitcode", "9"]
     tests_without_pool = "import cupy, pytest, sys; cupy.cuda.set_allocator(None); sys.exit(pytest.main(sys.argv[1:]))"
-    command = [*sanitizer, sys.executable, "-c", tests_without_pool, "-q", "-k", tests, *KERNEL_TESTS]
+    command = [*sanitizer, sys.executable, "-c", tests_without_pool, "-q", "-k", tests, *files]
     run = subprocess.run(command, env=ON_CARD, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     if "Device not supported" in run.stdout + run.stderr:
         pytest.skip("compute-sanitizer does not support this machine's device")
     assert run.returncode == 0, run.stdout[-4000:]
+
+
+@pytest.mark.parametrize("samples", [2, 9])
+def test_shared_prefixes_are_read_once_for_all(samples):
+    from lamina.kernels.gpu.cuda import Cuda
+
+    test_device.check_shared_prefixes(Cuda(0), samples)
 
 
 def expected(case):

@@ -223,8 +223,14 @@ def test_a_layer_costs_one_copy_each_way_and_a_step_what_has_changed() -> None:
 
 @pytest.mark.parametrize("samples", [2, 9], ids=["a few", "more than a decode tile"])
 def test_shared_prefixes_are_read_once_for_all(samples: int) -> None:
-    """Samples of one prompt, those of another, and a sequence by itself; each appends a token while it attends."""
-    rng, slab, backend = np.random.default_rng(samples), Slab[int](700), Counting()
+    joined = check_shared_prefixes(Counting(), samples)
+    assert [count > 0 for count in joined] == [sees_all(spec) for spec in SPECS], "kernels that add shared prefixes"
+
+
+def check_shared_prefixes(backend: Any, samples: int) -> list[int]:
+    """Samples of one prompt, those of another, and a sequence by itself; each appends a token while it attends. By
+    layer, how many kernels added shared prefixes, if the backend counts them."""
+    rng, slab, joined = np.random.default_rng(samples), Slab[int](700), list[int]()
     device = Gpu(backend, SPECS, KvElement.FLOAT32, 700, least_saved=0)
     for prompt, length in ((100, 150), (200, 80)):
         slab.open(prompt)
@@ -259,17 +265,19 @@ def test_shared_prefixes_are_read_once_for_all(samples: int) -> None:
             )
         )
         kept = np.setdiff1d(np.arange(700, dtype=np.int32), last).astype(np.int32)
-        device.keep(layer, k[kept], v[kept], kept)
+        device.keep(layer, *map(device.sent, (k[kept], v[kept], kept)))
         slots = np.array(last, np.int32)[order]
         out, lse = device.results(len(segments), spec)
         backend.joined = 0
-        for _ in table.attend(layer, q, out, lse, new=New(k[slots], v[slots], slots)):
+        new = New(device.sent(k[slots]), device.sent(v[slots]), device.sent(slots))
+        for _ in table.attend(layer, device.sent(q), out, lse, new=new):
             pass
-        assert (backend.joined > 0) == sees_all(spec), "kernels that add shared prefixes"
+        joined.append(backend.joined)
         whole = seen.table(np.concatenate([slab.slots(each) for each in segments]))
         wanted_out, wanted_lse = reference.partial(q, k, v, whole, spec, threads=1)
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
         np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
+    return joined
 
 
 @pytest.mark.parametrize("source", DEVICES)

@@ -1,12 +1,14 @@
 """Launches workers as processes on this machine."""
 
 import contextlib
+import logging
 import os
 import selectors
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -16,6 +18,8 @@ from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, require_
 from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
+
+logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to give back
@@ -31,6 +35,11 @@ KEPT_BYTES = str(1 << 30)
 def allocation_variables() -> dict[str, str]:
     """Environment variables of glibc's allocator for processes that run slices."""
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
+
+
+def mps_runs(variables: Mapping[str, str]) -> bool:
+    """Whether CUDA's Multi-Process Service runs, through which processes use a GPU at the same time."""
+    return Path(variables.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control").exists()
 
 
 COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
@@ -80,6 +89,7 @@ class LocalWorkers:
         self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
         self.devices: dict[str, str] = {}
         self._computing = set[str]()  # devices of compute workers
+        self._hinted = set[str]()  # devices that both roles share
         self._shared_cores = False
 
     @property
@@ -98,6 +108,7 @@ class LocalWorkers:
             self._computing.add(bootstrap.device)
         elif bootstrap.device.startswith(CUDA) and bootstrap.device in self._computing:
             bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
+            self._hint(bootstrap.device)
         self._cores[module] = self._cores.get(module, frozenset()) | cores
         self._shared_cores = shared_cores
         own = os.sched_getaffinity(0)
@@ -109,6 +120,16 @@ class LocalWorkers:
         self._processes[name] = process
         self.devices[name] = bootstrap.device
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
+
+    def _hint(self, device: str) -> None:
+        """Say how processes that share a GPU run at once, if they do not."""
+        if device not in self._hinted and not mps_runs(os.environ):
+            logger.warning(
+                "compute and memory workers share %s and take turns on it: start nvidia-cuda-mps-control -d before, so "
+                "that they run at once, or give --memory local, which needs no messages",
+                device,
+            )
+        self._hinted.add(device)
 
     def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
         """Start another worker, on all cores of those of its role that were started before, and on a device of
