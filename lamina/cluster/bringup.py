@@ -61,8 +61,8 @@ class ClusterPlan:
         kinds: of devices, by worker. greetings: by worker.
         threads: of a worker of a role, given its greeting. spins_s: see ``Fabric``.
         kv_bytes: of each of so many memory workers of a machine with so many bytes free.
-        kv_bytes_on_gpu: given those free on it, and all of its. kv_bytes_of_joiner: given those free, and as
-            ``Fabric.kv_bytes``.
+        kv_bytes_on_gpu: given those free on it, all of its, and its share of those free on its machine, 0 if it cannot
+            use them. kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
         is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``; those on
             GPUs keep everything. prefix_cache, polling: as in ``EngineConfig``.
@@ -76,7 +76,7 @@ class ClusterPlan:
     spins_s: Mapping[str, float]
     compute_setup: ComputeSetup
     kv_bytes: Callable[[int, int], int]
-    kv_bytes_on_gpu: Callable[[int, int], int]
+    kv_bytes_on_gpu: Callable[[int, int, int], int]
     kv_bytes_of_joiner: Callable[[int, int, int], int]
     limits: Limits
     pipeline: Pipeline
@@ -284,11 +284,13 @@ def _capacities(
     Raises ConfigError for fewer than 2 slots.
     """
     slab = _slab(plan, loaded)
-    hosts = {name: plan.greetings[name].host for name, each in found.items() if not each.gpu_total}
+    every = {name: plan.greetings[name].host for name in found}
+    hosts = {name: host for name, host in every.items() if not found[name].gpu_total}
     capacities = {}
     for name, each in found.items():
         if each.gpu_total:
-            nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total)
+            count, free = _share(name, every, found) if each.managed else (1, 0)
+            nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total, free // count)
         else:
             nbytes = plan.kv_bytes(*_share(name, hosts, found))
         capacities[name] = (slab if each.forgets else slab.whole.with_pages(shards)).slots(nbytes, most)
@@ -325,7 +327,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
 
     def kv_bytes(found: Resources, largest: int, promised: int) -> int:
         if found.gpu_total:
-            return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total)
+            return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total, 0)
         return plan.kv_bytes_of_joiner(found.free_bytes, largest, promised)
 
     fabric = Fabric(

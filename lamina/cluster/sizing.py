@@ -59,10 +59,11 @@ def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> 
     return wanted
 
 
-def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int, total_bytes: int) -> int:
+def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int, total_bytes: int, host_bytes: int = 0) -> int:
     """Bytes of KV for a memory worker on a GPU with so many bytes free, of its total. Raises ConfigError.
 
-    What others use of the GPU, such as the weights of a compute worker, counts as used.
+    What others use of the GPU, such as the weights of a compute worker, counts as used. ``host_bytes``: of the machine,
+    which the GPU may use besides if more is wanted than it has; 0: it cannot.
     """
     wanted, share = config.kv_cache_memory_bytes, config.gpu_memory_utilization
     spared = total_bytes - int(share * total_bytes)
@@ -71,10 +72,11 @@ def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int, total_bytes: int) -> 
             f"{free_bytes} of the {total_bytes} bytes of a memory worker's GPU are free, and gpu_memory_utilization "
             f"{share:g} leaves {spared} of them unused. Raise it, or free memory there"
         )
-    if wanted is not None and wanted > free_bytes:
+    if wanted is not None and wanted > free_bytes + host_bytes:
+        besides = f", and the machine has {host_bytes} for it besides" if host_bytes else ""
         raise ConfigError(
-            f"kv_cache_memory_bytes is {wanted} for each memory worker; {free_bytes} bytes are free on its GPU. Give "
-            "less, or leave it out"
+            f"kv_cache_memory_bytes is {wanted} for each memory worker; {free_bytes} bytes are free on its GPU"
+            f"{besides}. Give less, or leave it out"
         )
     return free_bytes - spared if wanted is None else wanted
 
@@ -315,7 +317,7 @@ def cluster_plan(
         spins_s=machines.spins_s(),
         compute_setup=setup,
         kv_bytes=lambda workers, free: kv_bytes_per_worker(config, workers, free),
-        kv_bytes_on_gpu=lambda free, total: kv_bytes_on_gpu(config, free, total),
+        kv_bytes_on_gpu=lambda free, total, host: kv_bytes_on_gpu(config, free, total, int(KV_SHARE * host)),
         kv_bytes_of_joiner=lambda free, largest, promised: kv_bytes_of_joiner(config, free, largest, promised),
         limits=bounds,
         pipeline=order,

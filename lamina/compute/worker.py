@@ -26,6 +26,7 @@ from lamina.compute.step import Replica, StepRun
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.heads import HeadShards
 from lamina.lowering import Workspace
+from lamina.memory.device.select import gpu_memory
 from lamina.protocol.channel import Channel
 from lamina.protocol.control import Bootstrap, ControlClient, expect
 from lamina.protocol.fence import Fence
@@ -485,4 +486,4 @@ def _adopt_slots(channels: Iterable[Channel], adopt: Callable[[memoryview], None
 
 def main(bootstrap: Bootstrap) -> None:
     """Body of the process."""
-    run_worker(build, bootstrap=bootstrap)
+    run_worker(build, gpu_memory, bootstrap)

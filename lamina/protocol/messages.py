@@ -221,6 +221,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
         gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none. forgets: its slab can, see MemorySetup.
+        managed: its GPU reads the machine's memory too, as if it were its own.
     """
 
     sent_ns: int
@@ -230,6 +231,7 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     gpu_bytes: int = 0
     gpu_total: int = 0
     forgets: bool = True
+    managed: bool = False
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

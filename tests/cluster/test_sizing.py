@@ -47,6 +47,10 @@ def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
         sizing.kv_bytes_on_gpu(EngineConfig(), 90, 1000)
     with pytest.raises(ConfigError, match="401 for each memory worker; 400 bytes are free on its GPU"):
         sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=401), 400, 1000)
+    assert sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=600), 400, 1000, 200) == 600
+    assert sizing.kv_bytes_on_gpu(EngineConfig(), 1000, 1000, 200) == 900, "more only if asked for"
+    with pytest.raises(ConfigError, match="400 bytes are free on its GPU, and the machine has 200 for it besides"):
+        sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=601), 400, 1000, 200)
 
 
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:

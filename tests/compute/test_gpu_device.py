@@ -1,6 +1,7 @@
 """The code for GPUs, emulated: families against Hugging Face, recordings, chunks, and what stays on the card."""
 
 from collections.abc import Callable, Mapping, Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
+from lamina.compute import worker
 from lamina.compute.device.chunks import attend_chunks
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
@@ -25,6 +27,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.lowering import Target, lower
 from lamina.lowering.lowered import PositionTable
 from lamina.lowering.placed import place
+from lamina.memory.device.select import gpu_memory
 from lamina.splitter import SliceOutput, SplitModel, split
 from lamina.splitter.assemble import assemble, capture_clean
 from lamina.splitter.collective import Reduce
@@ -297,3 +300,11 @@ def test_experts_in_bfloat16_are_recorded_where_their_product_needs_no_host(name
             attention = torch.randn(4, spec.query_heads, spec.v_dim, dtype=torch.bfloat16)
             arrived = attention, *wanted[3:]
     assert kit.recorded == len(eager) - 1
+
+
+def test_a_compute_worker_tells_of_the_memory_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV may have to fit in it."""
+    run = Mock()
+    monkeypatch.setattr(worker, "run_worker", run)
+    worker.main(Mock())
+    assert gpu_memory in run.call_args.args

@@ -66,6 +66,16 @@ def test_shared_prefixes_are_read_once_for_all(samples):
     test_device.check_shared_prefixes(Cuda(0), samples)
 
 
+def test_slabs_in_the_hosts_memory_are_read_and_written(monkeypatch):
+    from lamina.kernels.gpu.cuda import Cuda
+
+    backend = Cuda(0)
+    if not backend.manages:
+        pytest.skip("this GPU does not read managed memory where it is")
+    monkeypatch.setattr(backend, "free_bytes", lambda: 0)
+    test_device.check_shared_prefixes(backend, 2)
+
+
 def expected(case):
     return reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -278,6 +279,36 @@ def check_shared_prefixes(backend: Any, samples: int) -> list[int]:
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
         np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
     return joined
+
+
+class Small(Interpreter):
+    """A GPU with room for the slabs of the first two layers."""
+
+    def __init__(self, manages: bool) -> None:
+        self.manages, self.outside = manages, 0
+
+    def free_bytes(self) -> int:
+        return 8 * sum(spec.slab_bytes_per_token(KvElement.FLOAT32) for spec in SPECS[:2])
+
+    def managed(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        assert self.manages
+        self.outside += 1
+        return super().managed(shape, dtype)
+
+
+@pytest.mark.parametrize("manages", [False, True])
+def test_layers_without_room_on_the_gpu_are_on_the_host_if_it_reads_that(
+    manages: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = Small(manages)
+    device = Gpu(backend, SPECS, KvElement.FLOAT32, 8)
+    assert backend.outside == (2 if manages else 0), "K and V of one layer"
+    assert ("room for the KV of 2 of 3 layers" in caplog.text) == manages
+    content, back = (bytearray(3 * SPECS[2].slab_bytes_per_token(KvElement.FLOAT32)) for _ in range(2))
+    content[:] = np.random.default_rng(0).bytes(len(content))
+    device.restore(2, np.array([5, 1, 7], np.int32), memoryview(content))
+    device.read(2, np.array([5, 1, 7], np.int32), memoryview(back))
+    assert back == content
 
 
 @pytest.mark.parametrize("source", DEVICES)

@@ -55,13 +55,16 @@ class KvSlab:
     v_scales: Any = None
 
     @classmethod
-    def allocate(cls, backend: Backend, element: KvElement, spec: AttentionSpec, slots: int) -> "KvSlab":
-        """A slab of uninitialised slots."""
-        k = backend.empty((slots, spec.kv_heads, spec.qk_dim), STORAGE[element])
-        v = backend.empty((slots, spec.kv_heads, spec.v_dim), STORAGE[element])
+    def allocate(
+        cls, backend: Backend, element: KvElement, spec: AttentionSpec, slots: int, managed: bool = False
+    ) -> "KvSlab":
+        """A slab of uninitialised slots; ``managed``: in the host's memory."""
+        empty = backend.managed if managed else backend.empty
+        k = empty((slots, spec.kv_heads, spec.qk_dim), STORAGE[element])
+        v = empty((slots, spec.kv_heads, spec.v_dim), STORAGE[element])
         if not element.scaled:
             return cls(element, k, v)
-        k_scales, v_scales = (backend.empty((slots, spec.kv_heads), np.float32) for _ in range(2))
+        k_scales, v_scales = (empty((slots, spec.kv_heads), np.float32) for _ in range(2))
         return cls(element, k, v, k_scales, v_scales)
 
 

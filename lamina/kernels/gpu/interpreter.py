@@ -23,6 +23,7 @@ class Interpreter:
     multiprocessors = 2
     name = "interpreter"
     timed = False
+    manages = True
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         """See ``Backend``."""
@@ -31,6 +32,14 @@ class Interpreter:
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Memory full of ones: NaN in every floating-point type, -1 in every signed one."""
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
+
+    def free_bytes(self) -> int:
+        """See ``Backend``; more than any test needs."""
+        return 1 << 40
+
+    def managed(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """See ``Backend``; all memory is the host's."""
+        return self.empty(shape, dtype)
 
     def trim(self) -> None:
         """See ``Backend``; nothing is kept."""

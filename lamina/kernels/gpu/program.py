@@ -59,9 +59,17 @@ class Backend(Protocol):
     """The device's name, under which measured tilings are stored."""
     timed: bool
     """Whether times say anything: False where programs are interpreted."""
+    manages: bool
+    """Whether it has ``managed`` memory."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""
+
+    def free_bytes(self) -> int:
+        """Bytes that ``empty`` may still allocate."""
+
+    def managed(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Uninitialised memory of the host that programs read and write where it is. Only if it ``manages`` any."""
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         """These numbers as float32 on the device; the first call may wait for what runs there."""

@@ -7,6 +7,7 @@ by the GPU itself, see ``lamina.memory.ahead``.
 """
 
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
@@ -26,6 +27,8 @@ from lamina.memory.device.workspaces import Workspaces, sees_all
 from lamina.memory.sharing import SharedPrefixes, rest_of, shared_of
 from lamina.transport.device.slots import PolledSlots
 from lamina.types import AttentionSpec, KvElement
+
+logger = logging.getLogger(__name__)
 
 EMULATED = "emulated"
 PINNED_BITS = 25  # results up to 2^24 bytes have pinned memory from the start: some hundred decoding sequences
@@ -128,11 +131,11 @@ class Gpu:
         self._workspaces = workspaces or Workspaces(backend)
         self.polled = None if slots is None else GpuPolled(backend, self._workspaces, self.launch, slots)
         self._specs = attentions
-        self._slabs = [KvSlab.allocate(backend, element, spec, capacity) for spec in attentions]
+        self._pages = _Pages(backend, power_of_two(2 * capacity))
+        self._slabs = _slabs(backend, element, attentions, capacity)
         self._cascades = {sees_all(spec) for spec in attentions}
         token_bytes = max(spec.slab_bytes_per_token(element) for spec in attentions)
         self._sharing = SharedPrefixes(least_saved // token_bytes)
-        self._pages = _Pages(backend, power_of_two(2 * capacity))
 
     def sent(self, array: Array) -> Any:
         """See ``Device``."""
@@ -259,6 +262,25 @@ class Gpu:
             self._pages = _Pages(self._backend, 2 * self._pages.tables.words)
             return self._send_pages(pairs, slots)
         return self._pages, starts
+
+
+def _slabs(backend: Backend, element: KvElement, attentions: Sequence[AttentionSpec], capacity: int) -> list[KvSlab]:
+    """The slabs of all layers: those for which the GPU has no room in the host's memory, if it can read that."""
+    slabs, left, outside = list[KvSlab](), backend.free_bytes(), 0
+    for spec in attentions:
+        nbytes = capacity * spec.slab_bytes_per_token(element)
+        managed = nbytes > left and backend.manages
+        slabs.append(KvSlab.allocate(backend, element, spec, capacity, managed))
+        left -= 0 if managed else nbytes
+        outside += managed
+    if outside:
+        logger.warning(
+            "%s has room for the KV of %d of %d layers; it reads that of the others over its bus, much more slowly",
+            backend.name,
+            len(attentions) - outside,
+            len(attentions),
+        )
+    return slabs
 
 
 class _Pages:
