@@ -1,7 +1,7 @@
 """Splits or recalls the model, and loads the weights of a compute worker, as the engine directs."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -37,13 +37,13 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     place = directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
-    if setup.quantization != "none":
-        _check_quantization(place, prepared, setup.quantization)
     shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
     starts = divide(_weights(prepared), setup.stages)
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))
     form = device.form(part, setup.quantization)
+    if setup.quantization != "none":
+        _check_quantization(place, prepared, setup.quantization, form.names, control.device)
     device.limit(setup.gpu_share)
     try:
         loaded = tensors.load(
@@ -83,18 +83,22 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     return runner, shards
 
 
-def _check_quantization(place: ModelDirectory, prepared: Prepared, to: Quantization) -> None:
-    """Raises ConfigError for models whose weights are not quantised ``to`` anything."""
+def _check_quantization(
+    place: ModelDirectory, prepared: Prepared, to: Quantization, names: Collection[str], device: str
+) -> None:
+    """Raises ConfigError for models whose weights are not quantised ``to`` anything; ``names``: of those that are."""
     if place.scheme is not None:
         raise ConfigError(
             f"{place.path} holds weights that are quantised already ({place.scheme}); rounding them again to {to} "
             "would lose more: leave out --quantization, or give the original checkpoint"
         )
-    experts = next((name for name, like in prepared.weights.expected.items() if like.dim() == 3), None)
+    expected = prepared.weights.expected
+    dense = [name for name in prepared.lowered.weights if name not in names]
+    experts = next((name for name in dense if expected[name].dim() == 3), None)
     if experts is not None:
         raise ConfigError(
             f"--quantization {to} covers linear layers, but most weights of this {prepared.weights.family} model "
-            f"are of experts ({experts}), which are not quantised: leave it out"
+            f"are of experts ({experts}), which are not quantised on {device}: leave it out"
         )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from lamina import _native
 from lamina.kernels.memory import allocate
 from lamina.lowering.linear import evenly_spaced_rows, linear_native, linear_onednn
-from lamina.models.codes import Codes
+from lamina.models.codes import Codes, ExpertCodes
 
 Linear = Callable[[Tensor, Any, Tensor | None, int | None], Tensor]
 """(x [..., inputs], weight, bias [outputs] or None, outputs or None) -> [..., outputs]."""
@@ -25,6 +25,7 @@ Linear = Callable[[Tensor, Any, Tensor | None, int | None], Tensor]
 PRODUCTS = (torch.ops.aten.linear.default, linear_native, linear_onednn)
 """The linear layers of lowered graphs."""
 
+_GROUPED = torch.ops.aten._grouped_mm.default
 _PANEL = 32  # outputs
 _LEAST_GROUP = 16
 _MIDDLE = 8.0  # of codes of 4 bits: their zero point if there are no others
@@ -56,10 +57,22 @@ class PackedCodes:
         return self.bits, self.group, self.scales.data_ptr(), 0 if self.zeros is None else self.zeros.data_ptr()
 
 
+@dataclass(frozen=True)
+class PackedExperts:
+    """The weights of a layer's experts, all of one shape."""
+
+    each: tuple[PackedCodes, ...]
+
+
 def can_pack(codes: Codes) -> bool:
     """Whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too short:
     a group has a scale and maybe a zero point of 4 bytes each."""
     return codes.values.dtype in (torch.int8, torch.uint8) and (codes.group or 0) >= _LEAST_GROUP
+
+
+def pack_experts(codes: ExpertCodes) -> PackedExperts:
+    """The form that ``linear_experts`` takes; the original can then be freed."""
+    return PackedExperts(tuple(map(pack_codes, codes.each)))
 
 
 def pack_codes(codes: Codes) -> PackedCodes:
@@ -119,19 +132,59 @@ def linear_codes(
     ``path``: the instruction set; by default this processor's widest.
     """
     x, stride = evenly_spaced_rows(x)
-    inputs, outputs = x.shape[-1], packed.outputs
-    out = x.new_empty(*x.shape[:-1], outputs)
-    bias_address = 0 if bias is None else bias.data_ptr()
-    sizes = (x.numel() // inputs, inputs, outputs, torch.get_num_threads())
-    addresses = packed.values.data_ptr(), bias_address, out.data_ptr()
-    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, path=path)
+    out = x.new_empty(*x.shape[:-1], packed.outputs)
+    _multiply(x, stride, packed, bias, out, path)
     return out
 
 
+def _multiply(
+    x: Tensor, stride: int, packed: PackedCodes, bias: Tensor | None, out: Tensor, path: _native.AttentionPath | None
+) -> None:
+    """Write rows of x, ``stride`` elements apart, times the weight to ``out``."""
+    inputs, bias_address = x.shape[-1], 0 if bias is None else bias.data_ptr()
+    sizes = (x.numel() // inputs, inputs, packed.outputs, torch.get_num_threads())
+    addresses = packed.values.data_ptr(), bias_address, out.data_ptr()
+    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, path=path)
+
+
+def linear_experts(
+    x: Tensor, packed: PackedExperts, ends: Tensor, *, path: _native.AttentionPath | None = None
+) -> Tensor:
+    """x bfloat16 [T, inputs], sorted by expert, each row times its expert's weight: [T, outputs], as ``linear_codes``.
+
+    ends: int32 [experts], the row after the last one of each expert.
+    """
+    x, first = x.contiguous(), 0
+    out = x.new_empty(len(x), packed.each[0].outputs)
+    for expert, end in zip(packed.each, ends.tolist(), strict=True):
+        if end > first:
+            _multiply(x[first:end], x.shape[1], expert, None, out[first:end], path)
+        first = end
+    return out
+
+
+def grouped_by(weight: fx.Node) -> list[fx.Node]:
+    """The grouped products that are all that uses a weight [experts, outputs, inputs]; empty if there are others."""
+    turned = list(weight.users)
+    products = [user for node in turned for user in node.users]
+    fits = all(node.target == "transpose" and node.args[1:] == (-2, -1) for node in turned) and all(
+        user.target is _GROUPED and len(user.args) == 3 and user.args[1] in turned and user.args[0] not in turned
+        for user in products
+    )
+    return products if fits else []
+
+
 def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear) -> fx.GraphModule:
-    """A copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its inputs."""
+    """A copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its inputs, and
+    whose experts use ``linear_experts``."""
     changed = copy.deepcopy(module)
     weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
+    for weight in weights:
+        for product in grouped_by(weight):
+            x, _, ends = product.args
+            product.target, product.args, product.kwargs = linear_experts, (x, weight, ends), {}
+        for turned in [node for node in weight.users if not node.users]:
+            changed.graph.erase_node(turned)
     for node in changed.graph.nodes:
         if node.target in PRODUCTS and node.args[1] in weights:
             x, weight, bias, outputs = (*node.args, None, None)[:4]

@@ -19,10 +19,18 @@ from torch import Tensor, fx
 
 from lamina.lowering.fuse import fuse
 from lamina.lowering.linear import Packing, packing
-from lamina.lowering.linear_codes import Linear, PackedCodes, linear_codes, pack_codes, take_codes
+from lamina.lowering.linear_codes import (
+    Linear,
+    PackedCodes,
+    PackedExperts,
+    linear_codes,
+    pack_codes,
+    pack_experts,
+    take_codes,
+)
 from lamina.lowering.program import SliceProgram, Workspace
 from lamina.lowering.translate import translate
-from lamina.models.codes import Codes, Weight, plain
+from lamina.models.codes import Codes, ExpertCodes, Weight, plain
 from lamina.splitter.collective import Reduce, bind
 from lamina.splitter.split_model import Crossing, OnQuery, Shard, Slice, SliceOutput, SplitModel, call_hook
 from lamina.types import AttentionSpec, DType
@@ -237,7 +245,9 @@ class LoweredModel:
         ]
 
 
-def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes:
+def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes | PackedExperts:
+    if isinstance(weight, ExpertCodes):
+        return pack_experts(weight)
     if isinstance(weight, Codes):
         return pack_codes(weight)
     return plain(weight).contiguous() if packing is None else packing.pack(plain(weight))

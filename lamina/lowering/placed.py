@@ -115,8 +115,7 @@ def place(
 
 def _like(weight: Weight) -> tuple[str, ...]:
     """What a weight is, without its values."""
-    inner = weight.weight if isinstance(weight, Held) else weight
-    tensor = inner if isinstance(inner, Tensor) else inner.values
+    tensor = inner = weight.weight if isinstance(weight, Held) else plain(weight)
     return type(inner).__name__, str(tensor.dtype), str(tuple(tensor.shape))
 
 

@@ -1,6 +1,6 @@
 """Which weights of a lowered model become codes, on a CPU."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,9 @@ from torch import fx
 
 from lamina import _native
 from lamina.errors import ConfigError
-from lamina.lowering.linear_codes import PRODUCTS, can_pack
+from lamina.lowering.linear_codes import PRODUCTS, can_pack, grouped_by
 from lamina.lowering.lowered import LoweredModel, LoweredPart
-from lamina.models.codes import Codes, quantise
+from lamina.models.codes import Codes, ExpertCodes, quantise, quantise_experts
 from lamina.splitter.split_model import Shard
 from lamina.types import DType, Quantization
 
@@ -24,21 +24,42 @@ def linear_weights(model: LoweredModel) -> frozenset[str]:
     return frozenset(found - others)
 
 
-def head_weights(model: LoweredModel) -> frozenset[str]:
-    """The weights of the linear layers whose results become logits without another in between."""
+def expert_weights(model: LoweredModel) -> frozenset[str]:
+    """The weights [experts, outputs, inputs] that grouped products use, and nothing else does."""
     found: set[str] = set()
     for part in model.parts:
-        if not part.last:
-            continue
-        names = dict(zip(_inputs(part), part.weights, strict=False))
-        todo = [part.graphs.main.graph.output_node()]
-        while todo:
-            node = todo.pop()
-            if node.target in PRODUCTS:
-                found |= {names[source] for source in node.all_input_nodes if source in names}
-            else:
-                todo += node.all_input_nodes
+        found |= {name for name, node in zip(part.weights, _inputs(part), strict=False) if grouped_by(node)}
     return frozenset(found)
+
+
+def head_weights(model: LoweredModel) -> frozenset[str]:
+    """The weights of the linear layers whose results become logits without another in between."""
+    return frozenset[str]().union(
+        *(_last_before(part, [part.graphs.main.graph.output_node()]) for part in model.parts if part.last)
+    )
+
+
+def router_weights(model: LoweredModel) -> frozenset[str]:
+    """The weights of the linear layers that choose experts."""
+    found = frozenset[str]()
+    for part in model.parts:
+        chosen = [node for node in part.graphs.main.graph.nodes if node.target is torch.ops.aten.topk.default]
+        found |= _last_before(part, chosen)
+    return found
+
+
+def _last_before(part: LoweredPart, nodes: Sequence[fx.Node]) -> set[str]:
+    """The weights of the linear layers before some nodes, without another in between."""
+    names, found, seen = dict(zip(_inputs(part), part.weights, strict=False)), set[str](), set(nodes)
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node.target in PRODUCTS:
+            found |= {names[source] for source in node.all_input_nodes if source in names}
+        else:
+            todo += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
+    return found
 
 
 def _inputs(part: LoweredPart) -> list[fx.Node]:
@@ -75,11 +96,12 @@ class HostForm:
                 "these instructions: give --dtype bfloat16, or leave out --quantization"
             )
         linear = linear_weights(model) if runs else frozenset()
-        return cls(linear, chosen(model, linear, to), to)
+        experts = frozenset() if to == "none" else expert_weights(model)
+        return cls(linear, chosen(model, linear, to) | experts, to)
 
-    def quantise(self, name: str, weight: torch.Tensor, shard: Shard) -> Codes:
+    def quantise(self, name: str, weight: torch.Tensor, shard: Shard) -> Codes | ExpertCodes:
         """See ``Form``."""
-        return quantise(name, weight, self.to, shard)
+        return (quantise if weight.dim() == 2 else quantise_experts)(name, weight, self.to, shard)
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
         """See ``Form``."""
@@ -87,10 +109,13 @@ class HostForm:
 
 
 def chosen(model: LoweredModel, linear: Collection[str], to: Quantization) -> frozenset[str]:
-    """The weights to quantise: those of linear layers but for the head. Raises ConfigError if there are none."""
+    """The weights to quantise: those of linear layers but for the head, and for what chooses experts.
+
+    Raises ConfigError if there are none.
+    """
     if to == "none":
         return frozenset()
-    names = frozenset(linear) - head_weights(model)
+    names = frozenset(linear) - head_weights(model) - router_weights(model)
     if not names:
         raise ConfigError(
             f"--quantization {to}: this model has no linear layers whose weights can be quantised; leave it out"

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from lamina import _native
 from lamina.lowering import elementwise
 from lamina.lowering.linear import linear_native
-from lamina.lowering.linear_codes import PackedCodes, linear_codes
+from lamina.lowering.linear_codes import PackedCodes, PackedExperts, linear_codes
 from lamina.lowering.program import NOWHERE, Columns, Program, Step, Steps
 from lamina.splitter.split_model import call_hook
 
@@ -28,7 +28,7 @@ _PAIRS = (0, 0, 0, 0)  # of a weight that is not codes
 
 def translate(
     graph: fx.Graph,
-    weights: Sequence[Tensor | PackedCodes],
+    weights: Sequence[Tensor | PackedCodes | PackedExperts],
     hoisted: Sequence[tuple[Tensor, Tensor]],
     arrivals: Sequence[tuple[int, ...]],
 ) -> Steps | None:
@@ -76,7 +76,7 @@ class _Translation:
     def take_in(
         self,
         graph: fx.Graph,
-        weights: Sequence[Tensor | PackedCodes],
+        weights: Sequence[Tensor | PackedCodes | PackedExperts],
         hoisted: Sequence[tuple[Tensor, Tensor]],
         arrivals: Sequence[tuple[int, ...]],
     ) -> None:

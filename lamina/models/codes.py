@@ -14,7 +14,7 @@ from lamina.types import Quantization
 GROUPS = (128, 64, 32)
 """Inputs that share a scale and a zero point in int4: the first of these that divides a matrix."""
 
-Weight = Union[Tensor, "Codes", "Held"]
+Weight = Union[Tensor, "Codes", "ExpertCodes", "Held"]
 """A weight as a device holds it."""
 
 _ELEMENTS_AT_ONCE = 1 << 24  # that are made dense: bounds what that takes besides
@@ -75,6 +75,13 @@ class Codes:
 
 
 @dataclass(frozen=True)
+class ExpertCodes:
+    """Weights [experts, outputs, inputs] of a layer with experts: the codes of each."""
+
+    each: tuple[Codes, ...]
+
+
+@dataclass(frozen=True)
 class Held:
     """A quantised weight in a library's own form: of a subclass of Tensor that must not be taken for a tensor."""
 
@@ -119,6 +126,13 @@ class Dense:
 
 
 DENSE = Dense()
+
+
+def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> ExpertCodes:
+    """As ``quantise``, for the whole weights [experts, outputs, inputs] of a layer with experts. Raises ConfigError."""
+    of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
+    here = cut(weight, {0: shard[0]} if 0 in shard else {})
+    return ExpertCodes(tuple(quantise(name, one, to, of_each) for one in here))
 
 
 def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes:

@@ -16,9 +16,9 @@ from lamina.compute.device.select import make
 from lamina.compute.rows import Rows
 from lamina.errors import ConfigError
 from lamina.lowering import LoweredModel, lower
-from lamina.lowering.quantised import head_weights, linear_weights
+from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights
 from lamina.models import tensors, weights
-from lamina.models.codes import Codes, Held, Weight
+from lamina.models.codes import Codes, ExpertCodes, Held, Weight
 from lamina.models.config import load_config
 from lamina.models.directory import find
 from lamina.splitter import split
@@ -75,7 +75,8 @@ def dense(weight: Weight) -> Tensor:
     """What a device's codes mean, in float64."""
     if isinstance(weight, Held):
         inner = vars(weight.weight)
-        return inner["qdata"].double() * inner["scale"].double()
+        result: Tensor = inner["qdata"].double() * inner["scale"].double()
+        return result
     assert isinstance(weight, Codes)
     zeros = 0.0 if weight.zeros is None else weight.zeros[weight.rows][:, weight.columns].double()
     return (weight.values.double() - zeros) * weight.scales[weight.rows][:, weight.columns].double()
@@ -149,6 +150,24 @@ def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tupl
     plain = logits(make(name), wide, exact)
     for ours, theirs in zip(actual, plain, strict=True):
         assert (ours.float() - theirs).abs().max() <= 0.03 * theirs.abs().max()
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", sweep(["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe"], ["mixtral"]))
+def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family: str) -> None:
+    """In bfloat16 too: the same experts are chosen."""
+    write_checkpoint(variant(family), tmp_path)
+    device, model = make("cpu"), lower(split(load_config(find(tmp_path, tokenizer=False)), DType.BFLOAT16))
+    held = load(tmp_path, device, model, "int8")
+    codes = {name for name, weight in held.items() if not isinstance(weight, Tensor)}
+    assert expert_weights(model) and codes >= expert_weights(model)
+    assert router_weights(model) and not codes & router_weights(model)
+    plain: dict[str, Weight] = dict(held)
+    for name, weight in held.items():
+        if isinstance(weight, ExpertCodes):
+            plain[name] = torch.stack([dense(one).bfloat16() for one in weight.each])
+    for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
+        assert (ours.float() - theirs.float()).abs().max() <= 0.03 * theirs.float().abs().max()
 
 
 @needs_kernels

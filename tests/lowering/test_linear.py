@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.lowering.linear import NATIVE, ONEDNN, Packing, linear_native
-from lamina.lowering.linear_codes import can_pack, linear_codes, pack_codes
-from lamina.models.codes import Codes
+from lamina.lowering.linear_codes import can_pack, linear_codes, linear_experts, pack_codes, pack_experts
+from lamina.models.codes import Codes, quantise_experts
+from lamina.types import Quantization
 
 paths = pytest.mark.parametrize("path", _native.attention_paths()[1:], ids=lambda path: path.name.lower())
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
@@ -55,6 +56,20 @@ def test_native(
 
 
 @needs_kernels
+@paths
+@pytest.mark.parametrize("to", ["int8", "int4"])
+@pytest.mark.parametrize("counts", [(3, 0, 9), (0, 0, 1), (0, 0, 0), (40, 1, 0)])
+def test_rows_of_experts(to: Quantization, counts: tuple[int, ...], path: _native.AttentionPath) -> None:
+    """Sorted by expert; some have none."""
+    weight, x = random(1, len(counts), 80, 64), random(2, sum(counts), 64)
+    codes = quantise_experts("experts", weight, to, {})
+    ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    got = linear_experts(x, pack_experts(codes), ends, path=path)
+    experts = zip([0, *ends.tolist()], ends.tolist(), codes.each, strict=False)
+    wanted = torch.cat([x[first:end].double() @ one.dense(torch.float64).T for first, end, one in experts])
+    torch.testing.assert_close(got.double(), wanted, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("rows", [1, 14, 15, 300])
 def test_native_over_several_tasks_and_chunks_of_rows(rows: int) -> None:
     check(NATIVE, random(1, 1, rows, 1536), random(2, 700, 1536), random(3, 700))

@@ -16,7 +16,7 @@ from lamina import _native
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.launch import launch
-from lamina.models.codes import quantise
+from lamina.models.codes import quantise, quantise_experts
 from lamina.types import DType, Quantization, SamplingParams
 from tests.models import quantised_checkpoints as checkpoints
 from tests.models.quantised_checkpoints import FORMATS
@@ -102,13 +102,17 @@ def test_experts_of_quantised_checkpoints(tmp_path: Path) -> None:
     assert got == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
 
 
-def quantised_model(folder: Path, to: Quantization, **sizes: int) -> PreTrainedModel:
+def quantised_model(folder: Path, to: Quantization, family: str, **sizes: int) -> PreTrainedModel:
     """A checkpoint in bfloat16, and the model with its weights as ``to`` rounds them, in float32."""
-    model = write_checkpoint(served("llama", **sizes), folder)
+    model = write_checkpoint(served(family, **sizes), folder)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             weight = module.weight.data.to(torch.bfloat16)
             module.weight.data = quantise(name, weight, to, {}).dense(torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:  # of experts
+            codes = quantise_experts(name, parameter.data.to(torch.bfloat16), to, {})
+            parameter.data = torch.stack([one.dense(torch.float32) for one in codes.each])
     return model
 
 
@@ -122,7 +126,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # two ra
     ("compute", "to"), [("cpu:1", "int8"), ("cpu:1", "int4"), ("emulated:1", "int8"), ("emulated:1", "fp8")]
 )
 def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> None:
-    reference = quantised_model(tmp_path, to, **SIZES)
+    reference = quantised_model(tmp_path, to, "llama", **SIZES)
     got = tokens(tmp_path, compute=compute, dtype=DType.BFLOAT16, quantization=to)
     assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
 
@@ -133,8 +137,18 @@ def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> No
 @pytest.mark.parametrize(("compute", "to"), [("cpu:2", "int8"), ("cpu:2", "int4"), ("emulated:2", "int8")])
 def test_ranks_have_the_same_quantised_weights(tmp_path: Path, compute: str, to: Quantization) -> None:
     """Their scales are those of whole outputs, not of a rank's part of the inputs."""
-    reference = quantised_model(tmp_path, to, **SIZES)
+    reference = quantised_model(tmp_path, to, "llama", **SIZES)
     got = tokens(tmp_path, compute=compute, tensor_parallel=2, dtype=DType.BFLOAT16, quantization=to)
+    assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_experts_are_quantised_at_load(tmp_path: Path, ranks: int) -> None:
+    """What chooses them is not. Ranks have the codes of whole weights."""
+    reference = quantised_model(tmp_path, "int8", "deepseek_v3")
+    settings = {"compute": f"cpu:{ranks}", "tensor_parallel": ranks}
+    got = tokens(tmp_path, **settings, dtype=DType.BFLOAT16, quantization="int8")
     assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
 
 
@@ -151,7 +165,7 @@ def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form", "why"),
-    [("llama", "awq", "quantised already"), ("deepseek_v3", None, "of experts .*which are not quantised")],
+    [("llama", "awq", "quantised already"), ("gpt_oss", None, "of experts .*which are not quantised on cpu")],
 )
 def test_what_is_not_quantised_at_load(tmp_path: Path, family: str, form: str | None, why: str) -> None:
     model = write_checkpoint(served(family), tmp_path)
