@@ -1,5 +1,6 @@
 """What has been measured of a device, kept in the user's cache: later starts on such a device find it again."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, TypeVar
@@ -7,6 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from lamina.env import environment
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -28,9 +31,13 @@ def load(path: Path | None, kind: type[T]) -> T | None:
 
 
 def save(path: Path | None, found: Any) -> None:
-    """Keep it, whole, for later processes, if there is a place for it."""
-    if path is not None:
+    """Keep it, whole, for later processes, if there is a place for it that can be written to."""
+    if path is None:
+        return
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
         unfinished.replace(path)
+    except OSError as error:
+        logger.warning("what was measured is not kept, and measured again by the next start: %s", error)

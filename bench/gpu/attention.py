@@ -28,9 +28,9 @@ NARROW = (KvElement.INT8, KvElement.FP8)
 def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int) -> None:
     """Compile all tilings that ``tune`` tries, on all cores."""
     programs = {
-        attend_program(spec, element, tiling, measure.tile(spec, element, prompt), np.uint16, capability)
+        attend_program(spec, element, tiling, measure.tile(spec, element, prompt), np.uint16, capability, None, joins)
         for spec, element in cases
-        for prompt in (False, True)
+        for prompt, joins in product((False, True), repeat=2)
         for tiling in measure.candidates(element, prompt)
     }
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:

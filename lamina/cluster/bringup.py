@@ -61,8 +61,8 @@ class ClusterPlan:
         kinds: of devices, by worker. greetings: by worker.
         threads: of a worker of a role, given its greeting. spins_s: see ``Fabric``.
         kv_bytes: of each of so many memory workers of a machine with so many bytes free.
-        kv_bytes_on_gpu: given those free on it, all of its, and its share of those free on its machine, 0 if it cannot
-            use them. kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
+        kv_bytes_on_gpu: given those free on it, all of its, and its share of those free on its machine.
+            kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
         is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``; those on
             GPUs keep everything. prefix_cache, polling: as in ``EngineConfig``.
@@ -188,6 +188,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         ranks,
         plan.forgets,
         plan.polling,
+        asked.gpu_share,
     )
     control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes))
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
@@ -284,15 +285,17 @@ def _capacities(
     Raises ConfigError for fewer than 2 slots.
     """
     slab = _slab(plan, loaded)
-    every = {name: plan.greetings[name].host for name in found}
-    hosts = {name: host for name, host in every.items() if not found[name].gpu_total}
+    hosts = {name: plan.greetings[name].host for name in found}
+    on_hosts = {name: host for name, host in hosts.items() if not found[name].gpu_total}
+    on_gpus = {name: host for name, host in hosts.items() if name not in on_hosts}
+    sizes = {name: plan.kv_bytes(*_share(name, on_hosts, found)) for name in on_hosts}
+    for name, host in on_gpus.items():
+        count, free = _share(name, on_gpus, found)
+        left = free - sum(sizes[one] for one in on_hosts if boot(hosts[one]) == boot(host))
+        sizes[name] = plan.kv_bytes_on_gpu(found[name].gpu_bytes, found[name].gpu_total, max(0, left) // count)
     capacities = {}
     for name, each in found.items():
-        if each.gpu_total:
-            count, free = _share(name, every, found) if each.managed else (1, 0)
-            nbytes = plan.kv_bytes_on_gpu(each.gpu_bytes, each.gpu_total, free // count)
-        else:
-            nbytes = plan.kv_bytes(*_share(name, hosts, found))
+        nbytes = sizes[name]
         capacities[name] = (slab if each.forgets else slab.whole.with_pages(shards)).slots(nbytes, most)
         if capacities[name] < 2:
             raise ConfigError(
@@ -327,7 +330,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
 
     def kv_bytes(found: Resources, largest: int, promised: int) -> int:
         if found.gpu_total:
-            return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total, 0)
+            return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total, max(0, found.machine_bytes - promised))
         return plan.kv_bytes_of_joiner(found.free_bytes, largest, promised)
 
     fabric = Fabric(

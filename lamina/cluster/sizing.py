@@ -63,7 +63,7 @@ def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int, total_bytes: int, hos
     """Bytes of KV for a memory worker on a GPU with so many bytes free, of its total. Raises ConfigError.
 
     What others use of the GPU, such as the weights of a compute worker, counts as used. ``host_bytes``: of the machine,
-    which the GPU may use besides if more is wanted than it has; 0: it cannot.
+    which the GPU may use besides if more is wanted than it has.
     """
     wanted, share = config.kv_cache_memory_bytes, config.gpu_memory_utilization
     spared = total_bytes - int(share * total_bytes)

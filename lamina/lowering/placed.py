@@ -57,6 +57,11 @@ class PlacedSlice:
         likes = [_like(weight) for weight in self._weights]
         self.digest = hashlib.sha256(f"{graphs.main.code}{likes}".encode()).hexdigest()[:16]
 
+    @property
+    def fixed(self) -> list[Tensor]:
+        """Its weights, but for those in a library's own form."""
+        return [weight for weight in self._weights if isinstance(weight, Tensor)]
+
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """The values that depend on positions int64 [T], in host memory, alone."""
         return self._constants if self._table is None else self._table.at(positions)

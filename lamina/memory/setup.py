@@ -103,7 +103,7 @@ def largest(asked: Reserve, polls: bool = False) -> Largest:
     if polls:  # what each lane keeps: a request, and out and lse apart
         buffers += (request_nbytes(specs, setup.dtype, few), *[reply_nbytes(specs, few)] * 2) * lanes
     polled = (lanes, few) if polls else (0, 0)
-    return Largest(min(rows, asked.sequences * own), rows, tables, buffers, polled)
+    return Largest(min(rows, asked.sequences * own), rows, tables, buffers, polled, setup.gpu_share)
 
 
 class UsageReports:

@@ -12,6 +12,7 @@ import numpy as np
 from lamina.memory.device.base import Pairs, Slots, SlotsOf
 
 FEWEST_TOKENS = 64
+DEEPEST = 32  # prefixes of prefixes that are looked at
 KEPT = 64
 """Steps' findings that are kept: of several lanes, and of messages in pieces."""
 
@@ -47,6 +48,8 @@ class SharedPrefixes:
     def forget(self, segments: Collection[Hashable]) -> None:
         """These segments have ended or lost tokens."""
         gone = frozenset(segments)
+        if not gone:
+            return
         for key in [key for key in self._known if not gone.isdisjoint(key[0])]:
             del self._known[key]
 
@@ -56,6 +59,8 @@ class SharedPrefixes:
             return []
         key: _Seen = tuple(pairs.keys), tuple(pairs.first), tuple(pairs.rows)
         found = self._known.get(key)
+        if found is not None:
+            self._known.move_to_end(key)
         if found is None or any(pairs.stop[i] - pairs.first[i] < one.tokens for one in found for i in one.pairs):
             found = self._known[key] = self._find(pairs, slots)
             if len(self._known) > KEPT:
@@ -73,21 +78,28 @@ class SharedPrefixes:
         return found if sum(one.saved for one in found) >= self._least else []
 
 
-def _best(pairs: Sequence[int], held: Mapping[int, Slots], known: int = 0) -> list[Shared]:
-    """How to group ``pairs``, which share their first ``known`` tokens, so that the most tokens are saved."""
-    if len(pairs) < 2:
-        return []
+def _common(pairs: Sequence[int], held: Mapping[int, Slots], known: int) -> int:
+    """Tokens that all ``pairs`` share, of which the first ``known`` are."""
     shortest = min(len(held[i]) for i in pairs)
+    if known == shortest or len({int(held[i][known]) for i in pairs}) > 1:
+        return known
     first = held[pairs[0]][known:shortest]
     same = np.ones(len(first), bool)
     for i in pairs[1:]:
         same &= held[i][known:shortest] == first
-    common = shortest if same.all() else known + int(same.argmin())
+    return shortest if same.all() else known + int(same.argmin())
+
+
+def _best(pairs: Sequence[int], held: Mapping[int, Slots], known: int = 0, depth: int = 0) -> list[Shared]:
+    """How to group ``pairs``, which share their first ``known`` tokens, so that the most tokens are saved."""
+    if len(pairs) < 2 or depth > DEEPEST:
+        return []
+    common = _common(pairs, held, known)
     apart: dict[int, list[int]] = {}
     for i in pairs:
         if len(held[i]) > common:
             apart.setdefault(int(held[i][common]), []).append(i)
-    parts = [one for some in apart.values() for one in _best(some, held, common)]
+    parts = [one for some in apart.values() for one in _best(some, held, common, depth + 1)]
     if common < FEWEST_TOKENS:
         return parts
     # Sets that save more by themselves stay so; all other pairs share what all have in common.

@@ -187,9 +187,10 @@ class Placement:
     ) -> list[tuple[str, int]] | None:
         """Reserve ``tokens`` for ``sequences``, which will grow on the last worker; None if they do not fit now.
 
-        Returns (worker, tokens) in the order of the tokens: only the worker with most room, unless the request
-        ``splits``. Workers in ``besides`` are excluded. ``found``: cached prefixes by worker, which count ``AFFINITY``
-        times as much as free room, and are not reserved again; must be empty for a request that splits.
+        Returns (worker, tokens) in the order of the tokens: only the worker with most room, or the one that reads all
+        its KV soonest then (``token_s``), unless the request ``splits``. Workers in ``besides`` are excluded.
+        ``found``: cached prefixes by worker, which count ``AFFINITY`` times as much as free room, and are not reserved
+        again; must be empty for a request that splits.
         """
         spans = self.fitting(tokens, sequences, besides, found)
         if spans is None:
@@ -247,8 +248,15 @@ class Placement:
         fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]
         if not fitting:
             return None
+        room, other = self._best(tokens, sequences, besides)
+        if self.token_s.get(other):  # a prefix counts as so many tokens less to read
+
+            def seconds(one: str, cached: int) -> float:
+                return (self.reserved[one] + tokens - AFFINITY * cached) * self.token_s.get(one, 0.0)
+
+            soonest = min(fitting, key=lambda one: seconds(one, found[one].length))
+            return soonest if seconds(soonest, found[soonest].length) <= seconds(other, 0) else None
         nearest = max(fitting, key=lambda one: rooms[one] + AFFINITY * found[one].length)
-        room, _ = self._best(tokens, sequences, besides)
         return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def next_worker(self, worker: str) -> str | None:

@@ -4,7 +4,6 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -38,23 +37,12 @@ def greeting() -> Hello:
     return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma)
 
 
-class GpuMemory(NamedTuple):
-    """Bytes free on a GPU, and all of its; ``managed``: it reads the machine's memory too, as if it were its own."""
-
-    free: int
-    total: int
-    managed: bool
-
-
-NO_GPU = GpuMemory(0, 0, False)
-
-
-def inspection(device: str, gpu_memory: Callable[[str], GpuMemory]) -> Inspection:
-    """What answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: its own; ``NO_GPU`` unless it is one."""
+def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
+    """What answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: bytes free on it and in all, 0 unless it is a
+    GPU."""
 
     def inspect(sent_ns: int, now_ns: int) -> Resources:
         machine = psutil.virtual_memory().available
-        gpu = gpu_memory(device)
-        return Resources(sent_ns, now_ns, free_memory(), machine, gpu.free, gpu.total, device == "cpu", gpu.managed)
+        return Resources(sent_ns, now_ns, free_memory(), machine, *gpu_memory(device), device == "cpu")
 
     return inspect

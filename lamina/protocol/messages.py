@@ -54,6 +54,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.heads``), which the
     ``ranks`` of a replica share. ``overcommit`` times as many tokens are held by the slab and a file in ``spill_dir``
     together. ``forgets``: layers with a window keep no tokens that it has left. ``polling``: who waits for messages.
+    ``gpu_share``: as in ComputeSetup.
     """
 
     attentions: list[AttentionSpec]
@@ -69,6 +70,7 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
     ranks: int = 1
     forgets: bool = False
     polling: Polling = "host"
+    gpu_share: float = 1.0
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
@@ -221,7 +223,6 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
         sent_ns: as in Inspect.
         free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
         gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none. forgets: its slab can, see MemorySetup.
-        managed: its GPU reads the machine's memory too, as if it were its own.
     """
 
     sent_ns: int
@@ -231,7 +232,6 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
     gpu_bytes: int = 0
     gpu_total: int = 0
     forgets: bool = True
-    managed: bool = False
 
 
 class LoadProgress(msgspec.Struct, tag=True, frozen=True):

@@ -14,7 +14,7 @@ from lamina.env import LOG_FORMAT, environment
 from lamina.errors import UserError
 from lamina.protocol.control import Bootstrap, ControlClient
 from lamina.protocol.lifeline import exit_with
-from lamina.protocol.machine import NO_GPU, GpuMemory, greeting, inspection
+from lamina.protocol.machine import greeting, inspection
 from lamina.protocol.messages import Failed
 
 
@@ -40,12 +40,12 @@ def read_bootstrap() -> Bootstrap:
 
 def run_worker(
     build: Build,
-    gpu_memory: Callable[[str], GpuMemory] = lambda device: NO_GPU,
+    gpu_memory: Callable[[str], tuple[int, int]] = lambda device: (0, 0),
     bootstrap: Bootstrap | None = None,
 ) -> None:
     """Body of a worker process: build the worker that the bootstrap (None: on standard input) describes, and serve.
 
-    ``gpu_memory``: that of a device; ``NO_GPU`` unless it is one.
+    ``gpu_memory``: bytes free on a device and in all, 0 unless it is a GPU.
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
     """
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)

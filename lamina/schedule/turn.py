@@ -87,7 +87,7 @@ class Turn:
         self._suspects = Suspects()
         self._chooser = chooser(pipeline)
         self._balancing: Balancing | None = None
-        if balance != "off" and placement.moves:
+        if balance in POLICIES and placement.moves:
             self._balancing = Balancing(POLICIES[balance](), self.scheduler.moves, placement)
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)

@@ -103,6 +103,14 @@ def test_little_is_left_alone_and_what_segments_lose_is_looked_for_again() -> No
     assert prefixes.find(step(slab), slab.slots) == [Shared((0, 1), 20)]
 
 
+def test_prefixes_of_prefixes_of_many_sequences() -> None:
+    """Each goes on where another one ends, hundreds of times."""
+    slab = grown([(0, 0, 4), *((each - 1, 1000, 1) for each in range(1, 900))])
+    found = SharedPrefixes(least=0).find(step(slab), slab.slots)
+    members = [pair for one in found for pair in one.pairs]
+    assert len(members) == len(set(members)) and sum(one.saved for one in found) > 0
+
+
 def test_chunks_of_prompts_and_tokens_after_the_query_are_not_shared() -> None:
     slab = grown([(0, 0, 20), (0, 20, 1), (0, 20, 1)])
     lengths = [20, 21, 21]

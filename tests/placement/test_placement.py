@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lamina.errors import RequestError
 from lamina.groups import Completion, Group
 from lamina.pipeline import Pipeline
-from lamina.placement.map import AHEAD, WATERMARK, Placement
+from lamina.placement.map import AHEAD, WATERMARK, Found, Placement
 from lamina.placement.recovery import POLICIES, victims
 from lamina.schedule.limits import Limits
 from lamina.topology import FIRST, Member, Topology
@@ -88,6 +88,13 @@ def test_once_speeds_are_known_a_request_goes_where_all_is_read_soonest(
             assert spans is not None and times[spans[0][0]] == min(times.values()) and len(spans) == 1
         elif spans is not None:
             assert not used[spans[0][0]], "an empty worker may be filled"
+
+
+def test_a_short_cached_prefix_on_a_slow_worker_is_left_there() -> None:
+    placement = Placement({"fast": 100_000, "slow": 1_000_000})
+    placement.token_s = {"fast": 1e-9, "slow": 1e-7}
+    for cached, wanted in ((16, "fast"), (1990, "slow")):
+        assert placement.fitting(2000, 1, found={"slow": Found(cached, cached)}) == [(wanted, 2000)]
 
 
 @given(

@@ -47,6 +47,8 @@ class Fusion:
         known = self._known.get(key)
         if known is not None and known.plain <= known.fused:
             return record(graph)
+        for tensor in piece.fixed:  # only the rows' number differs: kernels know all other sizes
+            torch._dynamo.mark_static(tensor)
         try:
             fused = record(self._compiled(graph))
         except RuntimeError as error:

@@ -5,7 +5,7 @@ Arrays are the backend's; uint16 means bfloat16 bits.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,10 +56,10 @@ class KvSlab:
 
     @classmethod
     def allocate(
-        cls, backend: Backend, element: KvElement, spec: AttentionSpec, slots: int, managed: bool = False
+        cls, backend: Backend, element: KvElement, spec: AttentionSpec, slots: int, on_host: bool = False
     ) -> "KvSlab":
-        """A slab of uninitialised slots; ``managed``: in the host's memory."""
-        empty = backend.managed if managed else backend.empty
+        """A slab of uninitialised slots; ``on_host``: in the host's memory."""
+        empty = backend.on_host if on_host else backend.empty
         k = empty((slots, spec.kv_heads, spec.qk_dim), STORAGE[element])
         v = empty((slots, spec.kv_heads, spec.v_dim), STORAGE[element])
         if not element.scaled:
@@ -266,6 +266,12 @@ class Attention:
         self._most_rows = int(table[:, 1].max(initial=0))
         self._new_rows = int(table[:, 6].max(initial=-1)) + 1
         self._current = {pairs_of: self._plan(pairs_of) for pairs_of in self._current}
+
+    def plan(self, specs: Sequence[AttentionSpec], element: KvElement) -> None:
+        """Cut the step's work for these attentions now, in the current stream, instead of with their first call."""
+        for pairs in dict.fromkeys(one for spec in specs for one in _PairClass.all(spec, element, self._most_rows)):
+            if pairs not in self._current:
+                self._current[pairs] = self._plan(pairs)
 
     def partial(
         self,

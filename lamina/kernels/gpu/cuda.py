@@ -22,9 +22,6 @@ from lamina.types import AttentionSpec, KvElement
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
 SHARED_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
-CONCURRENT_MANAGED_ACCESS = 89  # cudaDevAttrConcurrentManagedAccess
-PREFERRED_LOCATION, ACCESSED_BY = 3, 5  # of cudaMemoryAdvise
-HOST = -1  # cudaCpuDeviceId
 TIMED_CALLS, TIMED_ROUNDS = 3, 5
 STAGINGS = 4  # uploads in flight before the next one waits
 
@@ -44,7 +41,6 @@ class Cuda:
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
         self.capability = int(self.device.compute_capability)
-        self.manages = bool(cupy.cuda.runtime.deviceGetAttribute(CONCURRENT_MANAGED_ACCESS, index))
         self._shared_bytes = int(cupy.cuda.runtime.deviceGetAttribute(SHARED_OPTIN, index))
         self._kernels: dict[Program, tuple[Any, Binary]] = {}
         self._constants: dict[tuple[float, ...], Any] = {}
@@ -60,18 +56,17 @@ class Cuda:
         """Uninitialised device memory."""
         return cupy.empty(shape, dtype)
 
-    def free_bytes(self) -> int:
-        """See ``Backend``: free on the device, and in the pool."""
-        return int(self.device.mem_info[0] + cupy.get_default_memory_pool().free_bytes())
+    def memory(self) -> tuple[int, int]:
+        """See ``Backend``: without the pool's, which is kept for later allocations."""
+        free, total = self.device.mem_info
+        return int(free), int(total)
 
-    def managed(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """See ``Backend``. Pages stay on the host: they would be moved back and forth otherwise."""
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        memory = cupy.cuda.malloc_managed(max(1, nbytes))
-        if nbytes:
-            cupy.cuda.runtime.memAdvise(memory.ptr, nbytes, PREFERRED_LOCATION, HOST)
-            cupy.cuda.runtime.memAdvise(memory.ptr, nbytes, ACCESSED_BY, self.device.id)
-        return cupy.ndarray(shape, dtype, memory)
+    def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """See ``Backend``: pinned memory, which has the same address on the device."""
+        nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
+        pinned = cupy.cuda.alloc_pinned_memory(nbytes)
+        memory = cupy.cuda.UnownedMemory(pinned.ptr, nbytes, pinned, self.device.id)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def trim(self) -> None:
         """See ``Backend``."""

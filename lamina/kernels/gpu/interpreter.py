@@ -23,7 +23,6 @@ class Interpreter:
     multiprocessors = 2
     name = "interpreter"
     timed = False
-    manages = True
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         """See ``Backend``."""
@@ -33,11 +32,11 @@ class Interpreter:
         """Memory full of ones: NaN in every floating-point type, -1 in every signed one."""
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
 
-    def free_bytes(self) -> int:
+    def memory(self) -> tuple[int, int]:
         """See ``Backend``; more than any test needs."""
-        return 1 << 40
+        return 1 << 40, 1 << 40
 
-    def managed(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+    def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """See ``Backend``; all memory is the host's."""
         return self.empty(shape, dtype)
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling
 from lamina.kernels.gpu.program import Backend
-from lamina.kernels.gpu.specialize import attend_program, decode_tile, prompt_tile
+from lamina.kernels.gpu.specialize import attend_program, decode_tile, prompt_tile, sees_all
 from lamina.kernels.segments import SegmentTable
 from lamina.types import AttentionSpec, KvElement
 
@@ -132,8 +132,12 @@ def _fitting(
     block_m, found = tile(spec, element, prompt), list[Tiling]()
     for tiling in candidates(element, prompt):
         given = spec, element, tiling, block_m, query, backend.capability
-        appending = () if prompt else (attend_program(*given, query),)
-        if all(backend.fits(each) for each in (attend_program(*given), attend_program(*given, joins=True), *appending)):
+        variants = [attend_program(*given)]
+        if not prompt:
+            variants.append(attend_program(*given, query))
+        if sees_all(spec):
+            variants.append(attend_program(*given, joins=True))
+        if all(map(backend.fits, variants)):
             found += [replace(tiling, waves=waves) for waves in ((1,) if prompt else WAVES)]
     return found
 

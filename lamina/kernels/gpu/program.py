@@ -59,17 +59,15 @@ class Backend(Protocol):
     """The device's name, under which measured tilings are stored."""
     timed: bool
     """Whether times say anything: False where programs are interpreted."""
-    manages: bool
-    """Whether it has ``managed`` memory."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""
 
-    def free_bytes(self) -> int:
-        """Bytes that ``empty`` may still allocate."""
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the device that nobody has allocated, and all of its."""
 
-    def managed(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Uninitialised memory of the host that programs read and write where it is. Only if it ``manages`` any."""
+    def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
+        """Uninitialised memory of the host that programs read and write where it is."""
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         """These numbers as float32 on the device; the first call may wait for what runs there."""

@@ -15,6 +15,12 @@ COMBINED_PARTS = 16  # partials that ``combine`` reads at once
 WRITTEN_WORDS = 256  # words of page tables that one program writes
 
 
+def sees_all(spec: AttentionSpec) -> bool:
+    """True if a query sees all tokens before its own, and alike wherever it is: those shared with others may be read
+    for all at once."""
+    return not spec.window and not spec.chunk and spec.alibi_slopes is None
+
+
 def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
     """The tile of decode programs: its rows, and the most query rows of a pair that such a program takes.
 

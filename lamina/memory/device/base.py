@@ -68,6 +68,7 @@ class Largest:
         tables: of all steps that are planned at once.
         buffers: bytes of the arrays on the GPU that serving one request takes at once.
         polled: lanes that the GPU may serve itself, and query rows of the largest request that comes in a slot.
+        gpu_share: of the GPU's memory, which may be in use in all.
     """
 
     pairs: int
@@ -75,6 +76,7 @@ class Largest:
     tables: int
     buffers: Sequence[int] = ()
     polled: tuple[int, int] = (0, 0)
+    gpu_share: float = 1.0
 
 
 class Table(Protocol):

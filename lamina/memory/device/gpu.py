@@ -7,11 +7,12 @@ by the GPU itself, see ``lamina.memory.ahead``.
 """
 
 import functools
+import itertools
 import logging
 import os
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ import numpy as np
 from lamina.errors import CapacityError, ConfigError
 from lamina.kernels.gpu.attention import Attention, KvSlab, Scratch, append, pair_table, write_words
 from lamina.kernels.gpu.program import Backend
-from lamina.kernels.gpu.specialize import power_of_two
+from lamina.kernels.gpu.specialize import power_of_two, sees_all
 from lamina.kernels.gpu.tables import PageTables
 from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
 from lamina.memory.device.polled import GpuPolled
-from lamina.memory.device.workspaces import Workspaces, sees_all
+from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.sharing import SharedPrefixes, rest_of, shared_of
 from lamina.transport.device.slots import PolledSlots
 from lamina.types import AttentionSpec, KvElement
@@ -132,7 +133,8 @@ class Gpu:
         self.polled = None if slots is None else GpuPolled(backend, self._workspaces, self.launch, slots)
         self._specs = attentions
         self._pages = _Pages(backend, power_of_two(2 * capacity))
-        self._slabs = _slabs(backend, element, attentions, capacity)
+        self._slabs = _slabs(backend, element, attentions, capacity, self._workspaces.gpu_share)
+        self._element, self._kinds = element, list(dict.fromkeys(replace(spec, layer=0) for spec in attentions))
         self._cascades = {sees_all(spec) for spec in attentions}
         token_bytes = max(spec.slab_bytes_per_token(element) for spec in attentions)
         self._sharing = SharedPrefixes(least_saved // token_bytes)
@@ -169,11 +171,12 @@ class Gpu:
         shared = self._sharing.find(pairs, slots) if True in self._cascades else []
         whole = cascade = None
         if not shared or False in self._cascades:
-            whole = self._begun(pairs, starts)
+            whole = self._begun(pairs, starts, [spec for spec in self._kinds if not (shared and sees_all(spec))])
         if shared:
-            together, order = shared_of(pairs, shared)
-            rest = self._begun(rest_of(pairs, shared), starts)
-            cascade = rest, self._begun(together, [starts[one.pairs[0]] for one in shared], order, sum(pairs.rows))
+            (together, order), kinds = shared_of(pairs, shared), list(filter(sees_all, self._kinds))
+            first = [starts[one.pairs[0]] for one in shared]
+            rest = self._begun(rest_of(pairs, shared), starts, kinds)
+            cascade = rest, self._begun(together, first, kinds, order, sum(pairs.rows))
         table, reader = GpuTable(self, pages, whole, cascade), pages.tables.begin()
         given_back, used = self._workspaces.give, [each for each in (whole, *(cascade or ())) if each is not None]
 
@@ -185,13 +188,21 @@ class Gpu:
         weakref.finalize(table, end).atexit = False
         return table
 
-    def _begun(self, pairs: Pairs, starts: Sequence[int], order: Slots | None = None, rows: int = 0) -> Attention:
-        """Attention of these pairs, whose segments' page tables begin at ``starts``; see ``Attention.begin``. ``rows``:
-        of the step, if not those of the pairs."""
+    def _begun(
+        self,
+        pairs: Pairs,
+        starts: Sequence[int],
+        kinds: Sequence[AttentionSpec],
+        order: Slots | None = None,
+        rows: int = 0,
+    ) -> Attention:
+        """The attentions ``kinds`` of these pairs, whose segments' page tables begin at ``starts``; see
+        ``Attention.begin``. ``rows``: of the step, if not those of the pairs."""
         new = np.array(pairs.new, np.int32) if pairs.new else None
         words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
         attention = self._workspaces.take(len(words), rows or sum(pairs.rows))
         attention.begin(words, order)
+        attention.plan(kinds, self._element)  # a lane that the GPU serves must not take memory
         return attention
 
     def forget(self, segments: Sequence[Hashable]) -> None:
@@ -264,23 +275,25 @@ class Gpu:
         return self._pages, starts
 
 
-def _slabs(backend: Backend, element: KvElement, attentions: Sequence[AttentionSpec], capacity: int) -> list[KvSlab]:
-    """The slabs of all layers: those for which the GPU has no room in the host's memory, if it can read that."""
-    slabs, left, outside = list[KvSlab](), backend.free_bytes(), 0
-    for spec in attentions:
-        nbytes = capacity * spec.slab_bytes_per_token(element)
-        managed = nbytes > left and backend.manages
-        slabs.append(KvSlab.allocate(backend, element, spec, capacity, managed))
-        left -= 0 if managed else nbytes
-        outside += managed
-    if outside:
+def _slabs(
+    backend: Backend, element: KvElement, attentions: Sequence[AttentionSpec], capacity: int, share: float
+) -> list[KvSlab]:
+    """The slabs of all layers. If the GPU has no room for all, the last ones are in the host's memory, and ``share`` of
+    the GPU's is used."""
+    sizes = [capacity * spec.slab_bytes_per_token(element) for spec in attentions]
+    left, total = backend.memory()
+    if sum(sizes) > left:
+        left -= round((1 - share) * total)
+    here = [end <= left for end in itertools.accumulate(sizes)]
+    if not all(here):
         logger.warning(
             "%s has room for the KV of %d of %d layers; it reads that of the others over its bus, much more slowly",
             backend.name,
-            len(attentions) - outside,
-            len(attentions),
+            sum(here),
+            len(here),
         )
-    return slabs
+    pairs = zip(attentions, here, strict=True)
+    return [KvSlab.allocate(backend, element, spec, capacity, on_host=not fits) for spec, fits in pairs]
 
 
 class _Pages:

@@ -9,7 +9,6 @@ import numpy as np
 from lamina.kernels.gpu.device import memory
 from lamina.memory.device.base import Device, Largest
 from lamina.memory.device.windows import Needed
-from lamina.protocol.machine import NO_GPU, GpuMemory
 from lamina.types import AttentionSpec, KvElement, Polling
 
 
@@ -63,11 +62,7 @@ def reserve(
         reserve(name, attentions, element, query, largest)
 
 
-def gpu_memory(name: str) -> GpuMemory:
-    """That of the device ``name`` if it is a GPU, which this process uses already; ``NO_GPU`` otherwise."""
+def gpu_memory(name: str) -> tuple[int, int]:
+    """(free, total) bytes of the device ``name`` if it is a GPU that this process may use; zeros otherwise."""
     kind, _, index = name.partition(":")
-    if kind != "cuda" or not index.isdecimal():
-        return NO_GPU
-    from lamina.memory.device.gpu import backend
-
-    return GpuMemory(*memory(int(index)), backend(name).manages)
+    return memory(int(index)) if kind == "cuda" and index.isdecimal() else (0, 0)

@@ -15,7 +15,7 @@ from lamina.kernels.gpu.attention import MOST_CHANGES, Attention, Scratch, StepC
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.measure import measure
 from lamina.kernels.gpu.program import Backend
-from lamina.kernels.gpu.specialize import append_program, power_of_two, write_words_program
+from lamina.kernels.gpu.specialize import append_program, power_of_two, sees_all, write_words_program
 from lamina.memory.device.base import Largest
 from lamina.types import AttentionSpec, KvElement
 
@@ -23,14 +23,12 @@ MOST_TABLES = 64  # kept for later steps, before ``reserve`` says how many
 PARTS_OF_TABLES = 3  # a step's pairs, and if they share prefixes, the prefixes and the rest
 
 
-def sees_all(spec: AttentionSpec) -> bool:
-    """True if a query sees all tokens before its own, and alike wherever it is: those shared with others may be read
-    for all at once."""
-    return not spec.window and not spec.chunk and spec.alibi_slopes is None
-
-
 class Workspaces:
-    """Memory for the tables of steps and for parts of attentions, shared by all steps of a GPU."""
+    """Memory for the tables of steps and for parts of attentions, shared by all steps of a GPU.
+
+    Attributes:
+        gpu_share: of the GPU's memory, which may be in use in all.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -38,6 +36,7 @@ class Workspaces:
         self._scratch = Scratch(backend)
         self._most_tables, self._used = MOST_TABLES, 0
         self._lane_floats = 0
+        self.gpu_share = 1.0
         self._unused = collections.deque[Attention]()  # in order of last use
 
     def take(self, pairs: int, rows: int) -> Attention:
@@ -74,7 +73,7 @@ class Workspaces:
 
         Raises MemoryError if the GPU has too little.
         """
-        self._most_tables = largest.tables * PARTS_OF_TABLES
+        self._most_tables, self.gpu_share = largest.tables * PARTS_OF_TABLES, largest.gpu_share
         measure(self._backend, list(dict.fromkeys(attentions)), element, query, self._choices)
         pairs, rows = power_of_two(min(largest.pairs, largest.rows)), power_of_two(largest.rows)
         specs = list(dict.fromkeys(replace(spec, layer=0) for spec in attentions))
