@@ -15,6 +15,7 @@ from lamina.memory.device.base import Array, Floats, New, Pairs, Table
 from lamina.memory.device.select import make
 from lamina.memory.device.windows import STEPS_KEPT
 from lamina.memory.slab import Slab
+from lamina.memory.starts import brought, step_starts
 from lamina.memory.tables import Attended, Further, StepTables
 from lamina.protocol.wire import (
     MessageRows,
@@ -294,7 +295,7 @@ class KvStore:
 
     def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:
         rows = message_rows(plan, self._segments, self.worker, self.shards, rank, self._ranks)
-        kept = [*rows.kept, *((self._key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
+        kept = brought(rows, self._key)
         if rank % self._sharers:  # these tokens have slots: another rank that has the same shard sends them too
             tails = [self.slab.slots(segment)[-count:] for segment, count in kept]
             appended = np.concatenate([*tails, np.empty(0, np.int32)])
@@ -317,9 +318,13 @@ class KvStore:
 
     def _note_starts(self, messages: Iterable[MessageRows]) -> None:
         """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
-        attends = [one for rows in messages for one in (*rows.attends, *dict(rows.further).values())]
-        for sequence, start in {(one.sequence, one.start) for one in attends}:
+        steps = [(rows, brought(rows, self._key)) for rows in messages]
+        for sequence, start in step_starts(steps, self._end).items():
             self._starts.setdefault(sequence, _first(start)).append(start)
+
+    def _end(self, key: SegmentKey) -> int:
+        """The position behind the last token of a segment."""
+        return key[1] // self.shards.count + len(self.slab.slots(key))
 
     def _needed(self, window: int) -> Iterator[npt.NDArray[np.int32]]:
         """See ``Needed``. Of a sequence that has come from elsewhere and not run here, all is needed."""

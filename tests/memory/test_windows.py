@@ -3,7 +3,7 @@
 import collections
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -142,7 +142,7 @@ class Uncached(Forgetting):
     prefix_cache = False
 
 
-def forget_at_random(kind: type[Forgetting], seeds: range) -> tuple[int, int]:
+def forget_at_random(kind: type[Forgetting], seeds: Iterable[int]) -> tuple[int, int]:
     """Returns how often a worker had forgotten more than half of what its sequences have, and how often a request began
     with a cached prefix."""
     forgotten = hits = 0
@@ -161,7 +161,8 @@ def forget_at_random(kind: type[Forgetting], seeds: range) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", [Uncached, Checkpointed])
 def test_layers_with_a_window_attend_as_if_nothing_had_been_forgotten(kind: type[Forgetting]) -> None:
     """Whatever is forked, grows, moves, is dropped, aborted or lost."""
-    forgotten, hits = forget_at_random(kind, range(10))
+    # With the last seed, tokens of a step that attends to nothing were forgotten between two of its layers.
+    forgotten, hits = forget_at_random(kind, [*range(10), 1455])
     assert forgotten > 20 and (hits > 5) == kind.prefix_cache
 
 
