@@ -34,7 +34,8 @@ logger = logging.getLogger(__name__)
 EMULATED = "emulated"
 PINNED_BITS = 25  # results up to 2^24 bytes have pinned memory from the start: some hundred decoding sequences
 LEAST_SAVED = 32 << 20
-"""What an H200 reads in 7 us, by its data sheet: about as long as two more launches take (``bench/gpu.py cascade``)."""
+"""What an H200 reads in 7 us, by its data sheet. That two more launches take about as long is an estimate, which
+``bench/gpu.py cascade`` can check."""
 NO_SLOTS = np.empty(0, np.int32)
 
 
