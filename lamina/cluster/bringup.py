@@ -284,15 +284,7 @@ def _capacities(
 
     Raises ConfigError for fewer than 2 slots.
     """
-    slab = _slab(plan, loaded)
-    hosts = {name: plan.greetings[name].host for name in found}
-    on_hosts = {name: host for name, host in hosts.items() if not found[name].gpu_total}
-    on_gpus = {name: host for name, host in hosts.items() if name not in on_hosts}
-    sizes = {name: plan.kv_bytes(*_share(name, on_hosts, found)) for name in on_hosts}
-    for name, host in on_gpus.items():
-        count, free = _share(name, on_gpus, found)
-        left = free - sum(sizes[one] for one in on_hosts if boot(hosts[one]) == boot(host))
-        sizes[name] = plan.kv_bytes_on_gpu(found[name].gpu_bytes, found[name].gpu_total, max(0, left) // count)
+    slab, sizes = _slab(plan, loaded), _kv_bytes(plan, {name: plan.greetings[name].host for name in found}, found)
     capacities = {}
     for name, each in found.items():
         nbytes = sizes[name]
@@ -303,6 +295,21 @@ def _capacities(
                 f"Give more with kv_cache_memory_bytes"
             )
     return capacities
+
+
+def _kv_bytes(plan: ClusterPlan, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> dict[str, int]:
+    """Bytes for the KV of each memory worker. What those on CPUs take of a machine, its GPUs cannot have as well.
+
+    Raises ConfigError.
+    """
+    on_hosts = {name: host for name, host in hosts.items() if not found[name].gpu_total}
+    on_gpus = {name: host for name, host in hosts.items() if name not in on_hosts}
+    sizes = {name: plan.kv_bytes(*_share(name, on_hosts, found)) for name in on_hosts}
+    for name, host in on_gpus.items():
+        count, free = _share(name, on_gpus, found)
+        left = free - sum(sizes[one] for one in on_hosts if boot(hosts[one]) == boot(host))
+        sizes[name] = plan.kv_bytes_on_gpu(found[name].gpu_bytes, found[name].gpu_total, max(0, left) // count)
+    return sizes
 
 
 def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Settings against the limits of a machine and a model."""
 
 import dataclasses
+from unittest.mock import Mock
 
 import pytest
 
@@ -105,6 +106,24 @@ def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -
     found = {name: Resources(0, 0, each, 1500 if name != "memory3" else 1000) for name, each in free.items()}
     shares = {name: bringup._share(name, hosts, found) for name in hosts}
     assert shares == {"memory0": (2, 400), "memory1": (2, 400), "memory2": (3, 1500), "memory3": (1, 1000)}
+
+
+@pytest.mark.parametrize(("wanted", "fits"), [(200, True), (250, True), (251, False)])
+def test_what_cpu_workers_take_of_a_machine_its_gpus_cannot_have_as_well(wanted: int, fits: bool) -> None:
+    """Of 1000 bytes, two workers on CPUs take theirs; two GPUs with 125 each may have half of the rest besides."""
+    config = EngineConfig(kv_cache_memory_bytes=wanted)
+    plan = Mock(
+        kv_bytes=lambda workers, free: sizing.kv_bytes_per_worker(config, workers, free),
+        kv_bytes_on_gpu=lambda free, total, host: sizing.kv_bytes_on_gpu(config, free, total, host // 2),
+    )
+    found = {name: Resources(0, 0, 1000, 1000) for name in ("memory0", "memory1")}
+    found |= {name: Resources(0, 0, 1000, 1000, 125, 500) for name in ("memory2", "memory3")}
+    hosts = dict.fromkeys(found, "a 1")
+    if fits:
+        assert bringup._kv_bytes(plan, hosts, found) == dict.fromkeys(found, wanted)
+    else:
+        with pytest.raises(ConfigError, match="125 bytes are free on its GPU, and the machine has 124"):
+            bringup._kv_bytes(plan, hosts, found)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from tests.random_models import random_model, variant
 class Fusing(Emulated):
     """Fuses operators for the CPU. Such kernels cannot be recorded: it runs them again."""
 
-    name, timed, backend_of = "fusing", True, "eager"
+    name, backend_of = "fusing", "eager"
 
     def __init__(self, fused_s: float = 1.0) -> None:
         self.compiles, self.times = 0, iter([2.0, fused_s] * 99)

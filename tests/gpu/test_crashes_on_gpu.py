@@ -1,6 +1,5 @@
 """Workers on a GPU that are killed: requests go on, and no process, context or memory of theirs is left."""
 
-import threading
 import time
 from pathlib import Path
 
@@ -8,12 +7,12 @@ import pytest
 import torch
 
 from lamina.config import EngineConfig
-from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.types import DType, Polling, RequestOutput
+from lamina.types import DType, Polling
 from tests.random_models import served
 from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import LONG, worker_processes
+from tests.runtime.test_survival import Streams
 
 pytestmark = pytest.mark.gpu
 SLACK = 64 << 20  # bytes; a context takes several times as much
@@ -39,25 +38,12 @@ def test_a_killed_worker_leaves_nothing_on_the_gpu(victim: str, polling: Polling
         model=str(tmp_path), compute=compute, memory="cuda:1", dtype=DType.FLOAT32, max_restarts=2, polling=polling
     )
     engine = launch(config)
-    outputs: list[RequestOutput] = []
-    started, ended = threading.Event(), threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        started.set()
-        if output.finished:
-            outputs.append(output)
-            if len(outputs) == 8:
-                ended.set()
-
     try:
-        for index in range(8):
-            engine.submit(str(index), [5, 6, 7 + index], LONG, whole(engine.tokenizer, on_output))
-        assert started.wait(60)
-        processes = worker_processes()
+        streams = Streams(engine, [([5, 6, 7 + index], LONG) for index in range(8)])
+        streams.wait_for_tokens(8)
         module = {"compute": "lamina.compute#", "memory": "lamina.memory.worker#"}[victim]
-        next(process for name, process in processes.items() if name.startswith(module)).kill()
-        assert ended.wait(120), f"{len(outputs)} of 8 requests ended"
-        assert not any(output.error for output in outputs)
+        next(process for name, process in worker_processes().items() if name.startswith(module)).kill()
+        assert len(streams.results()) == 8
     finally:
         engine.close()
     assert not worker_processes()

@@ -25,7 +25,6 @@ class Cuda:
     """A ``Kit``: GPU ``index`` of those visible to this process, in the order of their PCI bus addresses."""
 
     backend = "nccl"
-    timed = True
 
     def __init__(self, index: int) -> None:
         """Raises ConfigError if torch cannot use the GPU."""

@@ -1,5 +1,6 @@
 """A GPU emulated on the CPU, for tests: runs the code for GPUs, and replays recorded operators instead of graphs."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,6 @@ class Emulated:
     backend = "gloo"
     grouped = True
     name = "emulated"
-    timed = False
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they used."""
@@ -30,13 +30,16 @@ class Emulated:
             work(recorder.cut)
         return recorder.replays
 
-    def compiled(self, graph: Main) -> Main:
-        """See ``Kit``; times of an emulation say nothing."""
-        raise NotImplementedError
+    def compiled(self, graph: Main) -> Main | None:
+        """See ``Kit``; only operators can be recorded here."""
+        return None
 
     def seconds(self, replays: Sequence[Replay]) -> float:
-        """See ``Kit``; times of an emulation say nothing."""
-        raise NotImplementedError
+        """See ``Kit``."""
+        start = time.perf_counter()
+        for replay in replays:
+            replay()
+        return time.perf_counter() - start
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """See ``Kit``."""

@@ -35,27 +35,28 @@ class Fusion:
         self._kit = kit
         self._path = measurements.place("slices", kit.name, f"torch-{torch.__version__}")
         self._known = measurements.load(self._path, dict[str, Seconds]) or {}
-        self._fused: dict[Main, Main] = {}
+        self._fused: dict[Main, Main | None] = {}
         self._failed = set[Main]()
 
     def record(self, piece: PlacedSlice, rows: int, record: Record) -> Sequence[Replay]:
         """The faster of two recordings of a slice for so many rows, by ``record``. The first time, makes both."""
         graph = piece.graph
-        if not self._kit.timed or graph in self._failed:
-            return record(graph)
         key = f"{piece.digest}/{rows}"
         known = self._known.get(key)
-        if known is not None and known.plain <= known.fused:
+        if graph in self._failed or (known is not None and known.plain <= known.fused):
             return record(graph)
         for tensor in piece.fixed:  # only the rows' number differs: kernels know all other sizes
             torch._dynamo.mark_static(tensor)
         try:
-            fused = record(self._compiled(graph))
+            main = self._compiled(graph)
+            fused = None if main is None else record(main)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
             logger.warning("a slice runs operator by operator, as torch.compile cannot fuse it: %s", error)
             self._failed.add(graph)
+            return record(graph)
+        if fused is None:
             return record(graph)
         if known is not None:
             return fused
@@ -66,9 +67,10 @@ class Fusion:
         measurements.save(self._path, (measurements.load(self._path, dict[str, Seconds]) or {}) | self._known)
         return plain if found.plain <= found.fused else fused
 
-    def _compiled(self, graph: Main) -> Main:
+    def _compiled(self, graph: Main) -> Main | None:
         if graph not in self._fused:
-            if not self._fused:
+            fused = self._kit.compiled(graph)
+            if fused is not None and not self._fused:
                 logger.warning("fusing the operators of slices for this %s, which takes a minute once", self._kit.name)
-            self._fused[graph] = self._kit.compiled(graph)
+            self._fused[graph] = fused
         return self._fused[graph]

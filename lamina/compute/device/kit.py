@@ -30,25 +30,24 @@ class Kit(Protocol):
     Attributes:
         place: where tensors are. backend: of torch.distributed, by which ranks add up.
         grouped: torch's grouped product of bfloat16 runs without the host, so that it can be recorded.
-        name: of this kind of card, under which measurements are kept. timed: whether times say anything.
+        name: of this kind of card, under which measurements are kept.
     """
 
     place: torch.device
     backend: str
     grouped: bool
     name: str
-    timed: bool
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same
         memory, in parts: one up to each call of its argument, and the rest. ``work`` may be called more than once."""
 
-    def compiled(self, graph: Main) -> Main:
-        """The graph with its operators fused, for all numbers of rows: compiles when it is called. Only if ``timed``.
-        Calling it raises RuntimeError for what cannot be fused."""
+    def compiled(self, graph: Main) -> Main | None:
+        """The graph with its operators fused, for all numbers of rows: compiles when it is called, which raises
+        RuntimeError for what cannot be fused. None: nothing is fused here."""
 
     def seconds(self, replays: Sequence[Replay]) -> float:
-        """How long these take, one after another. Only if ``timed``."""
+        """How long these take, one after another."""
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """See ``chunks.Fused``; None if the card has no such kernel for this element type."""

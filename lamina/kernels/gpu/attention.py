@@ -25,6 +25,7 @@ from lamina.kernels.gpu.specialize import (
     plan_numbers,
     plan_program,
     prompt_tile,
+    sees_all,
     write_words_program,
 )
 from lamina.kernels.segments import SegmentTable
@@ -308,12 +309,10 @@ class Attention:
         for pairs in _PairClass.all(spec, slab.element, self._most_rows):
             self._run(pairs, given if pairs.rows[0] == 1 else replace(given, new=None), scratch or self._scratch)
 
-    def reserve(
-        self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike, joins: bool = False
-    ) -> set[Program]:
+    def reserve(self, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike) -> set[Program]:
         """Take the memory that attentions like this need in steps of any lengths within the capacity, and return the
-        programs that they launch for queries of this type; ``joins``: in steps with an order, too."""
-        programs, rows = {plan_program(self.capacity.pairs)}, 0
+        programs that they launch for queries of this type; if a query ``sees_all``, in steps with an order too."""
+        programs, rows, joins = {plan_program(self.capacity.pairs)}, 0, sees_all(spec)
         for pairs in _PairClass.all(spec, element, self.capacity.rows):
             programs |= {combine_program(spec, pairs.block_m, each) for each in {False, joins}}
             for step_class in itertools.product(Context, (False, True)):

@@ -135,8 +135,10 @@ class Gpu:
         self._specs = attentions
         self._pages = _Pages(backend, power_of_two(2 * capacity))
         self._slabs = _slabs(backend, element, attentions, capacity, self._workspaces.gpu_share)
-        self._element, self._kinds = element, list(dict.fromkeys(replace(spec, layer=0) for spec in attentions))
-        self._cascades = {sees_all(spec) for spec in attentions}
+        kinds = dict.fromkeys(replace(spec, layer=0) for spec in attentions)
+        self._element = element
+        self._cascading = [spec for spec in kinds if sees_all(spec)]
+        self._others = [spec for spec in kinds if not sees_all(spec)]
         token_bytes = max(spec.slab_bytes_per_token(element) for spec in attentions)
         self._sharing = SharedPrefixes(least_saved // token_bytes)
 
@@ -169,15 +171,16 @@ class Gpu:
     def table(self, pairs: Pairs, slots: SlotsOf) -> "GpuTable":
         """See ``Device``."""
         pages, starts = self._send_pages(pairs, slots)
-        shared = self._sharing.find(pairs, slots) if True in self._cascades else []
+        shared = self._sharing.find(pairs, slots) if self._cascading else []
         whole = cascade = None
-        if not shared or False in self._cascades:
-            whole = self._begun(pairs, starts, [spec for spec in self._kinds if not (shared and sees_all(spec))])
+        if not shared:
+            whole = self._begun(pairs, starts, [*self._cascading, *self._others])
+        elif self._others:
+            whole = self._begun(pairs, starts, self._others)
         if shared:
-            (together, order), kinds = shared_of(pairs, shared), list(filter(sees_all, self._kinds))
-            first = [starts[one.pairs[0]] for one in shared]
-            rest = self._begun(rest_of(pairs, shared), starts, kinds)
-            cascade = rest, self._begun(together, first, kinds, order, sum(pairs.rows))
+            (together, order), first = shared_of(pairs, shared), [starts[one.pairs[0]] for one in shared]
+            rest = self._begun(rest_of(pairs, shared), starts, self._cascading)
+            cascade = rest, self._begun(together, first, self._cascading, order, sum(pairs.rows))
         table, reader = GpuTable(self, pages, whole, cascade), pages.tables.begin()
         given_back, used = self._workspaces.give, [each for each in (whole, *(cascade or ())) if each is not None]
 

@@ -15,7 +15,7 @@ from lamina.kernels.gpu.attention import MOST_CHANGES, Attention, Scratch, StepC
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.measure import measure
 from lamina.kernels.gpu.program import Backend
-from lamina.kernels.gpu.specialize import append_program, power_of_two, sees_all, write_words_program
+from lamina.kernels.gpu.specialize import append_program, power_of_two, write_words_program
 from lamina.memory.device.base import Largest
 from lamina.types import AttentionSpec, KvElement
 
@@ -86,13 +86,13 @@ class Workspaces:
         tables = [Attention(self._backend, sizes[-1], self._choices, self._scratch) for _ in range(count)]
         few = [Attention(self._backend, size, self._choices, self._scratch) for size in sizes[:-1]]
         for attention, spec in itertools.product(tables + few, specs):
-            programs |= attention.reserve(spec, element, query, sees_all(spec))
+            programs |= attention.reserve(spec, element, query)
         lanes, lane_rows = largest.polled
         if lanes:
             capacity, alone = StepCapacity(*[power_of_two(lane_rows)] * 2), Scratch(self._backend)
             attention = Attention(self._backend, capacity, self._choices, alone)
             for spec in specs:
-                programs |= attention.reserve(spec, element, query, sees_all(spec))
+                programs |= attention.reserve(spec, element, query)
             self._lane_floats = len(alone.take(0))
         for program in sorted(programs, key=str):
             self._backend.prepare(program)
