@@ -53,7 +53,7 @@ def _bloom(module: nn.Module) -> None:
         return self.dense(out.flatten(2)) + residual, None
 
     if type(module).__name__ == "BloomAttention":
-        slopes = _real(lambda: _code(module)._get_alibi_slopes(module.num_heads, torch.device("cpu")))
+        slopes = _real(lambda: _alibi_slopes(module))
         _bind(module, "forward", forward)
 
 
@@ -99,14 +99,14 @@ def _falcon(module: Any) -> None:
         return self.dense(out.flatten(2)), None
 
     if type(module).__name__ == "FalconAttention":
-        slopes = _real(lambda: _falcon_slopes(module)) if module.config.alibi else None
+        slopes = _real(lambda: _alibi_slopes(module) * module.inv_norm_factor) if module.config.alibi else None
         _bind(module, "forward", forward)
 
 
-def _falcon_slopes(module: Any) -> Tensor:
-    """Slopes as the model rounds them to bfloat16, scaled like its scores."""
+def _alibi_slopes(module: Any) -> Tensor:
+    """Slopes as the model rounds them: the biases of position 1."""
     alibi = _code(module).build_alibi_tensor(torch.ones(1, 2, dtype=torch.long), module.num_heads, torch.float32)
-    slopes: Tensor = alibi[:, 0, 1] * module.inv_norm_factor
+    slopes: Tensor = alibi[:, 0, 1]
     return slopes
 
 

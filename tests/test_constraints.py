@@ -69,6 +69,8 @@ def test_constraints_resolve_with_torch_for_cuda_and_for_the_cpu(python: str, tm
     ours = {package for package in for_cuda if not package.startswith(("nvidia-", "cuda-", "setuptools="))}
     assert not ours - pinned, "constraints.txt does not pin them"
 
+    if canonical(f"torch=={metadata.version('torch').partition('+')[0]}") != torch:
+        pytest.skip(f"what {torch} requires is not known here: PyTorch {metadata.version('torch')} is installed")
     write_cpu_build(tmp_path, torch.removeprefix("torch=="))
     for_cpu = resolve(python, "--find-links", str(tmp_path), "--offline")  # all else has just been read
     assert f"{torch}+cpu" in for_cpu and not [

@@ -345,9 +345,10 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGr
     nodes = list(main.graph.nodes)
     constants = nodes[len(part.weights) : len(part.weights) + len(part.constants)]
     positions = next(node for node in nodes if node.name == "positions")
-    early = {*constants, positions}
+    early, counts = {*constants, positions}, {node for node in nodes if _counts_rows(node)}
     for node in nodes:
-        if node.op == "call_function" and node.all_input_nodes and early.issuperset(node.all_input_nodes):
+        inputs = set(node.all_input_nodes)
+        if node.op == "call_function" and inputs & early and inputs <= early | counts:
             early.add(node)
     hoisted = [n for n in nodes if n in early and n is not positions and any(user not in early for user in n.users)]
     if all(node.op == "placeholder" for node in hoisted):
@@ -368,6 +369,13 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGr
     return SliceGraphs(module, prelude, packed)
 
 
+def _counts_rows(node: fx.Node) -> bool:
+    """True for the number of rows, as that of ids; there are as many positions."""
+    if node.target is not torch.ops.aten.sym_size.int or not isinstance(node.args[0], fx.Node):
+        return False
+    return node.args[0].name == "ids" and node.args[1] == 0
+
+
 def _prelude(
     constants: list[fx.Node], positions: fx.Node, early: set[fx.Node], hoisted: list[fx.Node]
 ) -> fx.GraphModule:
@@ -375,7 +383,9 @@ def _prelude(
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in (*constants, positions)}
     for node in positions.graph.nodes:
-        if node in early and node not in copies:
+        if _counts_rows(node):
+            copies[node] = graph.call_function(node.target, (copies[positions], 0))
+        elif node in early and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in hoisted))
     graph.eliminate_dead_code()

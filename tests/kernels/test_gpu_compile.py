@@ -31,13 +31,14 @@ def run(*command: str) -> str:
     "capability", [pytest.param(each, marks=pytest.mark.slow) for each in CAPABILITIES[:-1]] + [90]
 )
 def test_every_program_compiles_for_its_registers_and_memory(capability, tmp_path):
-    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    triton = pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     results = tmp_path / "compiled.json"
     run(sys.executable, "bench/gpu.py", "compile", "--capability", str(capability), "--json", str(results))
     rows = json.loads(results.read_text())["programs"]
     assert {row["capability"] for row in rows} == {capability}
     assert {"attend", "plan", "combine", "merge", "append", "write_words"} <= {row["kernel"] for row in rows}
-    if capability != 100:  # Triton 3.7 spills a few registers of some variants there
+    # A few registers of some variants: on that one by Triton 3.7, on all by Triton 3.6.
+    if capability != 100 and not triton.__version__.startswith("3.6."):
         assert not [row for row in rows if row["spill_stores"] or row["spill_loads"]]
     assert all(row["shared_bytes"] <= SHARED_BYTES[capability] * 1024 for row in rows)
     decode = [row["resident"] for row in rows if row["variant"].startswith("decode, bfloat16, GQA 4, 128")]

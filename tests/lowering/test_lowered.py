@@ -1,13 +1,18 @@
 """What lowering adds beside the graphs: values of positions looked up are those computed."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from lamina.lowering.lowered import PositionTable
+from lamina.lowering.lowered import PositionTable, _hoist
+from lamina.splitter import Slice
 
+aten = torch.ops.aten
 KNOWN = 10_000
 
 
@@ -41,3 +46,26 @@ def test_no_position_beyond_the_known_ones_is_computed_unasked() -> None:
     assert table.at(torch.tensor([49, 3]))[0].tolist() == [49, 3]
     with pytest.raises(IndexError):
         table.at(torch.tensor([50]))
+
+
+def test_what_depends_on_positions_and_their_number_is_hoisted() -> None:
+    """As in rotary embeddings that multiply expanded frequencies by positions."""
+    graph = fx.Graph()
+    weight, constant, ids, positions = map(graph.placeholder, ("weight_0", "constant_0", "ids", "positions"))
+    rows = graph.call_function(aten.sym_size.int, (ids, 0))
+    wide = graph.call_function(aten.expand.default, (constant, [rows, 3]))
+    angles = graph.call_function(aten.mul.Tensor, (wide, graph.call_function(aten.unsqueeze.default, (positions, 1))))
+    taken = graph.call_function(aten.index.Tensor, (weight, [ids]))
+    counted = graph.call_function(aten.view.default, (taken, [rows, 3]))
+    graph.output((graph.call_function(aten.add.Tensor, (counted, angles)),))
+    main = fx.GraphModule(torch.nn.Module(), graph)
+    part = SimpleNamespace(weights=("weight",), constants=("constant",))
+    weights, numbers = torch.randn(5, 3), torch.tensor([2.0, 3.0, 5.0])
+    given = torch.tensor([4, 0, 2, 2]), torch.tensor([7, 8, 0, 1])
+
+    found = _hoist(cast(Slice, part), main, frozenset())
+
+    assert found.prelude is not None
+    assert [node.target for node in found.main.graph.nodes if node.op == "call_function"].count(aten.mul.Tensor) == 0
+    (hoisted,) = found.prelude(numbers, given[1])
+    torch.testing.assert_close(found.main(weights, hoisted, *given), main(weights, numbers, *given))
