@@ -73,8 +73,35 @@ def allocate(endpoint: str, nbytes: int, doorbells: int) -> OwnArena:
         raise TransportError(f"cannot map an arena of {nbytes} bytes for {endpoint}: {error}") from error
 
 
-def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers, as of pages, as runs (first, count)."""
+class Pages:
+    """Memory that a device has been told of, in whole pages, each once: ranges may share pages.
+
+    Args:
+        register: tell it of a run of pages (address, bytes). unregister: that it begins no more at this address.
+    """
+
+    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
+        self._register, self._unregister = register, unregister
+        self._known = set[int]()
+        self._runs: list[int] = []  # where those that were registered at once begin
+
+    def add(self, at: int, nbytes: int) -> None:
+        """Register what is not known of [at, at + nbytes)."""
+        for first, count in _runs(sorted({*range(at // PAGE, -(-(at + nbytes) // PAGE))} - self._known)):
+            self._register(first * PAGE, count * PAGE)
+            self._runs.append(first * PAGE)
+            self._known.update(range(first, first + count))
+
+    def clear(self) -> None:
+        """Unregister everything."""
+        for run in self._runs:
+            self._unregister(run)
+        self._runs.clear()
+        self._known.clear()
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as runs (first, count)."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and sum(found[-1]) == number:

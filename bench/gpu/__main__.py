@@ -46,6 +46,7 @@ from lamina.kernels.gpu.specialize import (
     merge_program,
     plan_program,
     prompt_tile,
+    write_rows_program,
     write_words_program,
 )
 from lamina.types import AttentionSpec, KvElement
@@ -107,6 +108,7 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
     for element in (KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8):
         yield f"{element.name.lower()}, 8 heads of 128", append_program(element, np.uint16, 8, 128, 128)
     yield "", write_words_program()
+    yield "K, V and Q of 8 and 32 heads of 128", write_rows_program(np.uint16, 4096, 2048)
 
 
 def compile_all(capabilities: list[int]) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from lamina.compute.links import Mail
 from lamina.compute.runner import NativeRunner
 from lamina.protocol.channel import Channel, Hub
 from lamina.protocol.fetching import Fetcher
-from lamina.protocol.leases import ArenaPlan, Lease, Leases, messages
+from lamina.protocol.leases import SLOTS, ArenaPlan, Lease, Leases, messages
 from lamina.splitter import SliceOutput
 from lamina.steps import DecodeRows, StepPlan
 from lamina.transport.base import Arena, Endpoint, Fetch, Part, Peer
@@ -89,6 +89,8 @@ class Case:
         for memory in self.memories:
             self.compute.link(memory)
             memory.link(self.compute)
+            if isinstance(carrier, GpuCarrier):  # which writes messages itself
+                self.compute.channels[memory.name].bodies = [1] * SLOTS
 
         self.mail = Mail(
             self.compute.hub,
@@ -141,6 +143,9 @@ class Idle(Emulated):
         return [lambda: None]
 
     def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
+        """See ``Kit``."""
+
+    def write(self, source: torch.Tensor, table: torch.Tensor, bodies: torch.Tensor, lead: int) -> None:
         """See ``Kit``."""
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:

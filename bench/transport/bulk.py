@@ -32,9 +32,10 @@ from lamina.memory.migrations import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
 from lamina.profiling.transports import SPINS, make_endpoint
-from lamina.protocol.channel import Outbox, Slot, Target
+from lamina.protocol.channel import Target
 from lamina.protocol.choice import Transport
 from lamina.protocol.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
+from lamina.protocol.outbox import Outbox, Slot
 from lamina.protocol.secret import Secret, new
 from lamina.protocol.wire import reply_nbytes, request_nbytes
 from lamina.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan

@@ -334,6 +334,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or plan.pipeline.stages > 1 else 0
+    links = max(1, len(plan.greetings) - 1)
 
     def kv_bytes(found: Resources, largest: int, promised: int) -> int:
         if found.gpu_total:
@@ -351,7 +352,9 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         loaded_on=plan.greetings[plan.computes[0]].machine,
         slab=_slab(plan, loaded),
         kv_bytes=kv_bytes,
-        sizes=messages(loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks),
+        sizes=messages(
+            loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks, links
+        ),
         transports=transports,
         wanted=plan.transport,
         spins_s=plan.spins_s,

@@ -213,17 +213,26 @@ class StepExchange:
         if not self._remotes:
             return
         begun, self._begun = iter(self._begun), []
+        lane, turn, sizes = self._message_lane, self._turn + index, self._sizes_of(spec)
+        slots: list[int | None] = [None] * len(self._remotes)
         if len(self._remotes) == sum(remote.queries_first for remote in self._remotes):
             keys, values = self._transfers.keys_values(output.k, output.v)
             queries: Sequence[Array] = keys  # not sent
         else:
-            queries, keys, values = self._transfers.all(output.q, output.k, output.v)
+            slots = [
+                remote.channel.place(nbytes[0]) if remote.is_whole else None
+                for remote, nbytes in zip(self._remotes, sizes, strict=True)
+            ]
+            bodies = [
+                0 if slot is None else remote.channel.bodies[slot]
+                for remote, slot in zip(self._remotes, slots, strict=True)
+            ]
+            queries, keys, values = self._transfers.all(output.q, output.k, output.v, bodies)
         self._free_replies()
         bulk = self._transfers.bulk(output.k, output.v) if self._lays_out else None
-        lane, turn, sizes = self._message_lane, self._turn + index, self._sizes_of(spec)
-        for remote, nbytes, rows, k, v in zip(self._remotes, sizes, queries, keys, values, strict=True):
+        for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
             if remote.is_whole:
-                remote.channel.send(lane, turn, nbytes[0], (k, v, rows))
+                remote.channel.send(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
                 continue
             message = next(begun) if remote.queries_first else remote.channel.begin(lane, turn, *nbytes)
             if bulk is not None and remote.rows.pulled:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from lamina.errors import DeadlineError
-from lamina.protocol.channel import ARRIVED, Outbox, Slot
+from lamina.protocol.channel import ARRIVED
 from lamina.protocol.leases import SLOTS
 from lamina.protocol.links import Links, Wait
+from lamina.protocol.outbox import Outbox, Slot
 from lamina.splitter import as_numpy
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Arena

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -22,12 +22,12 @@ from lamina.compute.loading import load
 from lamina.compute.local import LocalMemory
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
+from lamina.compute.slots import Slots
 from lamina.compute.step import Replica, StepRun
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.heads import HeadShards
 from lamina.lowering import Workspace
 from lamina.memory.device.select import gpu_memory
-from lamina.protocol.channel import Channel
 from lamina.protocol.control import Bootstrap, ControlClient, expect
 from lamina.protocol.fence import Fence
 from lamina.protocol.fetching import Fetcher
@@ -134,11 +134,11 @@ class ComputeWorker:
         mail: Mail,
         wait: Wait,
         epoch: Epoch,
-        adopt: Callable[[memoryview], None],
+        slots: Slots,
         memory: LocalMemory | None = None,
     ) -> None:
-        """``wait`` waits for what ``mail`` awaits, over ``links``. ``adopt``: see ``Device``. ``memory``: its own part
-        of the memory pool.
+        """``wait`` waits for what ``mail`` awaits, over ``links``. ``slots``: those that its device knows. ``memory``:
+        its own part of the memory pool.
 
         All ranks of a replica run the same slices and draw the same tokens; the first one answers the engine."""
         self._control = control
@@ -151,7 +151,7 @@ class ComputeWorker:
         self._wait = wait
         self._links = links
         self._newcomers = Newcomers(control, links)
-        self._adopt = adopt
+        self._slots = slots
         self._memory = memory
         self._overlap = setup.overlap
         self._rank = Rank(setup.rank, setup.ranks)
@@ -213,6 +213,7 @@ class ComputeWorker:
         for lane in self._lanes:
             lane.drop()
         self._mail.restart(topology)
+        self._slots.keep(topology.names)
         self._done.clear()
         self._drawn.clear()
         self._segments.clear()
@@ -234,7 +235,8 @@ class ComputeWorker:
                 self._fence.miss(member.name)
         new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
-        _adopt_slots(joined.values(), self._adopt)
+        self._slots.keep(topology.names)
+        self._slots.add(joined.values())
         self._mail.change(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         names = topology.computes
@@ -464,24 +466,16 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     own = names[number * setup.ranks : (number + 1) * setup.ranks]
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}
-    _adopt_slots(channels.values(), device.adopt)
+    slots = Slots(links, device)
+    slots.add(channels.values())
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
     lanes, wait = connect.pipeline.lanes, links.settle()
     ranks.connect(links, wait, own)
-    worker = ComputeWorker(
-        control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, device.adopt, memory
-    )
+    worker = ComputeWorker(control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, slots, memory)
     control.send(Connected())
     once_set_up()
     return worker
-
-
-def _adopt_slots(channels: Iterable[Channel], adopt: Callable[[memoryview], None]) -> None:
-    """Tell the device where messages arrive."""
-    for channel in channels:
-        for slot in channel.slots:
-            adopt(slot)
 
 
 def main(bootstrap: Bootstrap) -> None:

@@ -347,8 +347,8 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGr
     positions = next(node for node in nodes if node.name == "positions")
     early, counts = {*constants, positions}, {node for node in nodes if _counts_rows(node)}
     for node in nodes:
-        inputs = set(node.all_input_nodes)
-        if node.op == "call_function" and inputs & early and inputs <= early | counts:
+        needs = set(node.all_input_nodes)
+        if node.op == "call_function" and needs & early and needs <= early | counts:
             early.add(node)
     hoisted = [n for n in nodes if n in early and n is not positions and any(user not in early for user in n.users)]
     if all(node.op == "placeholder" for node in hoisted):
@@ -371,9 +371,7 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGr
 
 def _counts_rows(node: fx.Node) -> bool:
     """True for the number of rows, as that of ids; there are as many positions."""
-    if node.target is not torch.ops.aten.sym_size.int or not isinstance(node.args[0], fx.Node):
-        return False
-    return node.args[0].name == "ids" and node.args[1] == 0
+    return node.target is torch.ops.aten.sym_size.int and str(node.args) == "(ids, 0)"
 
 
 def _prelude(

@@ -39,32 +39,6 @@ Target = tuple[int, int]
 """A doorbell and the number that it has to reach."""
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A message's place in an arena, and the number of the doorbell that announces it."""
-
-    offset: int
-    nbytes: int
-    doorbell: int
-
-
-class Outbox:
-    """Sends into one slot of a peer's arena, without credits: for a sender that knows when the slot is free."""
-
-    def __init__(self, endpoint: Endpoint, peer: Peer, slot: Slot) -> None:
-        self._endpoint = endpoint
-        self._peer = peer
-        self._slot = slot
-
-    def send(self, parts: Sequence[Part], sequence: int, at: int = 0) -> None:
-        """Write the parts one after another from byte ``at`` of the slot on, then ring ``sequence``.
-
-        Raises ValueError, before anything is written, if they do not fit; PeerLostError.
-        """
-        slot = self._slot
-        self._endpoint.post(self._peer, slot.offset + at, slot.nbytes - at, parts, slot.doorbell, sequence)
-
-
 class Hub:
     """What all links of a worker share: the pool of regions that peers fetch from, and who has something to do.
 
@@ -239,6 +213,7 @@ class Channel:
     Attributes:
         name: the peer's. most_nbytes: of a message's body in a slot. slots: memory that the peer writes messages into.
         awaited: the slots that a piece may arrive in, each with what announces it.
+        bodies: addresses of bodies in the peer's slots, if a device of this process writes there; else empty.
     """
 
     def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:
@@ -254,6 +229,7 @@ class Channel:
         self.slots = [arena.view(own.slot(number), nbytes) for number in range(SLOTS if nbytes > 0 else 0)]
         self._bells = [own.doorbell + ARRIVED + number for number in range(SLOTS)]
         self._places = [theirs.slot(number) for number in range(SLOTS)]
+        self.bodies: Sequence[int] = ()
         self.awaited: dict[int, Target] = {}
         self._regions: list[tuple[int, int]] = []  # announced and not fetched yet
         self._kept: list[Message] = []
@@ -291,12 +267,19 @@ class Channel:
             self.hub.go_on()
         return message
 
-    def send(self, lane: int, turn: int, nbytes: int, parts: Sequence[Part]) -> None:
+    def place(self, nbytes: int) -> int | None:
+        """The slot that the next message may be written into, and is in if it is ``send``'s: ``bodies`` says where."""
+        if self.hub.keeping or nbytes > self.most_nbytes or not self.bodies:
+            return None
+        return self._free_slot()
+
+    def send(self, lane: int, turn: int, nbytes: int, parts: Sequence[Part], slot: int | None = None) -> None:
         """Send a message of a single piece: ``begin`` and ``Message.send`` in one call, for half of their time.
 
-        Raises PeerLostError.
+        ``slot``: it has been written there, see ``place``, but for ``parts``. Raises PeerLostError.
         """
-        slot = None if self.hub.keeping or nbytes > self.most_nbytes else self._free_slot()
+        if slot is None and not self.hub.keeping and nbytes <= self.most_nbytes:
+            slot = self._free_slot()
         if slot is None:
             self.begin(lane, turn, nbytes).send(parts)
             return

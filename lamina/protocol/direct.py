@@ -1,4 +1,4 @@
-"""Links whose messages a device of this process reads and writes itself: where their slots and doorbells are.
+"""Links whose messages a device of this process reads or writes itself: where their slots and doorbells are.
 
 Only links over shared memory: both arenas are mapped here. What a message looks like, and which slot it may be in,
 ``protocol.channel`` says.
@@ -37,6 +37,17 @@ class Direct:
     def reply_nbytes(self) -> int:
         """The same of a slot there."""
         return self.theirs.slot_nbytes - HEADER_NBYTES
+
+    @property
+    def their_memory(self) -> memoryview:
+        """What may be written there."""
+        return memoryview(self.their_arena)[self.theirs.offset : self.theirs.offset + self.theirs.nbytes]
+
+    @property
+    def bodies(self) -> tuple[int, ...]:
+        """By slot there, the address of a message's body."""
+        first = self.their_arena.data_address + HEADER_NBYTES
+        return tuple(first + self.theirs.slot(number) for number in range(SLOTS))
 
     def map(self, slots: PolledSlots) -> None:
         """Let a device use the slots and doorbells of both sides. Raises TransportError if it cannot."""

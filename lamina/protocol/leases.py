@@ -20,7 +20,8 @@ from lamina.types import AttentionSpec, DType
 
 ALIGNMENT = 64  # slots start at cache lines, which vector loads prefer too
 SLOTS = 2  # messages that may be on their way at once over a link, in each direction
-SLOT_ROWS = 64  # rows that a slot has room for; larger messages are fetched
+SLOT_ROWS = 256  # most rows that a slot has room for; larger messages are fetched, which copies them twice more
+LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL = 64, 4096  # the fewest; those of all links of a worker together, if there are many
 HEADER_NBYTES = 64  # in front of the message in every slot
 PROOF_NBYTES = 64  # at the beginning of every lease
 DOORBELLS = 2 * SLOTS + 2  # of a lease, see protocol.channel
@@ -191,10 +192,13 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def messages(
-    attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int, ranks: int = 1
+    attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int, ranks: int = 1, links: int = 1
 ) -> Messages:
-    """Sizes for steps of at most ``rows`` rows, and ``context_nbytes`` between replicas; 0: it stays on one."""
-    few = min(rows, SLOT_ROWS)
+    """Sizes for steps of at most ``rows`` rows, and ``context_nbytes`` between replicas; 0: it stays on one.
+
+    ``links``: of a worker at the start. The more it has, the fewer rows of a step travel over each.
+    """
+    few = min(rows, SLOT_ROWS, max(LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL // links))
     context = aligned(-(-context_nbytes * few // rows))
     return Messages(
         request=HEADER_NBYTES + aligned(request_nbytes(attentions, dtype, few)),

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 from lamina._native import Arena as NativeArena
 from lamina.errors import DeadlineError, PeerLostError, TransportError, WorkerError
-from lamina.protocol.channel import PROOF, Channel, Hub, Outbox, Slot
+from lamina.protocol.channel import PROOF, Channel, Hub
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.protocol.direct import Direct
 from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, ArenaPlan, Lease, Leases
 from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Register, Registered
+from lamina.protocol.outbox import Outbox, Slot
 from lamina.topology import Topology
 from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Endpoint, Fetch, Peer, deadline_error

@@ -29,6 +29,7 @@ from lamina.memory.device import cpu
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
 from lamina.protocol.channel import Arrival
+from lamina.protocol.direct import Direct
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
 from lamina.protocol.wire import (
     MessageRows,
@@ -39,7 +40,7 @@ from lamina.protocol.wire import (
 from lamina.segments import forked
 from lamina.splitter import SliceOutput
 from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan
-from lamina.transport.shm import ShmEndpoint
+from lamina.transport.shm import ShmEndpoint, ShmPeer
 from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.channels import Station, link
 
@@ -162,6 +163,14 @@ class Connected(NamedTuple):
     memories: dict[str, Memory]
     specs: list[AttentionSpec]
     shards: HeadShards
+
+    def map_peers(self) -> None:
+        """The compute worker's device writes messages into slots of memory workers."""
+        for name, channel in self.compute.channels.items():
+            peer = self.compute.peers[name]
+            assert isinstance(peer, ShmPeer)
+            lease = self.memories[name].station.leases["compute0"]
+            channel.bodies = Direct(peer.native, peer.native, lease, lease).bodies
 
 
 @contextmanager
@@ -292,6 +301,8 @@ def test_steps_of_any_mix_equal_whole_attention(
             threads = [memory.serve(plan) for memory in cluster.memories.values()]
             total = sum(counts)
             rows = total + padding
+            if carrier is CARD:
+                cluster.map_peers()
             exchange = StepExchange(plan, segments, cluster.mail, overlap, carrier, rows)
             turn += len(SPECS) if total else 0
             for layer, spec in enumerate(SPECS if total else []):

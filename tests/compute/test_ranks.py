@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lamina.compute.ranks import Ranks
-from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import ArenaPlan, Lease, lease_nbytes
+from lamina.protocol.outbox import Outbox, Slot
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Arena
 from lamina.transport.shm import ShmEndpoint

@@ -35,6 +35,15 @@ def reply(rng: np.random.Generator, count: int, shards: int) -> tuple[np.ndarray
     return out, lse, memoryview(bytearray(out.tobytes() + lse.tobytes()))
 
 
+def mapped(kit: Kit, rng: np.random.Generator, moves: Moves, sizes: list[int]) -> tuple[list[Any], list[int]]:
+    """Memory for the bodies of some messages, and its addresses. ``sizes``: bytes of a shard of q, k and v."""
+    memories: list[Any] = []
+    for appends, asked in zip(moves.appends, moves.queries, strict=True):
+        nbytes = len(appends) * (sizes[1] + sizes[2]) + len(asked) * sizes[0]
+        memories.append(kit.pinned((nbytes if rng.integers(0, 3) else 0,), torch.uint8).numpy())
+    return [memory.data for memory in memories], [memory.ctypes.data if len(memory) else 0 for memory in memories]
+
+
 def expected(moves: Moves, partials: list[tuple[Any, Any, Any]], sinks: np.ndarray | None) -> np.ndarray:
     heads = SPEC.query_heads // moves.shards
     shape = moves.rows * moves.shards, heads
@@ -85,15 +94,21 @@ def check_lanes(
         for tensor in fixed:
             tensor.copy_(torch.from_numpy(rng.standard_normal(tensor.shape)))
         q, k, v = (each.cpu().numpy().reshape(rows * shards, -1, each.shape[2]).copy() for each in fixed)
+        in_place: list[Any] = [b""] * workers
         if turn < 2:
-            queries, keys, values = transfer.all(*fixed)
+            in_place, places = mapped(kit, rng, moves, [tensor[0].nbytes // shards for tensor in fixed])
+            queries, keys, values = transfer.all(fixed[0], fixed[1], fixed[2], places)
         else:
             queries = [each.copy() for each in transfer.queries(fixed[0])]
             keys, values = transfer.keys_values(fixed[1], fixed[2])
         for got, source, groups in ((queries, q, moves.queries), (keys, k, moves.appends), (values, v, moves.appends)):
             assert len(got) == len(groups)
-            for message, shard_numbers in zip(got, groups, strict=True):
-                np.testing.assert_array_equal(message, source[shard_numbers])
+            for message, shard_numbers, body in zip(got, groups, in_place, strict=True):
+                if not body:
+                    np.testing.assert_array_equal(message, source[shard_numbers])
+        for appends, asked, body in zip(moves.appends, moves.queries, in_place, strict=True):
+            if body:
+                assert bytes(body) == k[appends].tobytes() + v[appends].tobytes() + q[asked].tobytes()
         replies = [reply(rng, len(shard_numbers), shards) for shard_numbers in moves.queries]
         out, lse, _ = reply(rng, len(moves.here[0]), shards)
         sinks = rng.standard_normal(SPEC.query_heads).astype(np.float32) if has_sinks else None

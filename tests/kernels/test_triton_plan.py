@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from lamina.kernels.gpu.attention import PAIR_WORDS, merge, pair_table, write_words
 from lamina.kernels.gpu.choice import Tiling
-from lamina.kernels.gpu.specialize import plan_numbers, plan_program
+from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, plan_numbers, plan_program, write_rows_program
 from lamina.kernels.reference import visible
 from tests.kernels.cases import Pair, decode, make_spec, problem_pairs, table
 from tests.kernels.device import BACKEND, give, sweep_on_device, take
@@ -154,3 +154,21 @@ def test_changed_words_are_written_and_no_other(count):
     write_words(BACKEND, there, changes)
     words[changes[0]] = changes[1]
     np.testing.assert_array_equal(take(there), words)
+
+
+@pytest.mark.parametrize("unit", [5, 24, WRITTEN_ELEMENTS + 8])  # not aligned; aligned; of several programs
+@pytest.mark.parametrize("element", [np.float32, np.uint16])
+def test_rows_are_written_where_messages_have_them(unit, element):
+    random, lead, rows = np.random.default_rng(0), 16, 3
+    source = random.integers(1, 1000, (7, unit)).astype(element)
+    before, counts = [2, 0], [rows, 1]  # rows of another kind in front, and rows of this one, by message
+    messages = [give(np.zeros(2 * lead + rows * unit, element)) for _ in before]
+    table = np.array([[4, 0, 6, 2, 0], [0, 0, 1, 0, -1], [0, 1, 0, 2, 0], [2, 2, 0, 2, 0]], np.int32)
+    addresses = np.array([at.ctypes.data if isinstance(at, np.ndarray) else at.data.ptr for at in messages], np.int64)
+    program = write_rows_program(element, unit, lead)
+    grid = table.shape[1], -(-unit // WRITTEN_ELEMENTS)
+    BACKEND.launch(program, grid, [give(source), give(table), give(addresses), table.shape[1]])
+    for message, (front, count, taken) in enumerate(zip(before, counts, ([4, 0, 2], [6]), strict=True)):
+        expected = np.zeros_like(take(messages[message]))
+        expected[front * lead : front * lead + count * unit] = source[taken].ravel()
+        np.testing.assert_array_equal(take(messages[message]), expected)

@@ -14,8 +14,8 @@ from lamina.memory.device.select import make
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import ArenaPlan, lease_nbytes
+from lamina.protocol.outbox import Outbox, Slot
 from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
 from lamina.topology import FIRST, Epoch
 from lamina.transport.base import Endpoint

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.protocol.channel import Outbox, Slot
 from lamina.protocol.leases import SLOTS, ArenaPlan
+from lamina.protocol.outbox import Outbox, Slot
 from lamina.transport.base import Arena, Endpoint
 from lamina.transport.null import NullEndpoint
 from tests.channels import Station, link

@@ -100,7 +100,7 @@ def per_lane_arena(lanes: int, memories: int) -> int:
 
 @pytest.mark.parametrize(("computes", "memories", "most"), [(8, 64, 1e9), (200, 800, 8e9)])
 def test_arenas_cost_what_links_carry(computes: int, memories: int, most: float) -> None:
-    sizes = messages(LLAMA_70B, DType.BFLOAT16, ROWS, ROWS * CONTEXT_ROW)
+    sizes = messages(LLAMA_70B, DType.BFLOAT16, ROWS, ROWS * CONTEXT_ROW, links=memories + computes - 1)
     compute, memory = sizes.compute_arena(computes, memories), sizes.memory_arena(computes, memories)
     before = per_lane_arena(computes + 1, memories)
     print(

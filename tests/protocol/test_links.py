@@ -13,11 +13,12 @@ from msgspec.structs import replace
 
 from lamina.errors import DeadlineError, PeerLostError
 from lamina.protocol import links as module
-from lamina.protocol.channel import Channel, Slot
+from lamina.protocol.channel import Channel
 from lamina.protocol.choice import Transport
 from lamina.protocol.leases import ArenaPlan, Lease, lease_nbytes
 from lamina.protocol.links import Links, Member, WaitInTurns, open_links
 from lamina.protocol.messages import Grant, Link, Linked, Register, Way
+from lamina.protocol.outbox import Slot
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.listener import decode
 from lamina.transport.shm import ShmEndpoint

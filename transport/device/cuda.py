@@ -7,7 +7,7 @@ import numpy as np
 
 from lamina._native import Arena as NativeArena
 from lamina.errors import TransportError
-from lamina.transport.arena import PAGE, runs
+from lamina.transport.arena import Pages
 from lamina.transport.device.polling import Polling, kernel
 from lamina.transport.device.slots import CREDIT_WORD, RECORD, SILENCE_S, Incoming, Outgoing, Records
 from lamina.transport.device.threads import expired
@@ -30,7 +30,7 @@ class CudaSlots:
 
         self._cupy = cupy
         self._device = cupy.cuda.Device().id
-        self._arenas: dict[int, tuple[NativeArena, set[int], list[int]]] = {}  # with pages, and starts of runs
+        self._arenas: dict[int, tuple[NativeArena, Pages]] = {}
         for name in KERNELS:
             kernel(name, self._device)
 
@@ -39,21 +39,22 @@ class CudaSlots:
         runtime = self._cupy.cuda.runtime
         if not runtime.deviceGetAttribute(SAME_ADDRESS, self._device):
             raise TransportError(f"cuda:{self._device} cannot use host memory under its own addresses")
-        _, pages, starts = self._arenas.setdefault(id(arena), (arena, set(), []))
-        wanted = {page for at, nbytes in ranges for page in range(at // PAGE, -(-(at + nbytes) // PAGE))}
-        for first, count in runs(sorted(wanted - pages)):
-            try:
-                runtime.hostRegister(first * PAGE, count * PAGE, REGISTERED)
-            except runtime.CUDARuntimeError as error:
-                raise TransportError(f"cannot register {count * PAGE} bytes of an arena with CUDA: {error}") from error
-            starts.append(first * PAGE)
-            pages.update(range(first, first + count))
+        if id(arena) not in self._arenas:
+            self._arenas[id(arena)] = arena, Pages(self._register, runtime.hostUnregister)
+        for at, nbytes in ranges:
+            self._arenas[id(arena)][1].add(at, nbytes)
+
+    def _register(self, at: int, nbytes: int) -> None:
+        runtime = self._cupy.cuda.runtime
+        try:
+            runtime.hostRegister(at, nbytes, REGISTERED)
+        except runtime.CUDARuntimeError as error:
+            raise TransportError(f"cannot register {nbytes} bytes of an arena with CUDA: {error}") from error
 
     def unmap(self, arena: NativeArena) -> None:
         """See ``PolledSlots``."""
-        _, _, starts = self._arenas.pop(id(arena), (arena, set(), []))
-        for start in starts:
-            self._cupy.cuda.runtime.hostUnregister(start)
+        if known := self._arenas.pop(id(arena), None):
+            known[1].clear()
 
     def stream(self, records: int) -> "CudaStream":
         """See ``PolledSlots``."""

@@ -65,6 +65,12 @@ class Device(Protocol):
         """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from.
         It may share pages with what was adopted before."""
 
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """Let what runs here write messages into ``memory`` of a peer, until ``unmap``. False if it will not."""
+
+    def unmap(self, peer: str) -> None:
+        """This peer's memory is written no more."""
+
     def limit(self, share: float) -> None:
         """Take no memory here that would leave less than ``1 - share`` of it free: taking more raises
         torch.OutOfMemoryError. Raises ConfigError if no more is free now."""
@@ -174,9 +180,13 @@ class Transfers(Protocol):
         """The same of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
 
     def all(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bodies: Sequence[int] = ()
     ) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
-        """``queries`` and ``keys_values`` at once."""
+        """``queries`` and ``keys_values`` at once.
+
+        ``bodies``: by message, an address that has been mapped, where its k, v and q are written one after another and
+        not in its arrays; 0: none.
+        """
 
     def merged(
         self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None

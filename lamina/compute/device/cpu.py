@@ -23,6 +23,13 @@ class Cpu:
     def adopt(self, memory: memoryview) -> None:
         """See ``Device``; it is as quick as any."""
 
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """See ``Device``; sending a message copies it there."""
+        return False
+
+    def unmap(self, peer: str) -> None:
+        """See ``Device``."""
+
     def limit(self, share: float) -> None:
         """See ``Device``; the share is of GPUs' memory."""
 

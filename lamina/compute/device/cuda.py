@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.kit import Cut, Replay
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, TransportError
 from lamina.kernels.gpu.device import set_up_cuda
+from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, write_rows_program
 from lamina.lowering.placed import Main
-from lamina.transport.arena import PAGE, runs
+from lamina.splitter import as_numpy
+from lamina.transport.arena import Pages
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,8 @@ class Cuda:
         torch.cuda.set_device(self.place)
         self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._pages = set[int]()  # of the host's memory, that CUDA knows
+        self._own = self._pages()
+        self._peers: dict[str, tuple[memoryview, Pages]] = {}
         self.name = torch.cuda.get_device_name(self.place)
         # torch's kernels for other GPUs read on the host how many rows each expert has.
         self.grouped = torch.cuda.get_device_capability(self.place)[0] in (9, 10)
@@ -113,21 +116,52 @@ class Cuda:
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``. Registered memory is copied from without a stop in another buffer."""
-        at = np.frombuffer(memory, np.uint8).ctypes.data
-        wanted = set(range(at // PAGE, -(-(at + memory.nbytes) // PAGE))) - self._pages
-        for first, count in runs(sorted(wanted)):
-            error = int(torch.cuda.cudart().cudaHostRegister(first * PAGE, count * PAGE, 0))  # type: ignore[no-untyped-call]
-            if error:
-                logger.warning(
-                    "CUDA does not register %d bytes for messages (error %d), which will be copied more slowly; raise "
-                    "the limit of locked memory (ulimit -l unlimited)",
-                    count * PAGE,
-                    error,
-                )
-                with contextlib.suppress(RuntimeError):  # else the next operator would report it
-                    torch.zeros(1, device=self.place)
-                return
-            self._pages.update(range(first, first + count))
+        self._register(self._own, memory)
+
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """See ``Kit``."""
+        self.unmap(peer)
+        pages = self._pages()
+        if not self._register(pages, memory):
+            pages.clear()
+            return False
+        self._peers[peer] = memory, pages
+        return True
+
+    def unmap(self, peer: str) -> None:
+        """See ``Kit``."""
+        if known := self._peers.pop(peer, None):
+            known[1].clear()
+
+    def _pages(self) -> Pages:
+        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+        def register(at: int, nbytes: int) -> None:
+            if error := int(cudart.cudaHostRegister(at, nbytes, 0)):
+                raise TransportError(f"CUDA does not register {nbytes} bytes for messages (error {error})")
+
+        return Pages(register, cudart.cudaHostUnregister)
+
+    def _register(self, pages: Pages, memory: memoryview) -> bool:
+        try:
+            pages.add(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes)
+        except TransportError as error:
+            logger.warning(
+                "%s, which will be copied more slowly; raise the limit of locked memory (ulimit -l unlimited)", error
+            )
+            with contextlib.suppress(RuntimeError):  # else the next operator would report it
+                torch.zeros(1, device=self.place)
+            return False
+        return True
+
+    def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
+        """See ``Kit``."""
+        from lamina.kernels.gpu.triton_rows import write_rows  # needs Triton
+
+        kind, unit, count = as_numpy(source[:0].cpu()).dtype, source[0].numel(), table.shape[1]
+        program = write_rows_program(kind, unit, lead // kind.itemsize)
+        grid = count, -(-unit // WRITTEN_ELEMENTS)
+        write_rows[grid](source, table, bodies, count, **dict(program.constants), num_warps=program.warps)
 
     def lent(self, tensor: Tensor) -> Any:
         """See ``Kit``: a CuPy array. Both libraries use the legacy default stream, so that they take turns."""

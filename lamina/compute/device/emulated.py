@@ -1,5 +1,6 @@
 """A GPU emulated on the CPU, for tests: runs the code for GPUs, and replays recorded operators instead of graphs."""
 
+import ctypes
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,19 @@ class Emulated:
     grouped = True
     name = "emulated"
 
+    def __init__(self) -> None:
+        self._recorder: _Recorder | None = None
+
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
         """See ``Kit``. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they used."""
         recorder = _Recorder()
         work(lambda: None)
-        with recorder:
-            work(recorder.cut)
+        self._recorder = recorder
+        try:
+            with recorder:
+                work(recorder.cut)
+        finally:
+            self._recorder = None
         return recorder.replays
 
     def compiled(self, graph: Main) -> Main | None:
@@ -55,6 +63,27 @@ class Emulated:
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``; nothing is gained here."""
+
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """See ``Kit``."""
+        return True
+
+    def unmap(self, peer: str) -> None:
+        """See ``Kit``."""
+
+    def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
+        """See ``Kit``."""
+        nbytes, columns, addresses = source.nbytes // len(source), table.numpy().T, bodies.numpy()
+
+        def replay() -> None:
+            for row, message, place, before in columns.tolist():
+                if message >= 0:
+                    at = int(addresses[message]) + before * lead + place * nbytes
+                    ctypes.memmove(at, source.data_ptr() + row * nbytes, nbytes)
+
+        replay()
+        if self._recorder is not None:
+            self._recorder.add(replay)
 
     def lent(self, tensor: Tensor) -> Any:
         """See ``Kit``."""
@@ -97,7 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: list[_Call] = []
+        self._calls: list[Replay] = []
         self.replays: list[Replay] = []
         self.cut()
 
@@ -107,9 +136,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         def replay() -> None:
             for call in calls:
-                call.replay()
+                call()
 
         self.replays.append(replay)
+
+    def add(self, call: Replay) -> None:
+        """Record what is no operator of torch."""
+        self._calls.append(call)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,7 +156,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{func} waits for the device, which a recording must not do")
         results = func(*args, **(kwargs or {}))
         if not func.is_view:
-            self._calls.append(_Call(func, args, kwargs or {}, _tensors(results)))
+            self._calls.append(_Call(func, args, kwargs or {}, _tensors(results)).replay)
         return results
 
 

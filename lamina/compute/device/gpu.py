@@ -46,6 +46,14 @@ class Gpu:
         """See ``Device``."""
         self._kit.adopt(memory)
 
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """See ``Device``."""
+        return self._kit.map(peer, memory)
+
+    def unmap(self, peer: str) -> None:
+        """See ``Device``."""
+        self._kit.unmap(peer)
+
     def limit(self, share: float) -> None:
         """See ``Device``."""
         self._kit.limit(share)

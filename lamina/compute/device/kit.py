@@ -53,13 +53,28 @@ class Kit(Protocol):
         """See ``chunks.Fused``; None if the card has no such kernel for this element type."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the card copies to and from without the host."""
+        """Memory of the host that the card reads and writes without the host."""
 
     def limit(self, share: float) -> None:
         """See ``Device.limit``."""
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Device.adopt``."""
+
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """See ``Device.map``."""
+
+    def unmap(self, peer: str) -> None:
+        """See ``Device.unmap``."""
+
+    def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
+        """Write rows of ``source`` [S, h, D] into messages. Can be recorded.
+
+        Column i of ``table``, int32 [4, N], says which row, to which message, as number ``p`` of its rows of this kind,
+        and the number ``n`` of rows of each kind in front of it: from byte ``bodies[message] + n * lead + p * row`` on,
+        where ``row`` is the bytes of one. Message -1: none. ``bodies`` int64 is ``pinned``, and holds addresses of
+        ``pinned`` or mapped memory.
+        """
 
     def lent(self, tensor: Tensor) -> Any:
         """A contiguous tensor as an array with the same memory, see ``Carrier.lent``."""

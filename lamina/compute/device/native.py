@@ -39,7 +39,9 @@ class NativeTransfers:
         appends = self._moves.appends
         return [self._take(keys, shards) for shards in appends], [self._take(values, shards) for shards in appends]
 
-    def all(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array], list[Array]]:
+    def all(
+        self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
+    ) -> tuple[list[Array], list[Array], list[Array]]:
         """See ``Transfers``."""
         return self.queries(q), *self.keys_values(k, v)
 

@@ -1,9 +1,9 @@
 """Moves rows between a GPU and messages: gathered and merged on the device, as planned once per step.
 
-For every attention, the host starts one recording that gathers the rows of all messages in their order and copies them
-to pinned memory, and waits for it; once all replies are here, it copies each as it is, and starts one recording that
-merges, and the next slice behind it, without a wait in between. Nothing is done per row, and messages are parts of one
-array that stays where it is.
+For every attention, the host starts one recording that writes the rows of all messages, and waits for it: into slots of
+peers whose memory is mapped here, else into pinned memory that messages are sent from. Once all replies are here, it
+copies each as it is, and starts one recording that merges, and the next slice behind it, without a wait in between.
+Nothing is done per row.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from torch import Tensor
 from lamina.compute.device.base import Array, Floats, Partial, Reply
 from lamina.compute.device.kit import Kit, Replay, padded_rows
 from lamina.compute.device.moves import Indices, Moves, arrange
+from lamina.protocol.leases import ALIGNMENT
 from lamina.splitter import as_numpy
 from lamina.types import AttentionSpec
 
@@ -37,14 +38,6 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:
         total = total + (sinks - top).exp_()
     merged = (weights[..., None] * outs).sum(0)
     return merged / total.clamp_min(torch.finfo(torch.float32).tiny)[..., None]
-
-
-def _padded(index: Indices, moves: Moves) -> Tensor:
-    """An index, and zeros up to one of few lengths: what they gather is discarded. If all rows travel, there is one
-    length for each number of rows with padding."""
-    every = len(index) == moves.total * moves.shards
-    length = moves.rows * moves.shards if every else padded_rows(len(index))
-    return torch.from_numpy(np.pad(index, (0, length - len(index))))
 
 
 class Lines:
@@ -101,31 +94,42 @@ class Lines:
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows of one kind that travel: q, or k and v. ``index``: their shards, of all messages one after another."""
+    """Rows of one kind that travel, q or k and v: ``shards`` by message."""
 
-    index: Indices
-    ends: tuple[int, ...]  # of each message
+    shards: Sequence[Indices]
 
-    @classmethod
-    def of(cls, shards: Sequence[Indices]) -> "_Group":
-        ends = np.cumsum([len(each) for each in shards]).tolist()
-        return cls(np.concatenate([*shards, np.empty(0, np.int64)]), tuple(ends))
+    @property
+    def counts(self) -> list[int]:
+        """The number of rows in each message."""
+        return [len(each) for each in self.shards]
 
-    def cut(self, rows: Array) -> list[Array]:
-        """The rows of each message."""
-        return np.split(rows[: len(self.index)], self.ends[:-1]) if self.ends else []
+    def table(self, before: Sequence[int], moves: Moves) -> Tensor:
+        """For ``Kit.write``, with ``before`` rows of each kind in front in each message, and columns without a message
+        up to one of few lengths. If all rows travel, there is one length for each number of rows with padding."""
+        counts = np.array(self.counts, np.int64)
+        total = int(counts.sum())
+        length = moves.rows * moves.shards if total == moves.total * moves.shards else padded_rows(total)
+        table = np.full((4, length), -1, np.int32)
+        table[0, :total] = np.concatenate([*self.shards, np.empty(0, np.int64)])
+        table[1, :total] = np.repeat(np.arange(len(counts)), counts)
+        table[2, :total] = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        table[3, :total] = np.repeat(np.array(before, np.int64), counts)
+        return torch.from_numpy(table)
 
 
 @dataclass(frozen=True)
 class _Collected:
-    """One recording that gathers rows, and where the rows of each message are then, by kind.
+    """One recording that writes rows of messages.
 
     Attributes:
-        sources: what it gathers from. indices: what it reads besides, for ``Lines.hold``.
+        sources: what it reads. tables: what it reads besides, for ``Lines.hold``. bodies: int64, to where it writes.
+        starts: addresses of pinned memory for each message. messages: what that holds, by kind.
     """
 
     sources: tuple[Tensor, ...]
-    indices: tuple[tuple[object, tuple[Tensor, Tensor]], ...]
+    tables: tuple[tuple[object, tuple[Tensor, Tensor]], ...]
+    bodies: Array
+    starts: Sequence[int]
     replay: Replay
     messages: tuple[list[Array], ...]
 
@@ -147,8 +151,9 @@ class GpuTransfers:
 
     def __init__(self, lines: Lines, moves: Moves, dtype: torch.dtype) -> None:
         self._lines, self._moves, self._dtype = lines, moves, dtype
-        self._groups = {"queries": _Group.of(moves.queries), "appends": _Group.of(moves.appends)}
-        self._padded = {name: _padded(group.index, moves) for name, group in self._groups.items()}
+        self._groups = {"queries": _Group(moves.queries), "appends": _Group(moves.appends)}
+        before = self._groups["appends"].counts
+        self._tables = {name: group.table(before, moves) for name, group in self._groups.items()}
         self._recorded = moves.rows <= lines.most
         self._answering = [number for number, shards in enumerate(moves.queries) if len(shards)]
         self._collected: dict[object, _Collected] = {}
@@ -157,16 +162,18 @@ class GpuTransfers:
 
     def queries(self, q: Tensor) -> list[Array]:
         """See ``Transfers``."""
-        return self._collect(("queries", q))[0]
+        return self._collect((), ("queries", q))[0]
 
-    def all(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array], list[Array]]:
+    def all(
+        self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
+    ) -> tuple[list[Array], list[Array], list[Array]]:
         """See ``Transfers``."""
-        queries, keys, values = self._collect(("queries", q), ("appends", k), ("appends", v))
+        keys, values, queries = self._collect(bodies, ("appends", k), ("appends", v), ("queries", q))
         return queries, keys, values
 
     def keys_values(self, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array]]:
         """See ``Transfers``."""
-        keys, values = self._collect(("appends", k), ("appends", v))
+        keys, values = self._collect((), ("appends", k), ("appends", v))
         return keys, values
 
     def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
@@ -186,8 +193,9 @@ class GpuTransfers:
         """See ``Transfers``."""
         self._lines.kit.wait()
 
-    def _collect(self, *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
-        """The rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned memory."""
+    def _collect(self, bodies: Sequence[int], *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
+        """The rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned memory; for
+        ``bodies`` see ``Transfers.all``."""
         key = tuple(id(source) for _, source in sources)  # slices leave their results in the same tensors every time
         found = self._collected.get(key)
         if found is None:
@@ -195,47 +203,67 @@ class GpuTransfers:
             found = self._plan_collecting(sources, recorded)
             if recorded:
                 self._collected[key] = found
-        for what, pair in found.indices:
+        for what, pair in found.tables:
             self._lines.hold(what, self, pair)
+        pinned = found.starts
+        found.bodies[:] = [at or start for at, start in zip(bodies, pinned, strict=True)] if bodies else pinned
         found.replay()
         self._lines.kit.wait()
         return found.messages
 
     def _plan_collecting(self, sources: Sequence[tuple[str, Tensor]], recorded: bool) -> _Collected:
-        indices = tuple(self._fixed(name) for name in dict.fromkeys(name for name, _ in sources)) if recorded else ()
-        for what, pair in indices:  # before it is recorded: that reads rows as well
-            self._lines.hold(what, self, pair)
-        ways = [self._way(number, name, source, recorded) for number, (name, source) in enumerate(sources)]
+        lines, count, shards = self._lines, len(self._moves.queries), self._moves.shards
+        tables = {name: self._table(name, recorded) for name, _ in sources}
+        for what, pair in tables.values():
+            if recorded:  # before it is recorded: that reads rows as well
+                lines.hold(what, self, pair)
+        most = 1 << max(6, (count - 1).bit_length())
+        bodies = lines.pinned(("bodies", most), (most,), torch.int64)
+        arrays, starts = self._lay_out(sources)
+        bodies[:count] = torch.tensor(starts)
+        ways, lead = [], 0
+        for name, source in sources:
+            rows, heads, size = source.shape
+            # A copy if the model computes q, k and v as one: recorded slices leave each in memory of its own.
+            split = source.contiguous().view(rows * shards, heads // shards, size)
+            ways.append((split, tables[name][1][0], lead))
+            lead += ways[-1][0][0].nbytes
 
         def work() -> None:
-            for rows, index, stage, host in ways:
-                torch.index_select(rows, 0, index, out=stage)
-                host.copy_(stage, non_blocking=True)
+            for rows, table, lead in ways:
+                lines.kit.write(rows, table, bodies, lead)
 
-        key = tuple((rows.data_ptr(), rows.shape, index.data_ptr(), len(index)) for rows, index, _, _ in ways)
-        replay = self._lines.recorded(key, work) if recorded else work
-        hosts = [self._groups[name].cut(as_numpy(host)) for (name, _), (*_, host) in zip(sources, ways, strict=True)]
-        return _Collected(tuple(source for _, source in sources), indices, replay, tuple(hosts))
+        key = most, tuple((rows.data_ptr(), rows.shape, table.data_ptr(), lead) for rows, table, lead in ways)
+        replay = lines.recorded(key, work) if recorded else work
+        held = tuple(tables.values()) if recorded else ()
+        return _Collected(tuple(source for _, source in sources), held, bodies.numpy()[:count], starts, replay, arrays)
 
-    def _way(self, number: int, name: str, source: Tensor, recorded: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The shards of a tensor; the index of those that travel; memory for them on the card and on the host."""
-        rows, heads, size = source.shape
-        # A copy if the model computes q, k and v as one: recorded slices leave each in memory of its own.
-        shards = source.reshape(rows * self._moves.shards, heads // self._moves.shards, size)
+    def _table(self, name: str, recorded: bool) -> tuple[object, tuple[Tensor, Tensor]]:
+        """Where rows of a group are written: a name, memory on the card, and its content."""
+        table = self._tables[name]
+        what = "table", name, table.shape[1]
         if not recorded:
-            index = torch.from_numpy(self._groups[name].index).to(self._lines.kit.place)
-            host = self._lines.kit.pinned((len(index), *shards.shape[1:]), source.dtype)
-            return shards, index, torch.empty_like(host, device=source.device), host
-        (_, (index, _)), shape = self._fixed(name), tuple(shards.shape[1:])
-        what, most = (number, name, shape, source.dtype, len(index)), (len(index), *shape)
-        stage = self._lines.fixed(("stage", *what), most, source.dtype)
-        return shards, index, stage, self._lines.pinned(("host", *what), most, source.dtype)
+            return what, (table.to(self._lines.kit.place), table)
+        return what, (self._lines.fixed(what, tuple(table.shape), table.dtype), table)
 
-    def _fixed(self, name: str) -> tuple[object, tuple[Tensor, Tensor]]:
-        """Fixed memory for the shards of a group, padded to one of few lengths: its name, and (memory, content)."""
-        padded = self._padded[name]
-        what = "index", name, len(padded)
-        return what, (self._lines.fixed(what, (len(padded),), torch.int64), padded)
+    def _lay_out(self, sources: Sequence[tuple[str, Tensor]]) -> tuple[tuple[list[Array], ...], list[int]]:
+        """Pinned memory for messages that are written nowhere else: the rows in each by source, and addresses."""
+        shards = self._moves.shards
+        shapes = [(source.shape[1] // shards, source.shape[2]) for _, source in sources]
+        counts = [self._groups[name].counts for name, _ in sources]
+        element = sources[0][1].element_size()
+        sizes = [[n * heads * size * element for n in each] for each, (heads, size) in zip(counts, shapes, strict=True)]
+        ends = np.cumsum([-(-sum(each) // ALIGNMENT) * ALIGNMENT for each in zip(*sizes, strict=True)]).tolist()
+        capacity = 1 << (ends[-1] if ends else 1).bit_length()
+        memory = self._lines.pinned(("messages", capacity), (capacity,), torch.uint8)
+        nbytes, kind = memory.numpy(), as_numpy(torch.empty(0, dtype=sources[0][1].dtype)).dtype
+        arrays: tuple[list[Array], ...] = tuple([] for _ in sources)
+        starts = [0, *ends[:-1]][: len(ends)]
+        for message, at in enumerate(starts):
+            for rows, each, size, shape in zip(arrays, counts, sizes, shapes, strict=True):
+                rows.append(nbytes[at : at + size[message]].view(kind).reshape(each[message], *shape))
+                at += size[message]  # noqa: PLW2901
+        return arrays, [memory.data_ptr() + at for at in starts]
 
     def merged(
         self,

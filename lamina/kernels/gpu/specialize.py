@@ -6,13 +6,14 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.gpu.choice import Tiling
-from lamina.kernels.gpu.program import SLAB_NAMES, TRITON_NAMES, Constant, Program
+from lamina.kernels.gpu.program import ALIGNMENT, SLAB_NAMES, TRITON_NAMES, Constant, Program
 from lamina.types import AttentionSpec, KvElement
 
 LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
 COMBINED_PARTS = 16  # partials that ``combine`` reads at once
 WRITTEN_WORDS = 256  # words of page tables that one program writes
+WRITTEN_ELEMENTS = 1024  # elements of messages that one program writes: a row of q has several thousand
 
 
 def sees_all(spec: AttentionSpec) -> bool:
@@ -143,6 +144,14 @@ def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> 
         block_dv=_block(v_dim),
         block_parts=power_of_two(min(count, COMBINED_PARTS)),
     )
+
+
+def write_rows_program(element: npt.DTypeLike, unit: int, lead: int) -> Program:
+    """``triton_rows.write_rows`` of rows of ``unit`` elements, behind ``lead`` elements for each row in front."""
+    kind = np.dtype(element)
+    aligned = (unit * kind.itemsize) % ALIGNMENT == 0 and (lead * kind.itemsize) % ALIGNMENT == 0
+    constants = {"unit": unit, "lead": lead, "aligned": aligned, "block": WRITTEN_ELEMENTS}
+    return _program("triton_rows.write_rows", [f"*{TRITON_NAMES[kind]}", "*i32", "*i64", "i32"], **constants)
 
 
 def write_words_program() -> Program:
