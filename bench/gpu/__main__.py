@@ -43,6 +43,8 @@ from lamina.kernels.gpu.specialize import (
     attend_program,
     combine_program,
     decode_tile,
+    grouped_program,
+    grouped_tile,
     merge_program,
     plan_program,
     prompt_tile,
@@ -108,6 +110,11 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
     for element in (KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8):
         yield f"{element.name.lower()}, 8 heads of 128", append_program(element, np.uint16, 8, 128, 128)
     yield "", write_words_program()
+    for bits, form in ((0, "dense"), (8, "int8"), (4, "int4")):
+        for rows in (64, 4096):
+            tile = grouped_tile(rows, 64, 2, bits)
+            group = 128 if bits == 4 else 2048
+            yield f"{rows} rows, {form}", grouped_program("bf16", 64, 2048, 1536, True, bits, group, tile)
     yield "K, V and Q of 8 and 32 heads of 128", write_rows_program(np.uint16, 4096, 2048)
 
 

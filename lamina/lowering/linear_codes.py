@@ -16,16 +16,20 @@ from torch import Tensor, fx
 
 from lamina import _native
 from lamina.kernels.memory import allocate
+from lamina.lowering.grouped import is_grouped
 from lamina.lowering.linear import evenly_spaced_rows, linear_native, linear_onednn
 from lamina.models.codes import Codes, ExpertCodes
 
 Linear = Callable[[Tensor, Any, Tensor | None, int | None], Tensor]
 """(x [..., inputs], weight, bias [outputs] or None, outputs or None) -> [..., outputs]."""
 
+Experts = Callable[[Tensor, Any, Tensor], Tensor]
+"""(x [T, inputs] sorted by expert, weights of all experts, ends int32 [experts]) -> [T, outputs]."""
+
 PRODUCTS = (torch.ops.aten.linear.default, linear_native, linear_onednn)
 """The linear layers of lowered graphs."""
 
-_GROUPED = torch.ops.aten._grouped_mm.default
+_TURNS = "transpose", torch.ops.aten.transpose.int  # on a CPU, and on a GPU
 _PANEL = 32  # outputs
 _LEAST_GROUP = 16
 _MIDDLE = 8.0  # of codes of 4 bits: their zero point if there are no others
@@ -167,22 +171,21 @@ def grouped_by(weight: fx.Node) -> list[fx.Node]:
     """The grouped products that are all that uses a weight [experts, outputs, inputs]; empty if there are others."""
     turned = list(weight.users)
     products = [user for node in turned for user in node.users]
-    fits = all(node.target == "transpose" and node.args[1:] == (-2, -1) for node in turned) and all(
-        user.target is _GROUPED and len(user.args) == 3 and user.args[1] in turned and user.args[0] not in turned
-        for user in products
+    fits = all(node.target in _TURNS and node.args[1:] == (-2, -1) for node in turned) and all(
+        is_grouped(user) and user.args[1] in turned and user.args[0] not in turned for user in products
     )
     return products if fits else []
 
 
-def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear) -> fx.GraphModule:
+def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, experts: Experts) -> fx.GraphModule:
     """A copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its inputs, and
-    whose experts use ``linear_experts``."""
+    whose experts use ``experts``."""
     changed = copy.deepcopy(module)
     weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
     for weight in weights:
         for product in grouped_by(weight):
             x, _, ends = product.args
-            product.target, product.args, product.kwargs = linear_experts, (x, weight, ends), {}
+            product.target, product.args, product.kwargs = experts, (x, weight, ends), {}
         for turned in [node for node in weight.users if not node.users]:
             changed.graph.erase_node(turned)
     for node in changed.graph.nodes:

@@ -20,10 +20,12 @@ from torch import Tensor, fx
 from lamina.lowering.fuse import fuse
 from lamina.lowering.linear import Packing, packing
 from lamina.lowering.linear_codes import (
+    Experts,
     Linear,
     PackedCodes,
     PackedExperts,
     linear_codes,
+    linear_experts,
     pack_codes,
     pack_experts,
     take_codes,
@@ -238,7 +240,9 @@ class LoweredModel:
             return [(spec.query_heads, spec.v_dim), *(crossing.shape for crossing in self.contexts[index - 1])]
 
         pack = packing(self.dtype)
-        parts = with_codes(self.parts if reduce is None else _bound(self.parts, reduce), tensors, linear_codes)
+        parts = with_codes(
+            self.parts if reduce is None else _bound(self.parts, reduce), tensors, linear_codes, linear_experts
+        )
         numbered = zip(self.slices, parts, strict=True)
         return [
             LoweredSlice(part, table(part), tensors, self.constants, pack, arrivals(index)) for index, part in numbered
@@ -253,15 +257,17 @@ def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes | P
     return plain(weight).contiguous() if packing is None else packing.pack(plain(weight))
 
 
-def with_codes(parts: Sequence[LoweredPart], tensors: Mapping[str, Weight], linear: Linear) -> list[LoweredPart]:
-    """The parts with graphs that use ``linear`` with those weights that are not tensors; slices whose graphs
-    are equal share theirs as before."""
+def with_codes(
+    parts: Sequence[LoweredPart], tensors: Mapping[str, Weight], linear: Linear, experts: Experts
+) -> list[LoweredPart]:
+    """The parts with graphs that use ``linear`` and ``experts`` with those weights that are not tensors; slices whose
+    graphs are equal share theirs as before."""
     graphs: dict[tuple[SliceGraphs, frozenset[int]], SliceGraphs] = {}
     found = []
     for part in parts:
         places = frozenset(place for place, name in enumerate(part.weights) if not isinstance(tensors[name], Tensor))
         if places and (part.graphs, places) not in graphs:
-            main = take_codes(part.graphs.main, places, linear)
+            main = take_codes(part.graphs.main, places, linear, experts)
             graphs[part.graphs, places] = dataclasses.replace(part.graphs, main=main)
         found.append(dataclasses.replace(part, graphs=graphs[part.graphs, places]) if places else part)
     return found

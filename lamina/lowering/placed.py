@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from lamina.lowering.grouped import TORCHS, experts_stacked, is_grouped
 from lamina.lowering.lowered import LoweredModel, LoweredPart, PositionTable, SliceGraphs, with_codes
 from lamina.lowering.placed_codes import linear_held
-from lamina.models.codes import Held, Weight, plain
+from lamina.models.codes import Held, StackedCodes, Weight, plain
 from lamina.splitter.collective import Reduce, bind
 
 Main = Callable[..., Sequence[Tensor]]
 """A slice's graph, or another function that computes the same of the same arguments."""
 
 _INDEX = torch.ops.aten.index.Tensor  # tagged for masks; slices, whose results have as many rows as come, use numbers
-_GROUPED = torch.ops.aten._grouped_mm.default
 _NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -42,12 +42,11 @@ class PlacedSlice:
         graphs: SliceGraphs,
         table: PositionTable | None,
         tensors: Mapping[str, Weight],
-        grouped: bool,
     ) -> None:
         self.last = part.last
         self.prelude_key = (id(table), part.constants)
         nodes = list(graphs.main.graph.nodes)
-        self.capturable = not any(_needs_host(node, grouped) for node in nodes)
+        self.capturable = not any(_needs_host(node) for node in nodes)
         self.uses_ids = any(node.op == "placeholder" and node.target == "ids" and node.users for node in nodes)
         self.graph: Main = graphs.main
         self._table = table
@@ -95,50 +94,53 @@ def place(
     """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
 
     ``reduce``: how the ranks of a replica add up what each has computed; slices of one rank alone need none.
-    ``grouped``: the device multiplies the rows of each expert by its weights without the host.
+    ``grouped``: torch's product of experts runs on this device without the host; Lamina's is used instead otherwise.
     """
     graphs: dict[int, SliceGraphs] = {}
     tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
     named: dict[str, Weight] = {**tensors, **{name: value.to(device) for name, value in model.constants.items()}}
     placed = []
-    for part in with_codes(model.parts, tensors, linear_held):
+    for part in with_codes(model.parts, tensors, linear_held, experts_stacked):
         number = id(part.graphs)
         if number not in graphs:
             prelude = part.graphs.prelude
-            moved = None if prelude is None else _on(prelude, device)
+            moved = None if prelude is None else _on(prelude, device, grouped)
             main = part.graphs.main if reduce is None else bind(part.graphs.main, reduce)
-            graphs[number] = SliceGraphs(_on(main, device), moved)
+            graphs[number] = SliceGraphs(_on(main, device, grouped), moved)
         own = graphs[number].prelude
         table = None
         if own is not None:
             constants = [plain(named[name]) for name in part.constants]
             key = number, part.constants
             table = tables.setdefault(key, PositionTable(own, constants, model.positions, device))
-        placed.append(PlacedSlice(part, graphs[number], table, named, grouped))
+        placed.append(PlacedSlice(part, graphs[number], table, named))
     return placed
 
 
 def _like(weight: Weight) -> tuple[str, ...]:
     """What a weight is, without its values."""
+    if isinstance(weight, StackedCodes):
+        return str(weight.values.dtype), str(tuple(weight.values.shape)), str(weight.group)
     tensor = inner = weight.weight if isinstance(weight, Held) else plain(weight)
     return type(inner).__name__, str(tensor.dtype), str(tuple(tensor.shape))
 
 
-def _on(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """A copy whose operators that make tensors make them on ``device``: they were captured on the CPU."""
+def _on(module: fx.GraphModule, device: torch.device, grouped: bool) -> fx.GraphModule:
+    """A copy whose operators that make tensors make them on ``device``: they were captured on the CPU. ``grouped``: see
+    ``place``."""
     moved = copy.deepcopy(module)
     for node in moved.graph.nodes:
         if node.kwargs.get("device") is not None:
             node.kwargs = {**node.kwargs, "device": device}
+        if is_grouped(node) and not (grouped and node.target is TORCHS):
+            node.target = torch.ops.lamina.grouped_product.default
     moved.recompile()
     return moved
 
 
-def _needs_host(node: fx.Node, grouped: bool) -> bool:
+def _needs_host(node: fx.Node) -> bool:
     """True if an operator's result decides on the host what runs next, or how large it is."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload) or target is _INDEX:
         return False
-    if target is _GROUPED:
-        return not grouped
     return target.namespace == "transformers" or any(tag in _NEEDS_HOST for tag in target.tags)

@@ -1,7 +1,8 @@
 """Quantised weights on a GPU, by torchao.
 
 Outside of compiled graphs, torchao multiplies int8 and fp8 weights by making each dense first: they take half of the
-memory, and no less time. Its int4 product, in bfloat16 and on CUDA alone, reads the codes themselves.
+memory, and no less time. Its int4 product, in bfloat16 and on CUDA alone, reads the codes themselves. Those of experts,
+int8 and int4, are multiplied by Lamina's kernel (``grouped``).
 """
 
 import importlib.util
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from lamina.errors import ConfigError
 from lamina.lowering.lowered import LoweredModel
-from lamina.lowering.quantised import chosen, linear_weights
-from lamina.models.codes import Codes, Held, group_size, quantise
+from lamina.lowering.quantised import chosen, expert_weights, linear_weights
+from lamina.models.codes import Codes, Held, StackedCodes, group_size, quantise, quantise_experts
 from lamina.splitter.split_model import Shard, cut
 from lamina.types import DType, Quantization
 
@@ -47,10 +48,13 @@ class PlacedForm:
         if to != "none" and not installed:
             raise ConfigError(f"--quantization {to} on a GPU needs torchao: run pip install torchao")
         linear = linear_weights(model)
-        return cls(linear if installed else frozenset(), chosen(model, linear, to), to)
+        experts = expert_weights(model) if to in ("int8", "int4") else frozenset()
+        return cls(linear if installed else frozenset(), chosen(model, linear, to) | experts, to)
 
-    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held:
+    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
         """See ``Form``."""
+        if weight.dim() == 3:
+            return StackedCodes.of(quantise_experts(name, weight, self.to, shard))
         if self.to == "int4":
             from torchao.quantization import Int4TilePackedTo4dTensor
 

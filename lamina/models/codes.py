@@ -14,7 +14,7 @@ from lamina.types import Quantization
 GROUPS = (128, 64, 32)
 """Inputs that share a scale and a zero point in int4: the first of these that divides a matrix."""
 
-Weight = Union[Tensor, "Codes", "ExpertCodes", "Held"]
+Weight = Union[Tensor, "Codes", "ExpertCodes", "StackedCodes", "Held"]
 """A weight as a device holds it."""
 
 _ELEMENTS_AT_ONCE = 1 << 24  # that are made dense: bounds what that takes besides
@@ -79,6 +79,41 @@ class ExpertCodes:
     """Weights [experts, outputs, inputs] of a layer with experts: the codes of each."""
 
     each: tuple[Codes, ...]
+
+
+@dataclass(frozen=True)
+class StackedCodes:
+    """Weights of a layer's experts as a GPU multiplies by them.
+
+    Attributes:
+        values: int8 [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first inputs of each
+            group are the low halves of its bytes, and the others the high ones.
+        scales, zeros: float32 [experts, outputs, inputs / group]. A weight is (value - zero) * scale.
+        group: inputs that share a scale; codes of 8 bits have one group, and zeros of 0.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor
+    group: int
+
+    @classmethod
+    def of(cls, codes: ExpertCodes) -> "StackedCodes":
+        """Codes that ``quantise_experts`` has made, of 8 bits as int8 or of 4 bits."""
+        group, bits = codes.each[0].group, codes.each[0].bits
+        assert group is not None
+        scales = torch.stack([_by_group(one, one.scales, group) for one in codes.each])
+        if bits == 8:
+            return cls(torch.stack([one.values for one in codes.each]), scales, torch.zeros_like(scales), group)
+        zeros = torch.stack([_by_group(one, one.zeros, group) for one in codes.each if one.zeros is not None])
+        halves = [one.values.view(len(one.values), -1, 2, group // 2) for one in codes.each]
+        values = torch.stack([(each[:, :, 0] | each[:, :, 1] << 4).flatten(1) for each in halves])
+        return cls(values, scales, zeros, group)
+
+
+def _by_group(codes: Codes, each: Tensor, group: int) -> Tensor:
+    """[outputs, groups] of scales or zeros."""
+    return each[codes.rows][:, codes.columns[::group]].float()
 
 
 @dataclass(frozen=True)

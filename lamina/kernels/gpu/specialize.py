@@ -1,6 +1,6 @@
 """Specialises kernels for an attention: their element types, constants and launch options. Pure functions."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +144,42 @@ def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> 
         block_dv=_block(v_dim),
         block_parts=power_of_two(min(count, COMBINED_PARTS)),
     )
+
+
+@dataclass(frozen=True)
+class GroupedTile:
+    """The rows, outputs and inputs that a program of ``triton_grouped.multiply`` takes at once."""
+
+    rows: int
+    outputs: int
+    inputs: int
+
+    def grid(self, rows: int, experts: int, outputs: int) -> tuple[int, int]:
+        """A program for every tile that there may be: each expert may have one that is not full."""
+        return min(rows, -(-rows // self.rows) + experts), -(-outputs // self.outputs)
+
+
+def grouped_tile(rows: int, experts: int, itemsize: int, bits: int) -> GroupedTile:
+    """The tile for so many rows, of elements of ``itemsize`` bytes: as few rows as experts have in steps that decode,
+    where weights are read once, and more in larger ones. Narrower where more registers are needed."""
+    height = 16 if rows <= 16 * experts else 64
+    if itemsize == 2:
+        return GroupedTile(height, 64 if bits == 4 else 128, 64)
+    return GroupedTile(height, 32 if bits else 64, 32)
+
+
+def grouped_program(
+    element: str, experts: int, inputs: int, outputs: int, inner: bool, bits: int, group: int, tile: GroupedTile
+) -> Program:
+    """``triton_grouped.multiply`` of x of type ``element``."""
+    weight = {0: f"*{element}", 4: "*u8", 8: "*i8"}[bits]
+    of_groups = "*fp32" if bits else "*i32"
+    constants: dict[str, Constant] = {
+        "inputs": inputs, "outputs": outputs, "inner": inner, "bits": bits, "group": group,
+        "block_e": power_of_two(experts), "block_m": tile.rows, "block_n": tile.outputs, "block_k": tile.inputs,
+    }  # fmt: skip
+    types = [f"*{element}", weight, of_groups, of_groups, "*i32", f"*{element}", "i32", "i32"]
+    return _program("triton_grouped.multiply", types, 4, 3, **constants)
 
 
 def write_rows_program(element: npt.DTypeLike, unit: int, lead: int) -> Program:

@@ -1,0 +1,75 @@
+"""The product of rows that are sorted by expert, each with the weight of its own, in Triton.
+
+How many rows each expert has is known on the device alone. So the grid has a program for every tile that there may be,
+and those beyond the last one end at once.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def multiply(
+    x, weight, scales, zeros, ends, out, rows, experts,
+    inputs: tl.constexpr, outputs: tl.constexpr, inner: tl.constexpr, bits: tl.constexpr, group: tl.constexpr,
+    block_e: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """out [rows, outputs]: rows of x [rows, inputs] times the weights of their experts, summed in float32.
+
+    ends int32 [experts]: the row after the last one of each. Grid (tiles, blocks of outputs).
+
+    Weights of all ``experts``, by ``bits``: 0, elements like those of x, with inputs side by side if ``inner``, else
+    outputs. 8, int8 [outputs, inputs] and scales float32 [outputs]. 4, two to a byte [outputs, inputs / 2], and scales
+    and zeros float32 [outputs, inputs / group]: bytes of a group have its first inputs in their low halves.
+    """
+    tile = tl.program_id(0)
+    each = tl.arange(0, block_e)
+    stops = tl.load(ends + each, mask=each < experts, other=0)
+    starts = tl.load(ends + each - 1, mask=(each > 0) & (each < experts), other=0)
+    tiles = (stops - starts + block_m - 1) // block_m
+    expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)  # all before it have their tiles
+    if expert >= experts:
+        return
+    before = tl.sum(tl.where(each < expert, tiles, 0), 0)
+    stop = tl.sum(tl.where(each == expert, stops, 0), 0)
+    first = tl.sum(tl.where(each == expert, starts, 0), 0) + (tile - before) * block_m
+    row = first + tl.arange(0, block_m)
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    at = expert.to(tl.int64) * outputs
+    acc = tl.zeros([block_m, block_n], tl.float32)
+    if bits == 4:
+        half: tl.constexpr = group // 2
+        k = tl.arange(0, half)
+        for number in range(0, inputs // group):
+            low_x = _rows(x, row, stop, number * group + k, inputs)
+            high_x = _rows(x, row, stop, number * group + half + k, inputs)
+            places = (at + n)[None, :] * (inputs // 2) + (number * half + k)[:, None]
+            codes = tl.load(weight + places, mask=(n < outputs)[None, :], other=0)
+            part = tl.dot(low_x, (codes & 15).to(x.dtype.element_ty), input_precision="ieee")
+            part = tl.dot(high_x, (codes >> 4).to(x.dtype.element_ty), part, input_precision="ieee")
+            total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
+            of_group = (at + n) * (inputs // group) + number
+            scale = tl.load(scales + of_group, mask=n < outputs, other=0.0)
+            zero = tl.load(zeros + of_group, mask=n < outputs, other=0.0)
+            acc += (part - total[:, None] * zero[None, :]) * scale[None, :]
+    else:
+        for start in range(0, inputs, block_k):
+            k = start + tl.arange(0, block_k)
+            there = (k < inputs)[:, None] & (n < outputs)[None, :]
+            if inner:
+                places = (at + n)[None, :] * inputs + k[:, None]
+            else:
+                places = at * inputs + k[:, None].to(tl.int64) * outputs + n[None, :]
+            values = tl.load(weight + places, mask=there, other=0)
+            acc = tl.dot(_rows(x, row, stop, k, inputs), values.to(x.dtype.element_ty), acc, input_precision="ieee")
+        if bits == 8:
+            acc *= tl.load(scales + at + n, mask=n < outputs, other=0.0)[None, :]
+    target = out + row[:, None].to(tl.int64) * outputs + n[None, :]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=(row < stop)[:, None] & (n < outputs)[None, :])
+
+
+@triton.jit
+def _rows(x, row, stop, k, inputs: tl.constexpr):
+    """Elements ``k`` of rows ``row`` of x, 0 from row ``stop`` on."""
+    places = row[:, None].to(tl.int64) * inputs + k[None, :]
+    return tl.load(x + places, mask=(row < stop)[:, None] & (k < inputs)[None, :], other=0.0)

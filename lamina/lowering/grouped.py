@@ -1,0 +1,69 @@
+"""The product of experts on a GPU: of rows that are sorted by expert, without the host in between.
+
+An operator of PyTorch, so that it can be recorded and compiled with others. On CUDA it is Lamina's kernel; on the CPU,
+where GPUs are emulated, its definition.
+"""
+
+import torch
+from torch import Tensor, fx
+
+from lamina.models.codes import StackedCodes
+
+TORCHS = torch.ops.aten._grouped_mm.default  # of bfloat16; on some GPUs, the host reads the rows of each expert first
+FALLBACK = "transformers.grouped_mm_fallback.default"  # what transformers runs for other types, expert by expert
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """True for the product of rows x [T, inputs] with weights [experts, inputs, outputs] and ends of experts."""
+    return (node.target is TORCHS or str(node.target) == FALLBACK) and len(node.args) == 3
+
+
+def experts_stacked(x: Tensor, codes: StackedCodes, ends: Tensor) -> Tensor:
+    """As ``multiply``, with weights in codes."""
+    result: Tensor = _multiply_codes(x, codes.values, codes.scales, codes.zeros, ends, codes.group)
+    return result
+
+
+@torch.library.custom_op("lamina::grouped_product", mutates_args=())
+def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [T, inputs], sorted by expert, each times its expert's weight of [experts, inputs, outputs]: [T, outputs].
+
+    ends: int32 [experts], the row after the last one of each expert.
+    """
+    if x.is_cuda:
+        from lamina.kernels.gpu.grouped import multiply as on_gpu  # needs Triton
+
+        return on_gpu(x, weight, ends)
+    return _one_by_one(x, weight, ends)
+
+
+@multiply.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("lamina::grouped_product_of_codes", mutates_args=())
+def _multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor, group: int) -> Tensor:
+    """See ``models.codes.StackedCodes``."""
+    if x.is_cuda:
+        from lamina.kernels.gpu.grouped import multiply_codes as on_gpu  # needs Triton
+
+        return on_gpu(x, values, scales, zeros, ends, group)
+    if values.dtype == torch.uint8:
+        split = values.view(*scales.shape, group // 2)
+        values = torch.stack([split & 15, split >> 4], 3)
+    dense = (values.view(*scales.shape, group) - zeros[..., None]) * scales[..., None]
+    return _one_by_one(x.float(), dense.flatten(2).mT, ends).to(x.dtype)
+
+
+@_multiply_codes.register_fake
+def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], values.shape[1])
+
+
+def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    out, first = x.new_zeros(len(x), weight.shape[2]), 0
+    for expert, end in enumerate(ends.tolist()):
+        out[first:end] = x[first:end] @ weight[expert]
+        first = end
+    return out
