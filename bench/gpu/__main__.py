@@ -56,10 +56,13 @@ from lamina.types import AttentionSpec, KvElement
 CAPABILITIES = (80, 86, 89, 90)
 PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used
 TOTAL_S = 470  # all parts together: a GPU may be lent for ten minutes
-OWN = {"tests": 90, "tune": 90, "attention": 90, "cascade": 40, "merge": 30, "polling": 30, "loop": 45, "worker": 90}
+OWN = {
+    "tests": 90, "tune": 90, "attention": 90, "cascade": 40, "merge": 30, "polling": 30, "loop": 45, "experts": 40,
+    "worker": 90,
+}  # fmt: skip
 DEADLINES_S = {**OWN, **PEERS}
-KERNEL_TESTS = ("tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py")
-TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals"
+KERNEL_TESTS = tuple(f"tests/kernels/test_triton_{name}.py" for name in ("attention", "plan", "grouped"))
+TESTED = "decode_batch or appends or long_segment or one_wave or merge_equals or rows_are_written or multiplied"
 Rows = list[dict[str, Any]]
 QUERY = {KvElement.FLOAT32: np.float32, KvElement.FLOAT16: np.float16}  # bfloat16 for the others
 
@@ -179,7 +182,7 @@ def require_card(index: int) -> str:
 
 def part(what: str, index: int) -> dict[str, Any]:
     """Run one part in this process: the GPU, the versions and its rows."""
-    from bench.gpu import attention, doorbells, peers, worker  # these import CuPy
+    from bench.gpu import attention, doorbells, experts, peers, worker  # these import CuPy
     from bench.gpu.step import Gpu
 
     parts: dict[str, Callable[[Gpu], Rows]] = {
@@ -189,6 +192,7 @@ def part(what: str, index: int) -> dict[str, Any]:
         "merge": attention.merge,
         "polling": doorbells.polling,
         "loop": doorbells.loop,
+        "experts": lambda gpu: experts.experts(index),
         "worker": lambda gpu: worker.worker(f"cuda:{index}", 16, [1, 16, 64], 1024, 20),
         **{name: partial(attention.peer, name=name) for name in PEERS},
     }

@@ -1,6 +1,7 @@
 """Compute workers on a GPU: slices, messages and the whole runtime against Hugging Face."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,9 @@ from lamina.compute.device.chunks import attend_chunks
 from lamina.errors import ConfigError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec
+from lamina.lowering.grouped import experts_stacked, multiply
+from lamina.models.codes import StackedCodes, quantise_experts
+from lamina.types import AttentionSpec, Quantization
 from tests.compute import test_gpu_device, test_transfers
 from tests.random_models import served, variant
 from tests.runtime import test_polling
@@ -21,6 +24,7 @@ from tests.splitter import test_variants
 
 pytestmark = pytest.mark.gpu
 
+QUANTISED: tuple[Quantization, ...] = ("int8", "int4")
 TOLERANCE = 1e-4  # of logits in float32, whose products add up in another order than on the CPU
 
 
@@ -63,6 +67,25 @@ def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     np.testing.assert_allclose(out.cpu().numpy(), wanted_out, atol=tolerance)
     np.testing.assert_allclose(lse.cpu().numpy(), wanted_lse, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[3, 0, 1], [1, 70, 0, 300, 2]])
+def test_experts_multiply_as_on_the_cpu(counts: list[int], dtype: torch.dtype) -> None:
+    ends = torch.tensor(counts).cumsum(0).int()
+    x, here = torch.randn(sum(counts), 128).to(dtype), torch.randn(len(counts), 96, 128).to(dtype)
+    there = here.cuda()
+    ways: list[tuple[Any, Any, Any]] = [
+        (multiply, here.mT, there.mT),
+        (multiply, here.mT.contiguous(), there.mT.contiguous()),
+    ]
+    for to in QUANTISED:
+        codes = [StackedCodes.of(quantise_experts("experts", each, to, {})) for each in (here, there)]
+        ways.append((experts_stacked, codes[0], codes[1]))
+    for product, on_cpu, on_gpu in ways:
+        wanted, found = product(x, on_cpu, ends), product(x.cuda(), on_gpu, ends.cuda()).cpu()
+        tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
 
 
 def test_no_more_than_a_share_of_the_memory_is_taken() -> None:
