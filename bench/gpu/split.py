@@ -4,7 +4,8 @@
 
 Slices and attention kernels are the same in both; with two workers, q, k, v and results travel between them for every
 layer, and on a single GPU the two take turns. ``overhead`` is the time that a step takes longer, for each layer. The
-model has random weights. ``--picture`` draws what both workers do in some steps of the last cell, which runs once more.
+model has random weights. Where vLLM is installed, its steps are timed as well (``vllm_peer``). ``--picture`` draws what
+both workers do in some steps of the last cell, which runs once more.
 Without a GPU: ``--model 60m --compute cpu:1 --memory cpu:1 --cells 4x256``.
 """
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from bench.gpu import vllm_peer
 from bench.models import MODELS, model_directory
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
@@ -43,6 +45,7 @@ class Cell:
     local_ms: float
     split_ms: float
     overhead_us: float  # for each layer
+    vllm_ms: float | None = None
 
     @property
     def ratio(self) -> float:
@@ -134,16 +137,21 @@ def main() -> None:
         split_s = run(split, cells, args.tokens)
         if args.picture:
             run(split, cells[-1:], args.tokens, args.picture)
+        vllm_s = vllm_peer.measure(path, cells, args.tokens) if args.compute.startswith("cuda") else None
+    peers: list[float | None] = [None] * len(cells) if vllm_s is None else [*vllm_s]
     found = [
-        Cell(*cell, 1e3 * local, 1e3 * apart, 1e6 * (apart - local) / layers)
-        for cell, local, apart in zip(cells, local_s, split_s, strict=True)
+        Cell(*cell, 1e3 * local, 1e3 * apart, 1e6 * (apart - local) / layers, None if vllm is None else 1e3 * vllm)
+        for cell, local, apart, vllm in zip(cells, local_s, split_s, peers, strict=True)
     ]
     table = Table(
         "requests", "tokens of each", "local, ms", "split, ms", "tokens/s, split / local", "overhead, us per layer"
     )
+    if vllm_s is not None:
+        table.add_column("vLLM, ms")
     table.title = f"a decode step of {args.model}: {args.compute} with local memory, and with {args.memory}"
     for one in found:
-        times = f"{one.local_ms:.2f}", f"{one.split_ms:.2f}", f"{one.ratio:.2f}", f"{one.overhead_us:.0f}"
+        times = [f"{one.local_ms:.2f}", f"{one.split_ms:.2f}", f"{one.ratio:.2f}", f"{one.overhead_us:.0f}"]
+        times += [] if one.vllm_ms is None else [f"{one.vllm_ms:.2f}"]
         table.add_row(str(one.batch), str(one.context), *times)
     Console(width=130).print(table)
     if args.json:
