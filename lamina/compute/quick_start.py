@@ -7,7 +7,7 @@ import sys
 from typing import NoReturn
 
 _UNUSED = ("PIL", "scipy", "sklearn")
-_UNUSED_ON_CPU = ("triton",)
+_UNUSED_ON_CPU = ("triton", "torchao")
 
 
 def before_imports(device: str = "cpu") -> None:

@@ -7,6 +7,7 @@ where GPUs are emulated, its definition.
 import torch
 from torch import Tensor, fx
 
+from lamina.kernels.gpu import grouped as on_gpu
 from lamina.models.codes import StackedCodes
 
 TORCHS = torch.ops.aten._grouped_mm.default  # of bfloat16; on some GPUs, the host reads the rows of each expert first
@@ -31,9 +32,7 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     ends: int32 [experts], the row after the last one of each expert.
     """
     if x.is_cuda:
-        from lamina.kernels.gpu.grouped import multiply as on_gpu  # needs Triton
-
-        return on_gpu(x, weight, ends)
+        return on_gpu.multiply(x, weight, ends)
     return _one_by_one(x, weight, ends)
 
 
@@ -46,9 +45,7 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor, group: int) -> Tensor:
     """See ``models.codes.StackedCodes``."""
     if x.is_cuda:
-        from lamina.kernels.gpu.grouped import multiply_codes as on_gpu  # needs Triton
-
-        return on_gpu(x, values, scales, zeros, ends, group)
+        return on_gpu.multiply_codes(x, values, scales, zeros, ends, group)
     if values.dtype == torch.uint8:
         split = values.view(*scales.shape, group // 2)
         values = torch.stack([split & 15, split >> 4], 3)
