@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lamina._native import Arena as NativeArena
 from lamina.errors import TransportError
 from lamina.transport.base import Buffer, check_range
@@ -98,6 +100,58 @@ class Pages:
             self._unregister(run)
         self._runs.clear()
         self._known.clear()
+
+
+class HostMemory:
+    """What a device has been told of messages in the host's memory: its own slots, for good, and those of peers."""
+
+    def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
+        """See ``Pages``; ``register`` raises TransportError."""
+        self._calls = register, unregister
+        self._own = Pages(register, unregister)
+        self._adopted: list[tuple[int, int]] = []
+        self._failed = False
+        self._peers: dict[str, tuple[Buffer, Pages]] = {}
+
+    def adopt(self, memory: Buffer) -> None:
+        """Tell the device of own memory. Raises TransportError: then it knows of none, also later, as no copy may begin
+        in memory that it knows and end in other memory."""
+        if self._failed:
+            return
+        at = _address(memory)
+        try:
+            self._own.add(at, memory.nbytes)
+        except TransportError:
+            self._own.clear()
+            self._adopted.clear()
+            self._failed = True
+            raise
+        self._adopted.append((at, at + memory.nbytes))
+
+    def has_adopted(self, at: int, nbytes: int) -> bool:
+        """True if [at, at + nbytes) is part of own memory that the device was told of."""
+        return any(start <= at and at + nbytes <= stop for start, stop in self._adopted)
+
+    def map(self, peer: str, memory: Buffer) -> None:
+        """Tell the device of memory of a peer, and keep it. Raises TransportError."""
+        self.unmap(peer)
+        pages = Pages(*self._calls)
+        try:
+            pages.add(_address(memory), memory.nbytes)
+        except TransportError:
+            pages.clear()
+            raise
+        self._peers[peer] = memory, pages
+
+    def unmap(self, peer: str) -> None:
+        """The device uses this peer's memory no more."""
+        if known := self._peers.pop(peer, None):
+            known[1].clear()
+
+
+def _address(memory: Buffer) -> int:
+    address: int = np.frombuffer(memory, np.uint8).ctypes.data
+    return address
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -117,7 +117,7 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
         for rows in (64, 4096):
             tile = grouped_tile(rows, 64, 2, bits)
             group = 128 if bits == 4 else 2048
-            yield f"{rows} rows, {form}", grouped_program("bf16", 64, 2048, 1536, True, bits, group, tile)
+            yield f"{rows} rows, {form}", grouped_program(np.uint16, 64, 2048, 1536, True, bits, group, tile)
     yield "K, V and Q of 8 and 32 heads of 128", write_rows_program(np.uint16, 4096, 2048)
 
 

@@ -15,10 +15,12 @@ from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.kit import Cut
 from lamina.lowering.grouped import TORCHS, experts_stacked, multiply
 from lamina.models.codes import StackedCodes, quantise_experts
+from lamina.types import Quantization
 
 EXPERTS, CHOSEN, INPUTS, OUTPUTS = 128, 8, 2048, 1536
 TOKENS = (1, 16, 64, 256, 1024)
 COPY_BYTES = 2 << 30
+QUANTISED: tuple[Quantization, ...] = ("int8", "int4")
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -30,7 +32,7 @@ def products(weights: Tensor) -> dict[str, tuple[Product, float]]:
     def stacked(codes: StackedCodes) -> Product:
         return lambda x, ends: experts_stacked(x, codes, ends)
 
-    int8, int4 = (StackedCodes.of(quantise_experts("experts", weights, to, {})) for to in ("int8", "int4"))
+    int8, int4 = (StackedCodes.of(quantise_experts("experts", weights, to, {}), EXPERTS) for to in QUANTISED)
     found: dict[str, tuple[Product, float]] = {
         "bfloat16": (lambda x, ends: multiply(x, turned, ends), 2.0),
         "int8": (stacked(int8), 1.0),

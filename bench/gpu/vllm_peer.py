@@ -9,6 +9,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,22 +20,26 @@ CELL_S = 120.0
 
 
 def measure(model: Path, cells: Sequence[tuple[int, int]], tokens: int) -> list[float] | None:
-    """Seconds of a step that decodes ``batch`` requests with ``context`` tokens each; None if vLLM is not installed.
-
-    Raises subprocess.SubprocessError.
-    """
+    """Seconds of a step that decodes ``batch`` requests with ``context`` tokens each; None if vLLM does not run."""
     if importlib.util.find_spec("vllm") is None:
+        print("vLLM is not installed")
         return None
-    command = [sys.executable, "-m", "bench.gpu.vllm_peer", str(model), json.dumps(cells), str(tokens)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LOAD_S + CELL_S * len(cells), check=True)
-    found: list[float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "seconds.json")
+        command = [sys.executable, "-m", "bench.gpu.vllm_peer", str(model), json.dumps(cells), str(tokens), str(path)]
+        try:
+            subprocess.run(command, timeout=LOAD_S + CELL_S * len(cells), check=True)
+        except subprocess.SubprocessError as error:
+            print(f"vLLM was not measured: {error}")
+            return None
+        found: list[float] = json.loads(path.read_text())
+        return found
 
 
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    model, cells, tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+    model, cells, tokens, path = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
     llm = LLM(
         model=model,
         load_format="dummy",
@@ -54,7 +59,7 @@ def main() -> None:
         return time.perf_counter() - begun
 
     steps = [seconds(batch, context, FEW + tokens) - seconds(batch, context, FEW) for batch, context in cells]
-    print(json.dumps([each / tokens for each in steps]))
+    path.write_text(json.dumps([each / tokens for each in steps]))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from lamina.memory.worker import build
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Transport
 from lamina.protocol.fetching import Fetcher
-from lamina.protocol.leases import messages
+from lamina.protocol.leases import messages, slot_rows
 from lamina.protocol.links import Member, open_links
 from lamina.protocol.messages import (
     Connect,
@@ -102,7 +102,7 @@ class Cluster:
         self._process.start()
         capacity, bulk = batch * (tokens + steps + 1), batch * tokens * self._per_token
         setup = MemorySetup(self._specs, DTYPE, capacity, 1, Overlap(), trace=False, polling=polling)
-        self._pipe.send(Reserve(setup, batch, batch, 2))
+        self._pipe.send(Reserve(setup, batch, batch, 2, slot_rows(batch, 1)))
         self._pipe.send(setup)
         self._hear(SlabReady)
         sizes = messages(self._specs, DTYPE, batch, 0)

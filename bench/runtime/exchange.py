@@ -24,7 +24,7 @@ from lamina.compute.device.kit import Cut, Replay
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
 from lamina.compute.runner import NativeRunner
-from lamina.protocol.channel import Channel, Hub
+from lamina.protocol.channel import Body, Channel, Hub
 from lamina.protocol.fetching import Fetcher
 from lamina.protocol.leases import SLOTS, ArenaPlan, Lease, Leases, messages
 from lamina.splitter import SliceOutput
@@ -90,7 +90,7 @@ class Case:
             self.compute.link(memory)
             memory.link(self.compute)
             if isinstance(carrier, GpuCarrier):  # which writes messages itself
-                self.compute.channels[memory.name].bodies = [1] * SLOTS
+                self.compute.channels[memory.name].bodies = [Body(1, memoryview(b""))] * SLOTS
 
         self.mail = Mail(
             self.compute.hub,

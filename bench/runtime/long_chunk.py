@@ -31,7 +31,7 @@ from lamina.memory.worker import build
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Transport
 from lamina.protocol.fetching import Fetcher
-from lamina.protocol.leases import messages
+from lamina.protocol.leases import messages, slot_rows
 from lamina.protocol.links import Member, open_links
 from lamina.protocol.messages import Connect, Grant, Link, MemorySetup, Register, Reserve, Step, Stop, Way
 from lamina.protocol.secret import new
@@ -92,7 +92,7 @@ class Cluster:
         self._process.start()
         capacity = prefix + 4 * rows * 64 + DECODING * (CONTEXT + 100_000)
         setup = MemorySetup([SPEC], DTYPE, capacity, threads, Overlap(), trace=False)
-        self._pipe.send(Reserve(setup, rows, DECODING + 1, 4))
+        self._pipe.send(Reserve(setup, rows, DECODING + 1, 4, slot_rows(rows, 1)))
         self._pipe.send(setup)
         self._pipe.recv()
         bulk = max(prefix, rows, DECODING * CONTEXT) * PER_TOKEN

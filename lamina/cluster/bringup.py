@@ -35,7 +35,7 @@ from lamina.heads import HeadShards
 from lamina.pipeline import Pipeline
 from lamina.protocol.choice import Choice, candidates
 from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import messages
+from lamina.protocol.leases import messages, slot_rows
 from lamina.protocol.messages import (
     ComputeSetup,
     Connect,
@@ -190,7 +190,8 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         plan.polling,
         asked.gpu_share,
     )
-    control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes))
+    rows = slot_rows(plan.compute_setup.rows, _links(plan))
+    control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes, rows))
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
     found = gather.all(Resources, holders, LOAD_TIMEOUT_S)
     plan, capacities = _forgetting(plan, loaded, shards.count, setup.capacity, found)
@@ -329,12 +330,16 @@ def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
     return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes, plan.prefix_cache)
 
 
+def _links(plan: ClusterPlan) -> int:
+    """Of a worker at the start, at most."""
+    return max(1, len(plan.greetings) - 1)
+
+
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
     """How to link the workers of a plan; nothing is known of them yet but their greetings."""
     transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
     may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or plan.pipeline.stages > 1 else 0
-    links = max(1, len(plan.greetings) - 1)
 
     def kv_bytes(found: Resources, largest: int, promised: int) -> int:
         if found.gpu_total:
@@ -353,7 +358,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         slab=_slab(plan, loaded),
         kv_bytes=kv_bytes,
         sizes=messages(
-            loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks, links
+            loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks, _links(plan)
         ),
         transports=transports,
         wanted=plan.transport,

@@ -184,7 +184,7 @@ def _make_slab(
     control: ControlServer, fabric: Fabric, name: str, setup: MemorySetup, promised: int
 ) -> Conversation[int]:
     """Have a worker make its slab; the result is its capacity. Raises ConfigError if there is too little memory."""
-    control.send([name], reservation(setup, fabric.limits, fabric.lanes))
+    control.send([name], reservation(setup, fabric.limits, fabric.lanes, fabric.sizes.slot_rows))
     control.send([name], Inspect())
     found: dict[str, Resources] = yield Ask(Resources, [name], LOAD_TIMEOUT_S)
     most = setup.capacity
@@ -200,9 +200,9 @@ def _make_slab(
     return capacity
 
 
-def reservation(setup: MemorySetup, limits: Limits, lanes: int) -> Reserve:
+def reservation(setup: MemorySetup, limits: Limits, lanes: int, slot_rows: int) -> Reserve:
     """What a worker with a slab reserves before its capacity is computed."""
-    return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, lanes)
+    return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, slot_rows, lanes)
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:

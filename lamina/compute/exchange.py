@@ -224,7 +224,7 @@ class StepExchange:
                 for remote, nbytes in zip(self._remotes, sizes, strict=True)
             ]
             bodies = [
-                0 if slot is None else remote.channel.bodies[slot]
+                0 if slot is None else remote.channel.bodies[slot].address
                 for remote, slot in zip(self._remotes, slots, strict=True)
             ]
             queries, keys, values = self._transfers.all(output.q, output.k, output.v, bodies)

@@ -22,7 +22,6 @@ from lamina.compute.loading import load
 from lamina.compute.local import LocalMemory
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
-from lamina.compute.slots import Slots
 from lamina.compute.step import Replica, StepRun
 from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
 from lamina.heads import HeadShards
@@ -52,6 +51,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
 from lamina.protocol.process import run_worker
+from lamina.protocol.slots import Slots
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import check_placements
 from lamina.segments import by_sequence, for_sequence, forked, grown, moved

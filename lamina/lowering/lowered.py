@@ -376,7 +376,8 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGr
 
 
 def _counts_rows(node: fx.Node) -> bool:
-    """True for the number of rows, as that of ids; there are as many positions."""
+    """True for the number of rows, as that of ids; there are as many positions. It is taken for a size, on which no
+    value depends: those of a row are the same among any others."""
     return node.target is torch.ops.aten.sym_size.int and str(node.args) == "(ids, 0)"
 
 

@@ -59,7 +59,9 @@ class PlacedSlice:
     @property
     def fixed(self) -> list[Tensor]:
         """Its weights, but for those in a library's own form."""
-        return [weight for weight in self._weights if isinstance(weight, Tensor)]
+        codes = [weight for weight in self._weights if isinstance(weight, StackedCodes)]
+        tensors = [each for one in codes for each in (one.values, one.scales, one.zeros)]
+        return [*tensors, *(weight for weight in self._weights if isinstance(weight, Tensor))]
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """The values that depend on positions int64 [T], in host memory, alone."""

@@ -54,7 +54,8 @@ class PlacedForm:
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
         """See ``Form``."""
         if weight.dim() == 3:
-            return StackedCodes.of(quantise_experts(name, weight, self.to, shard))
+            experts = cut(weight, {0: shard[0]} if 0 in shard else {})
+            return StackedCodes.of(quantise_experts(name, weight, self.to, shard), len(experts))
         if self.to == "int4":
             from torchao.quantization import Int4TilePackedTo4dTensor
 

@@ -101,7 +101,9 @@ class HostForm:
 
     def quantise(self, name: str, weight: torch.Tensor, shard: Shard) -> Codes | ExpertCodes:
         """See ``Form``."""
-        return (quantise if weight.dim() == 2 else quantise_experts)(name, weight, self.to, shard)
+        if weight.dim() == 3:
+            return ExpertCodes(tuple(quantise_experts(name, weight, self.to, shard)))
+        return quantise(name, weight, self.to, shard)
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
         """See ``Form``."""

@@ -16,6 +16,7 @@ from torch import fx
 
 from lamina.lowering import elementwise, linear
 from lamina.lowering.fuse import METHODS
+from lamina.lowering.grouped import FALLBACK
 from lamina.lowering.lowered import LoweredModel, LoweredPart, SliceGraphs
 from lamina.splitter.collective import ALL_REDUCE
 from lamina.splitter.parts import Runs
@@ -32,7 +33,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 _METHOD_NAMES = frozenset(METHODS.values())
-_GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"  # for experts that torch's own does not support
 _TORCH_TYPES = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
 
 
@@ -194,7 +194,7 @@ def _target(node: StoredNode) -> Any:
             return node.target
         case "call_function" if node.target in _FUNCTIONS:
             return _FUNCTIONS[node.target]
-        case "call_function" if node.target == _GROUPED_PRODUCT:
+        case "call_function" if node.target == FALLBACK:
             importlib.import_module("transformers.integrations.moe")  # registers it
             return torch.ops.transformers.grouped_mm_fallback.default
         case "call_function" if node.target == str(ALL_REDUCE):

@@ -13,7 +13,7 @@ from lamina.memory.device.select import gpu_polls, reserve
 from lamina.memory.store import KvStore
 from lamina.memory.tier import Tier, open_tier
 from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.leases import LANDING_NBYTES, SLOT_ROWS
+from lamina.protocol.leases import LANDING_NBYTES
 from lamina.protocol.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
 from lamina.protocol.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
 from lamina.types import AttentionSpec, KvElement, Polling
@@ -99,7 +99,7 @@ def largest(asked: Reserve, polls: bool = False) -> Largest:
     # a piece of a segment that moves, in and out; slots of all steps.
     buffers = (*[request] * 3, *[reply] * 2, *[LANDING_NBYTES] * 2, 12 * rows * asked.steps)
     tables = asked.steps * setup.ranks * (setup.overlap.mini_batches + 2) * (own if by_shard else 1)
-    few, lanes = min(asked.rows, SLOT_ROWS) * own, min(asked.lanes * setup.ranks, MOST_LANES)
+    few, lanes = asked.slot_rows * own, min(asked.lanes * setup.ranks, MOST_LANES)
     if polls:  # what each lane keeps: a request, and out and lse apart
         buffers += (request_nbytes(specs, setup.dtype, few), *[reply_nbytes(specs, few)] * 2) * lanes
     polled = (lanes, few) if polls else (0, 0)

@@ -7,25 +7,24 @@ read when the worker is idle, between cuts, or when a message arrives before its
 in which the engine sent the plans.
 """
 
-import collections
 import contextlib
+import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from lamina.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.memory.ahead import Ahead
-from lamina.memory.device.base import Floats
 from lamina.memory.device.select import gpu_memory
+from lamina.memory.lanes import Door, Lane, Reply
 from lamina.memory.migrations import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.memory.tier import Tier
-from lamina.protocol.channel import Arrival, Channel, Target
+from lamina.protocol.channel import Arrival, Target
 from lamina.protocol.control import ControlClient
 from lamina.protocol.fence import Fence
 from lamina.protocol.leases import SLOTS, Lease
@@ -50,6 +49,7 @@ from lamina.protocol.messages import (
 )
 from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
 from lamina.protocol.process import run_worker
+from lamina.protocol.slots import Slots
 from lamina.protocol.timeline import Timeline
 from lamina.protocol.wire import piece_nbytes
 
@@ -57,67 +57,6 @@ IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unrea
 MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may wait for the plan that says where it continues
 PLAN_TIMEOUT_S = 30.0
 _DONE = object()
-
-
-@dataclass(frozen=True)
-class Reply:
-    """May be sent once everything up to attention ``pulled`` of its lane has been pulled."""
-
-    peer: str
-    parts: list[Floats]
-    turn: int
-    pulled: int
-
-
-@dataclass(eq=False)
-class Door:
-    """One slot for requests.
-
-    Attributes:
-        request: the message in it, until its last piece has been served. body: its bytes, wherever they are.
-    """
-
-    channel: Channel
-    slot: int
-    request: Arrival | None = None
-    body: memoryview = field(default_factory=lambda: memoryview(b""))
-
-
-@dataclass
-class Lane:
-    """The steps announced for one lane, and how far the first of them is.
-
-    Where several ranks share a replica, what each of them sends is served as a lane of its own, with its own share of
-    the lane's steps: lane * ranks + rank.
-
-    Attributes:
-        layer, piece: of the first step, to be served next.
-        begin: byte at which that piece begins, of a request that is fetched.
-        out, lse: what the request's rows have so far.
-        work: what is left of a piece that was begun, of the request behind ``door``. reply: finished, not sent yet.
-    """
-
-    number: int
-    steps: collections.deque[StepTables] = field(default_factory=collections.deque)
-    layer: int = 0
-    piece: int = 0
-    begin: int = 0
-    out: Floats = field(default_factory=lambda: np.empty((0, 0, 0), np.float32))
-    lse: Floats = field(default_factory=lambda: np.empty((0, 0), np.float32))
-    work: Iterator[None] | None = None
-    door: Door | None = None
-    reply: Reply | None = None
-
-    def drop(self) -> None:
-        """Forget all steps."""
-        self.steps.clear()
-        self.layer = self.piece = self.begin = 0
-        self.work = self.door = self.reply = None
-
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing of the first step has been served, and the last reply has been sent."""
-        return self.layer == self.piece == 0 and self.work is None and self.door is None and self.reply is None
 
 
 class MemoryWorker:
@@ -152,6 +91,8 @@ class MemoryWorker:
         )
         self._newcomers = Newcomers(control, links)
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
+        self._slots = Slots(links, store.device)
+        self._slots.add(self._channels.values())
         self._doors = self._closed_doors()
         self._timeline = timeline
         self._ahead = Ahead(store, links, timeline)
@@ -247,6 +188,7 @@ class MemoryWorker:
             lane.drop()
         self._hub.restart(topology)
         self._channels = {name: self._channels[name] for name in topology.computes}
+        self._slots.keep(self._channels)
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin(topology)
@@ -261,7 +203,10 @@ class MemoryWorker:
                 self._fence.miss(peer)
         kept = {name: channel for name, channel in self._channels.items() if name in topology.computes}
         new = [name for name in topology.computes if name not in kept and self._links.has(name)]
-        self._channels = kept | {name: self._links.channel(name) for name in new}
+        joined = {name: self._links.channel(name) for name in new}
+        self._channels = kept | joined
+        self._slots.keep(kept)
+        self._slots.add(joined.values())
         self._doors = [door for door in self._doors if door.channel.name in kept]
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         self._migrations.change(self._others(topology.memories))
@@ -349,11 +294,32 @@ class MemoryWorker:
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
-        if lane.out.shape != shape:
+        if lane.piece == 0 and not self._place(lane, shape) and lane.out.shape != shape:
             lane.out, lane.lse = self._store.device.results(queries, spec)
         body = lane.door.body if lane.door is not None else memoryview(b"")
         lane.work = self._store.serve(lane.layer, step, lane.piece, body, lane.out, lane.lse)
         self._serve_cut(lane, lane.work)
+
+    def _place(self, lane: Lane, shape: tuple[int, int, int]) -> bool:
+        """Let the next reply be written where its receiver reads it, if that is possible."""
+        if lane.slot is not None:  # the lane's own memory is elsewhere
+            lane.out, lane.slot = np.empty((0, 0, 0), np.float32), None
+        channel, count = self._channels.get(self._receiver(lane)), math.prod(shape)
+        sums = math.prod(shape[:2])
+        slot = channel.place(4 * (count + sums)) if channel is not None and count else None
+        if channel is None or slot is None:
+            return False
+        memory = channel.bodies[slot].memory
+        lane.out = np.frombuffer(memory, np.float32, count).reshape(shape)
+        lane.lse = np.frombuffer(memory, np.float32, sums, 4 * count).reshape(shape[:2])
+        lane.slot = slot
+        return True
+
+    def _receiver(self, lane: Lane) -> str:
+        """The compute worker that gets the next reply."""
+        plan, ranks = lane.steps[0].plan, self._pipeline.ranks
+        following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
+        return self._computes[following * ranks + lane.number % ranks]
 
     def _go_on(self, lane: Lane, work: Iterator[None]) -> None:
         """The next cut of a piece that was begun."""
@@ -385,17 +351,14 @@ class MemoryWorker:
 
     def _finish(self, lane: Lane) -> None:
         """A request is served: reply to it, after a step's last one as soon as everything has been pulled."""
-        step, door = lane.steps[0], lane.door
-        number, turn, rotates = step.plan.lane, step.plan.turn + lane.layer, step.plan.rotates
-        ranks, rank = self._pipeline.ranks, lane.number % self._pipeline.ranks
+        step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
         if door is not None and door.request is not None:
+            self._store.device.settle()
             self._give_back(door, door.request, lane.layer, step)
         lane.door = None
-        following = self._pipeline.stage(number, step.plan.turn, lane.layer + 1, rotates)
-        peer = self._computes[following * ranks + rank]
         ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
-        lane.reply = Reply(peer, parts, turn, turn if ends else -1)
+        lane.reply = Reply(self._receiver(lane), parts, turn, turn if ends else -1, lane.slot)
         self._answer(lane)
 
     def _give_back(self, door: Door, request: Arrival, layer: int, step: StepTables) -> None:
@@ -419,9 +382,11 @@ class MemoryWorker:
             return  # it has exited: the engine decides what becomes of the requests that needed it
         span = self._timeline.now()
         nbytes = sum(part.nbytes for part in reply.parts)
-        # If it has to be kept, nothing overwrites it before it has been sent: the lane's next request follows it.
         number = lane.number // self._pipeline.ranks
-        channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
+        if reply.slot is not None:
+            channel.send(number, reply.turn, nbytes, (), reply.slot)
+        else:  # if it is kept, nothing overwrites it before it has been sent: the lane's next request follows it
+            channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
         self._timeline.add("send", lane.number, span)
 
     def _advance(self, lane: Lane, answered: bool) -> None:

@@ -1,6 +1,6 @@
 """Weights as codes of few bits: made of dense weights, cut for ranks, made dense again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, Union
 
@@ -98,22 +98,32 @@ class StackedCodes:
     group: int
 
     @classmethod
-    def of(cls, codes: ExpertCodes) -> "StackedCodes":
-        """Codes that ``quantise_experts`` has made, of 8 bits as int8 or of 4 bits."""
-        group, bits = codes.each[0].group, codes.each[0].bits
+    def of(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
+        """Codes that ``quantise_experts`` makes, of 8 bits as int8 or of 4 bits; taken one by one, as all would need
+        much memory besides."""
+        stacks: tuple[Tensor, ...] = ()
+        group: int | None = None
+        for number, one in enumerate(codes):
+            group = one.group
+            assert group is not None
+            parts = _packed(one, group)
+            stacks = stacks or tuple(part.new_empty(experts, *part.shape) for part in parts)
+            for stack, part in zip(stacks, parts, strict=True):
+                stack[number] = part
         assert group is not None
-        scales = torch.stack([_by_group(one, one.scales, group) for one in codes.each])
-        if bits == 8:
-            return cls(torch.stack([one.values for one in codes.each]), scales, torch.zeros_like(scales), group)
-        zeros = torch.stack([_by_group(one, one.zeros, group) for one in codes.each if one.zeros is not None])
-        halves = [one.values.view(len(one.values), -1, 2, group // 2) for one in codes.each]
-        values = torch.stack([(each[:, :, 0] | each[:, :, 1] << 4).flatten(1) for each in halves])
+        values, scales, zeros = stacks
         return cls(values, scales, zeros, group)
 
 
-def _by_group(codes: Codes, each: Tensor, group: int) -> Tensor:
-    """[outputs, groups] of scales or zeros."""
-    return each[codes.rows][:, codes.columns[::group]].float()
+def _packed(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The values, scales and zeros of one expert, see ``StackedCodes``."""
+    places = codes.columns[::group]
+    scales = codes.scales[codes.rows][:, places].float()
+    if codes.bits == 8 or codes.zeros is None:
+        return codes.values, scales, torch.zeros_like(scales)
+    halves = codes.values.view(len(codes.values), -1, 2, group // 2)
+    values = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
+    return values, scales, codes.zeros[codes.rows][:, places].float()
 
 
 @dataclass(frozen=True)
@@ -163,11 +173,12 @@ class Dense:
 DENSE = Dense()
 
 
-def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> ExpertCodes:
-    """As ``quantise``, for the whole weights [experts, outputs, inputs] of a layer with experts. Raises ConfigError."""
+def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Iterator[Codes]:
+    """As ``quantise``, for each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises
+    ConfigError."""
     of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
     here = cut(weight, {0: shard[0]} if 0 in shard else {})
-    return ExpertCodes(tuple(quantise(name, one, to, of_each) for one in here))
+    return (quantise(name, one, to, of_each) for one in here)
 
 
 def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes:

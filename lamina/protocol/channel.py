@@ -19,7 +19,7 @@ region is given back at some time, and every kept message is sent.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lamina.protocol.credits import SlotCredits
 from lamina.protocol.header import HEADER, lane_of, pack
@@ -109,6 +109,13 @@ class Hub:
                 self._arena.view(offset, nbytes)[:] = _view(part).cast("B")
                 offset += nbytes
         return offset
+
+
+class Body(NamedTuple):
+    """Where the body of a message in a peer's slot is, in memory of this process."""
+
+    address: int
+    memory: Buffer
 
 
 @dataclass(eq=False, slots=True)
@@ -213,7 +220,7 @@ class Channel:
     Attributes:
         name: the peer's. most_nbytes: of a message's body in a slot. slots: memory that the peer writes messages into.
         awaited: the slots that a piece may arrive in, each with what announces it.
-        bodies: addresses of bodies in the peer's slots, if a device of this process writes there; else empty.
+        bodies: of messages in the peer's slots, if a device of this process writes there; else empty.
     """
 
     def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:
@@ -229,7 +236,7 @@ class Channel:
         self.slots = [arena.view(own.slot(number), nbytes) for number in range(SLOTS if nbytes > 0 else 0)]
         self._bells = [own.doorbell + ARRIVED + number for number in range(SLOTS)]
         self._places = [theirs.slot(number) for number in range(SLOTS)]
-        self.bodies: Sequence[int] = ()
+        self.bodies: Sequence[Body] = ()
         self.awaited: dict[int, Target] = {}
         self._regions: list[tuple[int, int]] = []  # announced and not fetched yet
         self._kept: list[Message] = []
@@ -268,24 +275,29 @@ class Channel:
         return message
 
     def place(self, nbytes: int) -> int | None:
-        """The slot that the next message may be written into, and is in if it is ``send``'s: ``bodies`` says where."""
+        """Take a slot for a message that is written there, to ``bodies``, before it is sent; None if it cannot be."""
         if self.hub.keeping or nbytes > self.most_nbytes or not self.bodies:
             return None
-        return self._free_slot()
+        slot = self._free_slot()
+        if slot is not None:
+            self._slots_there.used[slot] += 1
+        return slot
 
     def send(self, lane: int, turn: int, nbytes: int, parts: Sequence[Part], slot: int | None = None) -> None:
         """Send a message of a single piece: ``begin`` and ``Message.send`` in one call, for half of their time.
 
-        ``slot``: it has been written there, see ``place``, but for ``parts``. Raises PeerLostError.
+        ``slot``: it has been written there, see ``place``, and has no parts. Raises PeerLostError.
         """
+        assert slot is None or not parts
+        used = self._slots_there.used
         if slot is None and not self.hub.keeping and nbytes <= self.most_nbytes:
             slot = self._free_slot()
+            if slot is not None:
+                used[slot] += 1
         if slot is None:
             self.begin(lane, turn, nbytes).send(parts)
             return
-        used = self._slots_there.used
-        number = slot_number(used[slot], 0)
-        used[slot] += 1
+        number = slot_number(used[slot] - 1, 0)
         header = self._header(number, lane, False, turn, nbytes, -1, 0)
         room = self.most_nbytes + HEADER_NBYTES
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)

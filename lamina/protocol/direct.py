@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
-from lamina.protocol.channel import ARRIVED, Channel
+from lamina.protocol.channel import ARRIVED, Body, Channel
 from lamina.protocol.header import pack_alone, stamp
 from lamina.protocol.leases import HEADER_NBYTES, SLOTS, Lease
 from lamina.protocol.wire import MOST_PIECES, slot_number
@@ -44,10 +44,13 @@ class Direct:
         return memoryview(self.their_arena)[self.theirs.offset : self.theirs.offset + self.theirs.nbytes]
 
     @property
-    def bodies(self) -> tuple[int, ...]:
-        """By slot there, the address of a message's body."""
-        first = self.their_arena.data_address + HEADER_NBYTES
-        return tuple(first + self.theirs.slot(number) for number in range(SLOTS))
+    def bodies(self) -> tuple[Body, ...]:
+        """By slot there, where the body of a message is."""
+        memory = memoryview(self.their_arena)
+        starts = [self.theirs.slot(number) + HEADER_NBYTES for number in range(SLOTS)]
+        return tuple(
+            Body(self.their_arena.data_address + start, memory[start : start + self.reply_nbytes]) for start in starts
+        )
 
     def map(self, slots: PolledSlots) -> None:
         """Let a device use the slots and doorbells of both sides. Raises TransportError if it cannot."""

@@ -162,7 +162,7 @@ class Messages(msgspec.Struct, frozen=True):
     Attributes:
         request, reply, context: slots for each kind, 0 if it is not sent; see ``protocol.wire``.
         fetched_from_compute, fetched_from_memory: most that a message leaves to be fetched.
-        landing: most that one fetch brings.
+        landing: most that one fetch brings. slot_rows: see there.
         sums: slots between the ``ranks`` of a replica; 0: there is one rank.
     """
 
@@ -172,6 +172,7 @@ class Messages(msgspec.Struct, frozen=True):
     fetched_from_compute: int
     fetched_from_memory: int
     landing: int
+    slot_rows: int
     sums: int = 0
     ranks: int = 1
 
@@ -191,14 +192,20 @@ class Messages(msgspec.Struct, frozen=True):
         return ArenaPlan(self.landing, memories + spare > 1, pool, leased, computes + others + spare)
 
 
+def slot_rows(rows: int, links: int) -> int:
+    """The rows that a slot has room for, in steps of at most ``rows``. ``links``: of a worker at the start. The more it
+    has, the fewer rows of a step travel over each."""
+    return min(rows, SLOT_ROWS, max(LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL // links))
+
+
 def messages(
     attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int, ranks: int = 1, links: int = 1
 ) -> Messages:
     """Sizes for steps of at most ``rows`` rows, and ``context_nbytes`` between replicas; 0: it stays on one.
 
-    ``links``: of a worker at the start. The more it has, the fewer rows of a step travel over each.
+    ``links``: see ``slot_rows``.
     """
-    few = min(rows, SLOT_ROWS, max(LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL // links))
+    few = slot_rows(rows, links)
     context = aligned(-(-context_nbytes * few // rows))
     return Messages(
         request=HEADER_NBYTES + aligned(request_nbytes(attentions, dtype, few)),
@@ -207,6 +214,7 @@ def messages(
         fetched_from_compute=max(aligned(request_nbytes(attentions, dtype, rows)), context_nbytes) + ALIGNMENT,
         fetched_from_memory=reply_nbytes(attentions, rows),
         landing=max(LANDING_NBYTES, *(spec.kv_bytes_per_token(dtype) for spec in attentions)),
+        slot_rows=few,
         sums=SUMS_NBYTES if ranks > 1 else 0,
         ranks=ranks,
     )

@@ -78,13 +78,14 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     and compile kernels, before it is asked what is free.
 
     ``setup``: what follows, with the largest capacity that it may have. A step has at most ``rows`` rows of
-    ``sequences``, and up to ``steps`` are planned at once, of ``lanes`` lanes.
+    ``sequences``, and up to ``steps`` are planned at once, of ``lanes`` lanes. A slot holds ``slot_rows``.
     """
 
     setup: MemorySetup
     rows: int
     sequences: int
     steps: int
+    slot_rows: int
     lanes: int = 1
 
 

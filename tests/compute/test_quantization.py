@@ -175,7 +175,8 @@ def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family
             plain[key] = dense(weight).bfloat16()
     for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
-        assert of_rows.median() <= 0.03 * theirs.float().abs().max()
+        undecided = 0 if name == "cpu" else 1
+        assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= undecided
 
 
 @needs_kernels

@@ -73,14 +73,14 @@ def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("counts", [[3, 0, 1], [1, 70, 0, 300, 2]])
 def test_experts_multiply_as_on_the_cpu(counts: list[int], dtype: torch.dtype) -> None:
     ends = torch.tensor(counts).cumsum(0).int()
-    x, here = torch.randn(sum(counts), 128).to(dtype), torch.randn(len(counts), 96, 128).to(dtype)
+    x, here = torch.randn(sum(counts), 160).to(dtype), torch.randn(len(counts), 96, 160).to(dtype)
     there = here.cuda()
     ways: list[tuple[Any, Any, Any]] = [
         (multiply, here.mT, there.mT),
         (multiply, here.mT.contiguous(), there.mT.contiguous()),
     ]
     for to in QUANTISED:
-        codes = [StackedCodes.of(quantise_experts("experts", each, to, {})) for each in (here, there)]
+        codes = [StackedCodes.of(quantise_experts("", each, to, {}), len(counts)) for each in (here, there)]
         ways.append((experts_stacked, codes[0], codes[1]))
     for product, on_cpu, on_gpu in ways:
         wanted, found = product(x, on_cpu, ends), product(x.cuda(), on_gpu, ends.cuda()).cpu()

@@ -1,5 +1,7 @@
 """The product of experts in Triton against its definition in float64."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from lamina.kernels.gpu.specialize import GroupedTile, grouped_program, grouped_tile
-from lamina.models.codes import ExpertCodes, StackedCodes, quantise_experts
+from lamina.lowering.grouped import experts_stacked
+from lamina.models.codes import Codes, StackedCodes, quantise_experts
 from tests.kernels.device import BACKEND, give, take
 
 NUMPY = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
@@ -24,11 +27,11 @@ def bits_of(tensor):
 
 def multiply(element, x, weight, scales, zeros, ends, outputs, inner, bits, group, tile):
     rows, inputs = x.shape
-    program = grouped_program(element, len(ends), inputs, outputs, inner, bits, group, tile)
+    program = grouped_program(NUMPY[element], len(ends), inputs, outputs, inner, bits, group, tile)
     out = BACKEND.empty((rows, outputs), NUMPY[element])
     given_ends = give(ends.numpy())
     numbers = [given_ends if each is None else give(each.numpy()) for each in (scales, zeros)]
-    arguments = [give(bits_of(x)), give(bits_of(weight)), *numbers, given_ends, out, rows, len(ends)]
+    arguments = [give(bits_of(x)), give(bits_of(weight)), *numbers, given_ends, out, len(ends)]
     BACKEND.launch(program, tile.grid(rows, len(ends), outputs), arguments)
     return torch.from_numpy(take(out)).view(TORCH[element]).double()
 
@@ -62,26 +65,29 @@ def test_each_row_is_multiplied_by_its_experts_weight(element, counts, inputs, o
     torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[element] * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("inputs", [160, 256])  # of int4, groups of 32 and of 128
 @pytest.mark.parametrize("to", ["int8", "int4"])
 @pytest.mark.parametrize("element", ["fp32", "bf16"])
-def test_codes_are_multiplied_as_the_weights_that_they_are(to, element):
+def test_codes_are_multiplied_as_the_weights_that_they_are(to, element, inputs):
     draw = torch.Generator().manual_seed(5)
-    counts, inputs, outputs = [3, 0, 18, 1], 128, 48
+    counts, outputs = [3, 0, 18, 1], 48
     ends = torch.tensor(counts).cumsum(0).int()
     x = torch.randn(sum(counts), inputs, generator=draw).to(TORCH[element])
     weights = torch.randn(len(counts), outputs, inputs, generator=draw)
-    codes = quantise_experts("experts", weights, to, {})
-    stacked = StackedCodes.of(codes)
+    codes = list(quantise_experts("experts", weights, to, {}))
+    stacked = StackedCodes.of(codes, len(counts))
     bits = 8 if to == "int8" else 4
     tile = grouped_tile(len(x), len(counts), x.element_size(), bits)
     given = stacked.values, stacked.scales, stacked.zeros, ends, outputs, True, bits, stacked.group
     found = multiply(element, x, *given, tile)
     wanted = expected(x, dense(codes).mT, ends)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE[element] * float(wanted.abs().max()))
+    tolerance = TOLERANCE[element] * float(wanted.abs().max())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+    torch.testing.assert_close(experts_stacked(x, stacked, ends).double(), wanted, rtol=0, atol=tolerance)
 
 
-def dense(codes: ExpertCodes) -> torch.Tensor:
-    return torch.stack([one.dense(torch.float32) for one in codes.each]).double()
+def dense(codes: Sequence[Codes]) -> torch.Tensor:
+    return torch.stack([one.dense(torch.float32) for one in codes]).double()
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 4096])

@@ -12,7 +12,7 @@ from torch import Tensor
 from lamina import _native
 from lamina.lowering.linear import NATIVE, ONEDNN, Packing, linear_native
 from lamina.lowering.linear_codes import can_pack, linear_codes, linear_experts, pack_codes, pack_experts
-from lamina.models.codes import Codes, quantise_experts
+from lamina.models.codes import Codes, ExpertCodes, quantise_experts
 from lamina.types import Quantization
 
 paths = pytest.mark.parametrize("path", _native.attention_paths()[1:], ids=lambda path: path.name.lower())
@@ -62,7 +62,7 @@ def test_native(
 def test_rows_of_experts(to: Quantization, counts: tuple[int, ...], path: _native.AttentionPath) -> None:
     """Sorted by expert; some have none."""
     weight, x = random(1, len(counts), 80, 64), random(2, sum(counts), 64)
-    codes = quantise_experts("experts", weight, to, {})
+    codes = ExpertCodes(tuple(quantise_experts("experts", weight, to, {})))
     ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     got = linear_experts(x, pack_experts(codes), ends, path=path)
     experts = zip([0, *ends.tolist()], ends.tolist(), codes.each, strict=False)

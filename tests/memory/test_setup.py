@@ -25,7 +25,7 @@ def test_a_slab_that_does_not_fit_says_what_to_lower(device: str, remedy: str, m
     control = Control()
     monkeypatch.setattr(control, "device", device, raising=False)
     monkeypatch.setattr("lamina.memory.setup.reserve", lambda *_: None)
-    control.tell(Reserve(SETUP, 8, 2, 4))
+    control.tell(Reserve(SETUP, 8, 2, 4, 8))
     control.tell(SETUP)
     with pytest.raises(ConfigError, match=rf"{device} has too little memory for the KV of 40 tokens: .* {remedy}"):
         setup.make_store(control, contextlib.ExitStack())  # type: ignore[arg-type]
@@ -39,6 +39,6 @@ def test_too_little_memory_for_steps_says_what_to_lower(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("lamina.memory.setup.reserve", reserve)
     control = Control()
-    control.tell(Reserve(SETUP, 512, 2, 4))
+    control.tell(Reserve(SETUP, 512, 2, 4, 256))
     with pytest.raises(ConfigError, match=r"steps of 512 rows beside the KV: .* 9 bytes\. Lower max_num_batched_tok"):
         setup.make_store(control, contextlib.ExitStack())  # type: ignore[arg-type]

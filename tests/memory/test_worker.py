@@ -102,6 +102,7 @@ class Pair:
             landing=100 * PER_TOKEN,
             fetched_from_compute=PREFIX * PER_TOKEN + 64,
             fetched_from_memory=4096,
+            slot_rows=ROWS,
         )
         self.specs = specs
         self.control = Control()
@@ -110,7 +111,7 @@ class Pair:
         pool = self.resources.enter_context(ThreadPoolExecutor(1))
         building = pool.submit(worker.build, self.control, self.resources)  # type: ignore[arg-type]
         setup = MemorySetup(list(specs), DType.FLOAT32, 3000, 1, Overlap(), trace=False, polling=polling)
-        self.control.tell(Reserve(setup, ROWS, 2, 2 * lanes, lanes))
+        self.control.tell(Reserve(setup, ROWS, 2, 2 * lanes, ROWS, lanes))
         self.control.tell(setup)
         self.control.tell(Register(sizes.memory_arena(1, 1), [Transport.SHM], 0.0))
         offer = self.control.hear(Registered).offer

@@ -129,7 +129,7 @@ def check(overlap: Overlap, shards: int, kv: Any, steps: list[tuple[set[int], in
     attentions = [HeadShards(2, shards).spec(spec) for spec in SPECS]
     card = Watched()
     workspaces = Workspaces(card)
-    workspaces.reserve(attentions, element, np.dtype(np.float32), largest(Reserve(setup, ROWS, SEQUENCES, 4)))
+    workspaces.reserve(attentions, element, np.dtype(np.float32), largest(Reserve(setup, ROWS, SEQUENCES, 4, ROWS)))
     assert card.used < card.peak
     reserved, card.peak = card.peak, 0
     store, rng = opened("cpu", SPECS, overlap, kv, shards), np.random.default_rng(0)

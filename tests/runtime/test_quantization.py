@@ -112,7 +112,7 @@ def quantised_model(folder: Path, to: Quantization, family: str, **sizes: int) -
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3:  # of experts
             codes = quantise_experts(name, parameter.data.to(torch.bfloat16), to, {})
-            parameter.data = torch.stack([one.dense(torch.float32) for one in codes.each])
+            parameter.data = torch.stack([one.dense(torch.float32) for one in codes])
     return model
 
 

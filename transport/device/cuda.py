@@ -8,13 +8,13 @@ import numpy as np
 from lamina._native import Arena as NativeArena
 from lamina.errors import TransportError
 from lamina.transport.arena import Pages
+from lamina.transport.device.peer_memory import uses_host_addresses
 from lamina.transport.device.polling import Polling, kernel
 from lamina.transport.device.slots import CREDIT_WORD, RECORD, SILENCE_S, Incoming, Outgoing, Records
 from lamina.transport.device.threads import expired
 
 THREADS, BLOCKS = 256, 32  # of copies: messages in slots have some MiB at most
 REGISTERED = 1 | 2  # cudaHostRegisterPortable, cudaHostRegisterMapped
-SAME_ADDRESS = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 KERNELS = ("lamina_receive", "lamina_take_in", "lamina_give_out", "lamina_answer")
 
 
@@ -37,7 +37,7 @@ class CudaSlots:
     def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
         """See ``PolledSlots``."""
         runtime = self._cupy.cuda.runtime
-        if not runtime.deviceGetAttribute(SAME_ADDRESS, self._device):
+        if not uses_host_addresses(self._device):
             raise TransportError(f"cuda:{self._device} cannot use host memory under its own addresses")
         if id(arena) not in self._arenas:
             self._arenas[id(arena)] = arena, Pages(self._register, runtime.hostUnregister)

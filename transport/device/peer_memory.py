@@ -23,6 +23,7 @@ FLUSH_BY_HOST = 1  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST
 class Attribute(enum.IntEnum):
     """The members of the driver's CUdevice_attribute used here."""
 
+    HOST_ADDRESSES = 91
     FLUSH_OPTIONS = 117
     WRITES_ORDERING = 118
     DMA_BUF_SUPPORTED = 124
@@ -56,17 +57,23 @@ class Ability:
 
 def ability(index: int) -> Ability:
     """The ability of GPU ``index``. Initialises the driver in this process. Raises TransportError without that GPU."""
-    driver, device = _driver(), ctypes.c_int()
+    flushes = bool(_ask(index, Attribute.FLUSH_OPTIONS) & FLUSH_BY_HOST)
+    ordered = _ask(index, Attribute.WRITES_ORDERING) >= OWNER
+    return Ability(bool(_ask(index, Attribute.DMA_BUF_SUPPORTED)), ordered, flushes)
+
+
+def uses_host_addresses(index: int) -> bool:
+    """Whether kernels of GPU ``index`` use registered host memory under its own addresses. Initialises the driver in
+    this process. Raises TransportError without that GPU."""
+    return bool(_ask(index, Attribute.HOST_ADDRESSES))
+
+
+def _ask(index: int, attribute: Attribute) -> int:
+    driver, device, value = _driver(), ctypes.c_int(), ctypes.c_int()
     _check(driver.cuInit(0), "cuInit")
     _check(driver.cuDeviceGet(ctypes.byref(device), index), f"cuDeviceGet of GPU {index}")
-
-    def ask(attribute: Attribute) -> int:
-        value = ctypes.c_int()
-        answer = driver.cuDeviceGetAttribute(ctypes.byref(value), int(attribute), device)
-        return 0 if answer else value.value  # a driver that does not know the attribute lacks the ability
-
-    flushes = bool(ask(Attribute.FLUSH_OPTIONS) & FLUSH_BY_HOST)
-    return Ability(bool(ask(Attribute.DMA_BUF_SUPPORTED)), ask(Attribute.WRITES_ORDERING) >= OWNER, flushes)
+    answer = driver.cuDeviceGetAttribute(ctypes.byref(value), int(attribute), device)
+    return 0 if answer else value.value  # a driver that does not know the attribute lacks the ability
 
 
 class PeerMemory:

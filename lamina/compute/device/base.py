@@ -13,6 +13,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.models.codes import Form, Weight
 from lamina.protocol.links import Links, Wait
+from lamina.protocol.slots import Mapper
 from lamina.splitter import Crossing, SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
@@ -51,7 +52,7 @@ class Sums(Protocol):
         """The tokens that the first rank gives; all give as many. Raises what ``reduce`` raises."""
 
 
-class Device(Protocol):
+class Device(Mapper, Protocol):
     """What a compute worker runs on. One thread owns it.
 
     Attributes:
@@ -60,16 +61,6 @@ class Device(Protocol):
 
     target: Target
     place: torch.device
-
-    def adopt(self, memory: memoryview) -> None:
-        """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from.
-        It may share pages with what was adopted before."""
-
-    def map(self, peer: str, memory: memoryview) -> bool:
-        """Let what runs here write messages into ``memory`` of a peer, until ``unmap``. False if it will not."""
-
-    def unmap(self, peer: str) -> None:
-        """This peer's memory is written no more."""
 
     def limit(self, share: float) -> None:
         """Take no memory here that would leave less than ``1 - share`` of it free: taking more raises

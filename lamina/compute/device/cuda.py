@@ -13,10 +13,11 @@ from torch import Tensor
 from lamina.compute.device.kit import Cut, Replay
 from lamina.errors import ConfigError, TransportError
 from lamina.kernels.gpu.device import set_up_cuda
+from lamina.kernels.gpu.grouped import ELEMENTS
 from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, write_rows_program
 from lamina.lowering.placed import Main
-from lamina.splitter import as_numpy
-from lamina.transport.arena import Pages
+from lamina.transport.arena import HostMemory
+from lamina.transport.device.peer_memory import uses_host_addresses
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +37,7 @@ class Cuda:
         torch.cuda.set_device(self.place)
         self._stream = torch.cuda.Stream(self.place)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
-        self._own = self._pages()
-        self._peers: dict[str, tuple[memoryview, Pages]] = {}
+        self._host = HostMemory(_register, torch.cuda.cudart().cudaHostUnregister)  # type: ignore[no-untyped-call]
         self.name = torch.cuda.get_device_name(self.place)
         # torch's kernels for other GPUs read on the host how many rows each expert has.
         self.grouped = torch.cuda.get_device_capability(self.place)[0] in (9, 10)
@@ -116,50 +116,37 @@ class Cuda:
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``. Registered memory is copied from without a stop in another buffer."""
-        self._register(self._own, memory)
+        try:
+            self._host.adopt(memory)
+        except TransportError as error:
+            self._warn(error)
 
     def map(self, peer: str, memory: memoryview) -> bool:
         """See ``Kit``."""
-        self.unmap(peer)
-        pages = self._pages()
-        if not self._register(pages, memory):
-            pages.clear()
+        if not uses_host_addresses(self.place.index):
             return False
-        self._peers[peer] = memory, pages
+        try:
+            self._host.map(peer, memory)
+        except TransportError as error:
+            self._warn(error)
+            return False
         return True
 
     def unmap(self, peer: str) -> None:
         """See ``Kit``."""
-        if known := self._peers.pop(peer, None):
-            known[1].clear()
+        self._host.unmap(peer)
 
-    def _pages(self) -> Pages:
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-        def register(at: int, nbytes: int) -> None:
-            if error := int(cudart.cudaHostRegister(at, nbytes, 0)):
-                raise TransportError(f"CUDA does not register {nbytes} bytes for messages (error {error})")
-
-        return Pages(register, cudart.cudaHostUnregister)
-
-    def _register(self, pages: Pages, memory: memoryview) -> bool:
-        try:
-            pages.add(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes)
-        except TransportError as error:
-            logger.warning(
-                "%s, which will be copied more slowly; raise the limit of locked memory (ulimit -l unlimited)", error
-            )
-            with contextlib.suppress(RuntimeError):  # else the next operator would report it
-                torch.zeros(1, device=self.place)
-            return False
-        return True
+    def _warn(self, error: TransportError) -> None:
+        logger.warning("%s, and copies messages more slowly; raise the limit of locked memory (ulimit -l)", error)
+        with contextlib.suppress(RuntimeError):  # else the next operator would report it
+            torch.zeros(1, device=self.place)
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """See ``Kit``."""
         from lamina.kernels.gpu.triton_rows import write_rows  # needs Triton
 
-        kind, unit, count = as_numpy(source[:0].cpu()).dtype, source[0].numel(), table.shape[1]
-        program = write_rows_program(kind, unit, lead // kind.itemsize)
+        unit, count = source[0].numel(), table.shape[1]
+        program = write_rows_program(ELEMENTS[source.dtype], unit, lead // source.element_size())
         grid = count, -(-unit // WRITTEN_ELEMENTS)
         write_rows[grid](source, table, bodies, count, **dict(program.constants), num_warps=program.warps)
 
@@ -183,6 +170,11 @@ class Cuda:
     def wait(self) -> None:
         """See ``Kit``."""
         torch.cuda.current_stream().synchronize()
+
+
+def _register(at: int, nbytes: int) -> None:
+    if error := int(torch.cuda.cudart().cudaHostRegister(at, nbytes, 0)):  # type: ignore[no-untyped-call]
+        raise TransportError(f"CUDA does not register {nbytes} bytes for messages (error {error})")
 
 
 def require_torch(index: int) -> None:

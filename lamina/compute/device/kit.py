@@ -59,13 +59,13 @@ class Kit(Protocol):
         """See ``Device.limit``."""
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Device.adopt``."""
+        """See ``Mapper.adopt``."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Device.map``."""
+        """See ``Mapper.map``."""
 
     def unmap(self, peer: str) -> None:
-        """See ``Device.unmap``."""
+        """See ``Mapper.unmap``."""
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """Write rows of ``source`` [S, h, D] into messages. Can be recorded.

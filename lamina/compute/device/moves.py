@@ -15,7 +15,7 @@ Indices = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """The rows to gather for messages and to merge from replies. Planned once per step, used for every attention.
+    """The rows to write into messages and to merge from replies. Planned once per step, used for every attention.
 
     Attributes:
         total: rows of the step. rows: the same with padding. shards: number per row.

@@ -42,7 +42,8 @@ class NativeTransfers:
     def all(
         self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """See ``Transfers``."""
+        """See ``Transfers``; nothing is mapped."""
+        assert not any(bodies)
         return self.queries(q), *self.keys_values(k, v)
 
     def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:

@@ -1,4 +1,4 @@
-"""Moves rows between a GPU and messages: gathered and merged on the device, as planned once per step.
+"""Moves rows between a GPU and messages: written and merged by the device, as planned once per step.
 
 For every attention, the host starts one recording that writes the rows of all messages, and waits for it: into slots of
 peers whose memory is mapped here, else into pinned memory that messages are sent from. Once all replies are here, it
@@ -73,7 +73,7 @@ class Lines:
         return self._fixed[what]
 
     def pinned(self, what: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Fixed memory of the host that the card copies to."""
+        """Fixed memory of the host that the card reads and writes."""
         if what not in self._fixed:
             self._fixed[what] = self.kit.pinned(shape, dtype)
         return self._fixed[what]
@@ -158,7 +158,7 @@ class GpuTransfers:
         self._answering = [number for number, shards in enumerate(moves.queries) if len(shards)]
         self._collected: dict[object, _Collected] = {}
         self._merges: dict[object, _Merge] = {}
-        self._bodies: dict[tuple[int, int, int], Tensor] = {}
+        self._replies: dict[tuple[int, int, int], Tensor] = {}
 
     def queries(self, q: Tensor) -> list[Array]:
         """See ``Transfers``."""
@@ -254,7 +254,7 @@ class GpuTransfers:
         element = sources[0][1].element_size()
         sizes = [[n * heads * size * element for n in each] for each, (heads, size) in zip(counts, shapes, strict=True)]
         ends = np.cumsum([-(-sum(each) // ALIGNMENT) * ALIGNMENT for each in zip(*sizes, strict=True)]).tolist()
-        capacity = 1 << (ends[-1] if ends else 1).bit_length()
+        capacity = 1 << (max([1, *ends]) - 1).bit_length()
         memory = self._lines.pinned(("messages", capacity), (capacity,), torch.uint8)
         nbytes, kind = memory.numpy(), as_numpy(torch.empty(0, dtype=sources[0][1].dtype)).dtype
         arrays: tuple[list[Array], ...] = tuple([] for _ in sources)
@@ -290,11 +290,11 @@ class GpuTransfers:
     def _body(self, number: int, slot: int, body: memoryview) -> Tensor:
         """A reply as an array; the next one may come in the same slot."""
         key = number, slot, len(body)
-        known = self._bodies.get(key)
+        known = self._replies.get(key)
         if known is None:
             known = torch.frombuffer(body, dtype=torch.float32)
             if slot >= 0:
-                self._bodies[key] = known
+                self._replies[key] = known
         return known
 
     def _plan_merge(self, spec: AttentionSpec, has_sinks: bool) -> _Merge:

@@ -1,5 +1,6 @@
 """The CUDA ``Backend``: Triton compiles programs, CuPy allocates memory and launches. Does not need torch."""
 
+import logging
 import math
 import statistics
 import tempfile
@@ -12,17 +13,22 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
+from lamina.errors import TransportError
 from lamina.kernels.elements import STORAGE
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.device import find, require, set_up_cuda
 from lamina.kernels.gpu.program import ALIGNMENT, Program
 from lamina.kernels.gpu.triton_compile import Binary, compile_program
 from lamina.kernels.segments import SegmentTable
+from lamina.transport.arena import HostMemory
 from lamina.types import AttentionSpec, KvElement
+
+logger = logging.getLogger(__name__)
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
 SHARED_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 TIMED_CALLS, TIMED_ROUNDS = 3, 5
+SLOWER = "%s, and copies messages more slowly; raise the limit of locked memory (ulimit -l)"
 STAGINGS = 4  # uploads in flight before the next one waits
 
 
@@ -45,6 +51,8 @@ class Cuda:
         self._kernels: dict[Program, tuple[Any, Binary]] = {}
         self._constants: dict[tuple[float, ...], Any] = {}
         self._stagings = [_Staging() for _ in range(STAGINGS)]
+        self._host = HostMemory(_register, cupy.cuda.runtime.hostUnregister)
+        self._read = cupy.cuda.Event(disable_timing=True)  # of the last upload of what was adopted
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         """See ``Backend``."""
@@ -73,9 +81,38 @@ class Cuda:
         self.device.synchronize()
         cupy.get_default_memory_pool().free_all_blocks()
 
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Backend``."""
+        try:
+            self._host.adopt(memory)
+        except TransportError as error:
+            logger.warning(SLOWER, error)
+
+    def map(self, name: str, memory: memoryview) -> bool:
+        """See ``Backend``."""
+        try:
+            self._host.map(name, memory)
+        except TransportError as error:
+            logger.warning(SLOWER, error)
+            return False
+        return True
+
+    def unmap(self, name: str) -> None:
+        """See ``Backend``."""
+        self._host.unmap(name)
+
+    def settle(self) -> None:
+        """See ``Backend``."""
+        self._read.synchronize()
+
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
-        """Copy through pinned memory; waits only if ``STAGINGS`` earlier uploads are still in flight."""
-        if source.size:
+        """Copy through pinned memory, unless it was adopted; waits only if ``STAGINGS`` earlier uploads are still in
+        flight."""
+        if self._host.has_adopted(source.ctypes.data, source.nbytes):
+            stream = cupy.cuda.get_current_stream()
+            target[: len(source)].set(source, stream=stream)
+            self._read.record(stream)
+        elif source.size:
             self._stagings.append(self._stagings.pop(0))
             self._stagings[-1].send(source, target[: len(source)])
 
@@ -159,6 +196,13 @@ class Cuda:
         kernel.preferred_shared_memory_carveout = 100
         self._kernels[program] = kernel, binary
         return kernel, binary
+
+
+def _register(at: int, nbytes: int) -> None:
+    try:
+        cupy.cuda.runtime.hostRegister(at, nbytes, 0)
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise TransportError(f"CUDA does not register {nbytes} bytes for messages: {error}") from error
 
 
 class _Staging:

@@ -1,11 +1,13 @@
 """Launches the product of experts for tensors of PyTorch on a GPU."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lamina.kernels.gpu.specialize import grouped_program, grouped_tile
 
-NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+ELEMENTS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
+"""The types of arrays that hold the elements of tensors."""
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -42,8 +44,8 @@ def _launch(
     if not rows:
         return out
     tile = grouped_tile(rows, experts, x.element_size(), bits)
-    program = grouped_program(NAMES[x.dtype], experts, inputs, outputs, inner, bits, group, tile)
+    program = grouped_program(ELEMENTS[x.dtype], experts, inputs, outputs, inner, bits, group, tile)
     options = {"num_warps": program.warps, "num_stages": program.stages}
-    arguments = x, weight, scales, zeros, ends, out, rows, experts
+    arguments = x, weight, scales, zeros, ends, out, experts
     kernel[tile.grid(rows, experts, outputs)](*arguments, **dict(program.constants), **options)
     return out

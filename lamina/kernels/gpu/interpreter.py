@@ -56,6 +56,19 @@ class Interpreter:
         for source, target in copies:
             target[...] = source
 
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Backend``; nothing is gained here."""
+
+    def map(self, name: str, memory: memoryview) -> bool:
+        """See ``Backend``."""
+        return True
+
+    def unmap(self, name: str) -> None:
+        """See ``Backend``."""
+
+    def settle(self) -> None:
+        """See ``Backend``; nothing runs in the background."""
+
     def aligned(self, array: Any) -> Any:
         """See ``Backend``."""
         return array.copy() if array.ctypes.data % ALIGNMENT else array

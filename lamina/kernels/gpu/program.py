@@ -75,8 +75,22 @@ class Backend(Protocol):
     def trim(self) -> None:
         """Give memory back that ``empty`` has allocated and nobody uses any more: it is kept otherwise."""
 
+    def adopt(self, memory: memoryview) -> None:
+        """This memory of the host is uploaded from without a stop in another, if possible."""
+
+    def map(self, name: str, memory: memoryview) -> bool:
+        """Let ``download`` copy to this memory of the host without a detour, until ``unmap`` of the ``name``. False if
+        it cannot."""
+
+    def unmap(self, name: str) -> None:
+        """The memory of this name is used no more; nothing happens if there is none."""
+
+    def settle(self) -> None:
+        """Return once everything has been uploaded that was adopted."""
+
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
-        """Copy to the first ``len(source)`` elements of ``target``, in stream order; source may change afterwards."""
+        """Copy to the first ``len(source)`` elements of ``target``, in stream order; source may change afterwards, but
+        memory that was adopted only after ``settle``."""
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Uninitialised memory of the host that ``download`` copies to without a detour."""

@@ -169,16 +169,24 @@ def grouped_tile(rows: int, experts: int, itemsize: int, bits: int) -> GroupedTi
 
 
 def grouped_program(
-    element: str, experts: int, inputs: int, outputs: int, inner: bool, bits: int, group: int, tile: GroupedTile
+    element: npt.DTypeLike,
+    experts: int,
+    inputs: int,
+    outputs: int,
+    inner: bool,
+    bits: int,
+    group: int,
+    tile: GroupedTile,
 ) -> Program:
     """``triton_grouped.multiply`` of x of type ``element``."""
-    weight = {0: f"*{element}", 4: "*u8", 8: "*i8"}[bits]
+    name = TRITON_NAMES[np.dtype(element)]
+    weight = {0: f"*{name}", 4: "*u8", 8: "*i8"}[bits]
     of_groups = "*fp32" if bits else "*i32"
     constants: dict[str, Constant] = {
         "inputs": inputs, "outputs": outputs, "inner": inner, "bits": bits, "group": group,
         "block_e": power_of_two(experts), "block_m": tile.rows, "block_n": tile.outputs, "block_k": tile.inputs,
     }  # fmt: skip
-    types = [f"*{element}", weight, of_groups, of_groups, "*i32", f"*{element}", "i32", "i32"]
+    types = [f"*{name}", weight, of_groups, of_groups, "*i32", f"*{name}", "i32"]
     return _program("triton_grouped.multiply", types, 4, 3, **constants)
 
 

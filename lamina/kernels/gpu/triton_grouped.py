@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def multiply(
-    x, weight, scales, zeros, ends, out, rows, experts,
+    x, weight, scales, zeros, ends, out, experts,
     inputs: tl.constexpr, outputs: tl.constexpr, inner: tl.constexpr, bits: tl.constexpr, group: tl.constexpr,
     block_e: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lamina.kernels.segments import SegmentTable
+from lamina.protocol.slots import Mapper
 from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots, SlotStream
 from lamina.types import AttentionSpec
 
@@ -140,7 +141,7 @@ class Polled(Protocol):
         """Serves another lane, whose messages have at most so many bytes."""
 
 
-class Device(Protocol):
+class Device(Mapper, Protocol):
     """Holds the slabs of all attentions, by layer. One thread owns it.
 
     Shapes use T tokens, R query rows, Hq query heads, Hkv key/value heads, D and Dv head sizes.
@@ -151,7 +152,11 @@ class Device(Protocol):
         """How it serves requests without the host; None if the host serves them all."""
 
     def sent(self, array: Array) -> Array:
-        """An array of the host where the device reads it: a copy, or the array itself. So are views of it."""
+        """An array of the host where the device reads it: a copy, or the array itself. So are views of it. Memory that
+        was adopted must not change before ``settle``."""
+
+    def settle(self) -> None:
+        """Return once everything that was ``sent`` has been read."""
 
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
         """Host memory for out [rows, Hq, Dv] and lse [rows, Hq], which the device writes fastest."""

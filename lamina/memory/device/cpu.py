@@ -64,6 +64,19 @@ class Cpu:
         self._windows = [windows.get(spec.window) for spec in attentions]
         self._slabs = [KvArrays.allocate(spec, element, capacity) for spec in attentions]
 
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Mapper``; it is as quick as any."""
+
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """See ``Mapper``."""
+        return True
+
+    def unmap(self, peer: str) -> None:
+        """See ``Mapper``."""
+
+    def settle(self) -> None:
+        """See ``Device``; nothing is read later."""
+
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """See ``Device``."""
         slab, windows = self._slabs[layer], self._windows[layer]

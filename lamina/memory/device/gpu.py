@@ -142,6 +142,23 @@ class Gpu:
         token_bytes = max(spec.slab_bytes_per_token(element) for spec in attentions)
         self._sharing = SharedPrefixes(least_saved // token_bytes)
 
+    def adopt(self, memory: memoryview) -> None:
+        """See ``Mapper``. Where the GPU polls, it copies from there by itself."""
+        if self.polled is None:
+            self._backend.adopt(memory)
+
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """See ``Mapper``. Where the GPU polls, it answers by itself."""
+        return self.polled is None and self._backend.map(peer, memory)
+
+    def unmap(self, peer: str) -> None:
+        """See ``Mapper``."""
+        self._backend.unmap(peer)
+
+    def settle(self) -> None:
+        """See ``Device``."""
+        self._backend.settle()
+
     def sent(self, array: Array) -> Any:
         """See ``Device``."""
         there = self._backend.empty(array.shape, array.dtype)

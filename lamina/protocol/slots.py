@@ -1,16 +1,33 @@
-"""The slots of a compute worker's links, made known to its device: those that peers write, and those of peers."""
+"""The slots of a worker's links, made known to its device: those that peers write, and those of peers.
+
+Only links over shared memory: what a device writes into a peer's slot, the peer reads there.
+"""
 
 from collections.abc import Collection, Iterable
+from typing import Protocol
 
-from lamina.compute.device.base import Device
 from lamina.protocol.channel import Channel
 from lamina.protocol.links import Links
+
+
+class Mapper(Protocol):
+    """A device of this process."""
+
+    def adopt(self, memory: memoryview) -> None:
+        """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from.
+        It may share pages with what was adopted before."""
+
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """Let what runs here write messages into ``memory`` of a peer, until ``unmap``. False if it will not."""
+
+    def unmap(self, peer: str) -> None:
+        """This peer's memory is written no more."""
 
 
 class Slots:
     """Which slots the device has been told of. One thread owns it."""
 
-    def __init__(self, links: Links, device: Device) -> None:
+    def __init__(self, links: Links, device: Mapper) -> None:
         self._links, self._device = links, device
         self._mapped = set[str]()
 
