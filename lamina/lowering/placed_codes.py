@@ -14,7 +14,7 @@ from torch import Tensor
 from lamina.errors import ConfigError
 from lamina.lowering.lowered import LoweredModel
 from lamina.lowering.quantised import chosen, expert_weights, linear_weights
-from lamina.models.codes import Codes, Held, StackedCodes, group_size, quantise, quantise_experts
+from lamina.models.codes import GROUPS, Codes, ExpertCodes, Held, StackedCodes, group_size, quantise, quantise_experts
 from lamina.splitter.split_model import Shard, cut
 from lamina.types import DType, Quantization
 
@@ -24,10 +24,12 @@ class PlacedForm:
     """A ``Form`` of weights on a GPU, or on an emulated one.
 
     Codes that a checkpoint stores stay as they are if torchao has a product that keeps their values: int8 and fp8 with
-    a scale for each output or for all.
+    a scale for each output or for all. So do those of experts of 4 bits with groups of 32 to 128 inputs, and of 8 bits
+    with a scale for each output.
     """
 
     held: frozenset[str]
+    experts: frozenset[str]
     names: frozenset[str]
     to: Quantization
 
@@ -48,8 +50,9 @@ class PlacedForm:
         if to != "none" and not installed:
             raise ConfigError(f"--quantization {to} on a GPU needs torchao: run pip install torchao")
         linear = linear_weights(model)
-        experts = expert_weights(model) if to in ("int8", "int4") else frozenset()
-        return cls(linear if installed else frozenset(), chosen(model, linear, to) | experts, to)
+        experts = expert_weights(model)
+        names = chosen(model, linear, to) | (experts if to in ("int8", "int4") else frozenset())
+        return cls(linear if installed else frozenset(), experts, names, to)
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
         """See ``Form``."""
@@ -69,6 +72,14 @@ class PlacedForm:
         if name not in self.held or not of_outputs or codes.bits != 8 or codes.values.dtype == torch.uint8:
             return None
         return _held(codes, dtype)
+
+    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> StackedCodes | None:
+        """See ``Form``."""
+        first = codes.each[0]
+        fits = first.bits == 4 and first.group in GROUPS
+        if first.bits == 8:
+            fits = first.values.dtype == torch.int8 and first.zeros is None and first.group == first.values.shape[1]
+        return StackedCodes.of(codes.each, len(codes.each)) if fits else None
 
 
 def _held(codes: Codes, dtype: torch.dtype) -> Held:

@@ -78,6 +78,7 @@ class HostForm:
     """A ``Form`` of weights on a CPU."""
 
     held: frozenset[str]
+    experts: frozenset[str]
     names: frozenset[str]
     to: Quantization
 
@@ -96,8 +97,8 @@ class HostForm:
                 "these instructions: give --dtype bfloat16, or leave out --quantization"
             )
         linear = linear_weights(model) if runs else frozenset()
-        experts = frozenset() if to == "none" else expert_weights(model)
-        return cls(linear, chosen(model, linear, to) | experts, to)
+        experts = expert_weights(model) if runs else frozenset()
+        return cls(linear, experts, chosen(model, linear, to) | (frozenset() if to == "none" else experts), to)
 
     def quantise(self, name: str, weight: torch.Tensor, shard: Shard) -> Codes | ExpertCodes:
         """See ``Form``."""
@@ -108,6 +109,10 @@ class HostForm:
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
         """See ``Form``."""
         return codes if name in self.held and dtype == torch.bfloat16 and can_pack(codes) else None
+
+    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> ExpertCodes | None:
+        """See ``Form``."""
+        return codes if dtype == torch.bfloat16 and can_pack(codes.each[0]) else None
 
 
 def chosen(model: LoweredModel, linear: Collection[str], to: Quantization) -> frozenset[str]:

@@ -80,6 +80,16 @@ class ExpertCodes:
 
     each: tuple[Codes, ...]
 
+    def cut(self, shard: Shard) -> "ExpertCodes":
+        """The part that a rank holds."""
+        here = cut(torch.arange(len(self.each)), {0: shard[0]} if 0 in shard else {})
+        of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
+        return ExpertCodes(tuple(self.each[expert].cut(of_each) for expert in here.tolist()))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
+        """The same with other tensors of equal values."""
+        return ExpertCodes(tuple(one.map(change) for one in self.each))
+
 
 @dataclass(frozen=True)
 class StackedCodes:
@@ -119,11 +129,13 @@ def _packed(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """The values, scales and zeros of one expert, see ``StackedCodes``."""
     places = codes.columns[::group]
     scales = codes.scales[codes.rows][:, places].float()
-    if codes.bits == 8 or codes.zeros is None:
+    if codes.bits == 8:
         return codes.values, scales, torch.zeros_like(scales)
-    halves = codes.values.view(len(codes.values), -1, 2, group // 2)
+    middle = 8 if codes.values.dtype == torch.int8 else 0  # of signed codes
+    halves = (codes.values + middle).to(torch.uint8).view(len(codes.values), -1, 2, group // 2)
     values = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
-    return values, scales, codes.zeros[codes.rows][:, places].float()
+    zeros = torch.zeros_like(scales) if codes.zeros is None else codes.zeros[codes.rows][:, places].float()
+    return values, scales, zeros + middle
 
 
 @dataclass(frozen=True)
@@ -143,11 +155,15 @@ class Form(Protocol):
     """How a device holds the weights of a model.
 
     Attributes:
-        names: of the weights to quantise.
+        names: of the weights to quantise. experts: of those [experts, outputs, inputs] that may be held as codes.
     """
 
     @property
     def names(self) -> frozenset[str]:
+        """See above."""
+
+    @property
+    def experts(self) -> frozenset[str]:
         """See above."""
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
@@ -156,11 +172,15 @@ class Form(Protocol):
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
         """A weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in ``dtype``."""
 
+    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
+        """The same of one of ``experts``."""
+
 
 class Dense:
     """A ``Form``: tensors."""
 
     names: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
         """See ``Form``; nothing is quantised."""
@@ -168,6 +188,9 @@ class Dense:
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
         """See ``Form``; nothing is held as codes."""
+
+    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> None:
+        """See ``Form``."""
 
 
 DENSE = Dense()

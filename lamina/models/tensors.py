@@ -17,6 +17,7 @@ from lamina.errors import ModelError
 from lamina.models.checkpoint import some
 from lamina.models.codes import DENSE, Form, Weight, plain
 from lamina.models.directory import ModelDirectory
+from lamina.models.expert_codes import arranged
 from lamina.models.stored_codes import read_codes
 from lamina.splitter.split_model import Shard, cut
 from lamina.types import LoadFormat
@@ -234,6 +235,8 @@ class _Checkpoint:
             codes = read_codes(packed, stored).cut(early).map(lambda part: _own(part, mapped, self._device))
             held = self._form.hold(first, codes, wanted)
             return {first: codes.dense(wanted) if held is None else held}
+        if (experts := self._held_experts(recipe, stored, mapped, shards.get(first, {}))) is not None:
+            return {first: experts}
         try:
             outputs = recipe.make(read)
         except (RuntimeError, ValueError) as error:
@@ -253,6 +256,22 @@ class _Checkpoint:
             name: self._form.quantise(name, tensor, shards.get(name, {})) if name in quantised else tensor
             for name, tensor in owned.items()
         }
+
+    def _held_experts(
+        self, recipe: Recipe, stored: Callable[[str], torch.Tensor], mapped: set[int], shard: Shard
+    ) -> Weight | None:
+        """The weights of a layer's experts, if they can be held as the codes that they are stored in."""
+        name, *others = recipe.outputs
+        packed = {key: self._directory.packed.get(key) for _, key in recipe.inputs}
+        if recipe.convert is None or others or name not in self._form.experts or None in packed.values():
+            return None
+        like = self._expected[name]
+        codes = {key: read_codes(each, stored) for key, each in packed.items() if each is not None}
+        whole = arranged(codes, lambda read: recipe.make(read)[name], like.shape)
+        if whole is None:
+            return None
+        here = whole.cut(shard).map(lambda part: _own(part, mapped, self._device))
+        return self._form.hold_experts(here, like.dtype)
 
     def _is_quantised(self, name: str) -> bool:
         return name in self._form.names and self._tied(name) == [name]

@@ -2,11 +2,14 @@
 
 import functools
 import importlib.util
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -177,6 +180,64 @@ def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
         undecided = 0 if name == "cpu" else 1
         assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= undecided
+
+
+@needs_kernels
+@needs_torchao
+@pytest.mark.parametrize(
+    ("name", "form", "kept"),
+    [
+        ("cpu", checkpoints.gptq(4, symmetric=False, ordered=False, group=32), True),
+        ("cpu", checkpoints.gptq(4, symmetric=False, ordered=True, group=32), False),
+        ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=32), True),
+        ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=16), False),
+    ],
+)
+@pytest.mark.parametrize("family", sweep(["qwen3_moe", "mixtral", "deepseek_v3"], ["qwen3_moe"]))
+def test_experts_that_are_stored_as_codes_stay_codes(
+    tmp_path: Path, family: str, name: str, form: checkpoints.Format, kept: bool
+) -> None:
+    """Where the product keeps their values. They mean what they mean if they are made dense."""
+    config = variant(family)
+    config.update({"hidden_size": 64, "moe_intermediate_size": 128, "intermediate_size": 128})
+    write_checkpoint(config, tmp_path)
+    file, draw = tmp_path / "model.safetensors", np.random.default_rng(0)
+    stored = load_file(file)
+    for key in [key for key in stored if ".experts." in key]:
+        written = form.write(draw, *stored.pop(key).shape)
+        stored |= {f"{key.removesuffix('.weight')}.{suffix}": each for suffix, each in written.tensors.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": dict(form.config)}))
+    device, model = make(name), lowered(tmp_path, name)
+    held, names = load(tmp_path, device, model), expert_weights(model)
+    assert names and all(isinstance(held[key], ExpertCodes | StackedCodes) == kept for key in names)
+    directory = find(tmp_path, tokenizer=False)
+    exact = weights.load(directory, sorted(names), load_config(directory), DType.FLOAT32)
+    for number in range(2):
+        part = lowered(tmp_path, name, rank=Rank(number, 2))
+        own = load(tmp_path, device, part)
+        for key in names if kept else ():
+            wanted = cut(exact[key], part.shards[key]).double()
+            torch.testing.assert_close(dense_experts(own[key]), wanted, rtol=0, atol=1e-6)
+    plain = dict(held)
+    for key in names if kept else ():
+        found = dense_experts(held[key])
+        torch.testing.assert_close(found, exact[key].double(), rtol=0, atol=1e-6)
+        plain[key] = found.bfloat16()
+    for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
+        of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
+        assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= 1  # that is undecided between experts
+
+
+def dense_experts(weight: Weight) -> Tensor:
+    """What codes of experts mean, in float64."""
+    if isinstance(weight, ExpertCodes):
+        return torch.stack([dense(one) for one in weight.each])
+    assert isinstance(weight, StackedCodes)
+    halves = weight.values.view(*weight.scales.shape, -1)
+    values = torch.cat([halves & 15, halves >> 4], 3) if weight.values.dtype == torch.uint8 else halves
+    return ((values.double() - weight.zeros[..., None]) * weight.scales[..., None]).flatten(2)
 
 
 @needs_kernels
