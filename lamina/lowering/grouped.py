@@ -4,6 +4,8 @@ An operator of PyTorch, so that it can be recorded and compiled with others. On 
 where GPUs are emulated, its definition.
 """
 
+import functools
+
 import torch
 from torch import Tensor, fx
 
@@ -22,6 +24,12 @@ def is_grouped(node: fx.Node) -> bool:
 def experts_stacked(x: Tensor, codes: StackedCodes, ends: Tensor) -> Tensor:
     """As ``multiply``, with weights in codes."""
     result: Tensor = _multiply_codes(x, codes.values, codes.scales, codes.zeros, ends, codes.group)
+    return result
+
+
+def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
+    """Rows x [T, inputs] times the only weight in ``codes``: [T, outputs]."""
+    result: Tensor = _multiply_by_codes(x, codes.values, codes.scales, codes.zeros, codes.group)
     return result
 
 
@@ -56,6 +64,24 @@ def _multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, en
 @_multiply_codes.register_fake
 def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor, group: int) -> Tensor:
     return x.new_empty(x.shape[0], values.shape[1])
+
+
+@torch.library.custom_op("lamina::product_of_codes", mutates_args=())
+def _multiply_by_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
+    """See ``linear_stacked``."""
+    result: Tensor = _multiply_codes(x, values, scales, zeros, _all_rows(len(x), x.device), group)
+    return result
+
+
+@_multiply_by_codes.register_fake
+def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], values.shape[1])
+
+
+@functools.cache  # without a limit: recordings read these, and steps have few numbers of rows
+def _all_rows(rows: int, device: torch.device) -> Tensor:
+    """The ends of one expert that has all rows. Slices run before they are recorded, which is when this is made."""
+    return torch.tensor([rows], dtype=torch.int32, device=device)
 
 
 def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

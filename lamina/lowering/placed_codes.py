@@ -2,7 +2,7 @@
 
 Outside of compiled graphs, torchao multiplies int8 and fp8 weights by making each dense first: they take half of the
 memory, and no less time. Its int4 product, in bfloat16 and on CUDA alone, reads the codes themselves. Those of experts,
-int8 and int4, are multiplied by Lamina's kernel (``grouped``).
+int8 and int4, are multiplied by Lamina's kernel (``grouped``), as are codes of 4 bits that a checkpoint stores.
 """
 
 import importlib.util
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lamina.errors import ConfigError
+from lamina.lowering.grouped import linear_stacked
 from lamina.lowering.lowered import LoweredModel
 from lamina.lowering.quantised import chosen, expert_weights, linear_weights
 from lamina.models.codes import GROUPS, Codes, ExpertCodes, Held, StackedCodes, group_size, quantise, quantise_experts
@@ -23,12 +24,13 @@ from lamina.types import DType, Quantization
 class PlacedForm:
     """A ``Form`` of weights on a GPU, or on an emulated one.
 
-    Codes that a checkpoint stores stay as they are if torchao has a product that keeps their values: int8 and fp8 with
-    a scale for each output or for all. So do those of experts of 4 bits with groups of 32 to 128 inputs, and of 8 bits
-    with a scale for each output.
+    Codes that a checkpoint stores stay as they are if a product keeps their values. torchao has those of int8 and fp8
+    with a scale for each output or for all; Lamina has that of 4 bits with groups of 32 to 128 inputs, and that of
+    experts in int8 with a scale for each output.
     """
 
     held: frozenset[str]
+    installed: bool
     experts: frozenset[str]
     names: frozenset[str]
     to: Quantization
@@ -52,7 +54,7 @@ class PlacedForm:
         linear = linear_weights(model)
         experts = expert_weights(model)
         names = chosen(model, linear, to) | (experts if to in ("int8", "int4") else frozenset())
-        return cls(linear if installed else frozenset(), experts, names, to)
+        return cls(linear, installed, experts, names, to)
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
         """See ``Form``."""
@@ -66,12 +68,14 @@ class PlacedForm:
             return Held(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
         return _held(quantise(name, weight, self.to, shard), weight.dtype)
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Held | None:
+    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Held | StackedCodes | None:
         """See ``Form``."""
-        of_outputs = codes.zeros is None and codes.scales.shape[1] == 1
-        if name not in self.held or not of_outputs or codes.bits != 8 or codes.values.dtype == torch.uint8:
+        if name not in self.held:
             return None
-        return _held(codes, dtype)
+        if codes.bits == 4:
+            return StackedCodes.of([codes], 1) if codes.group in GROUPS else None
+        of_outputs = codes.zeros is None and codes.scales.shape[1] == 1
+        return _held(codes, dtype) if self.installed and of_outputs and codes.values.dtype != torch.uint8 else None
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> StackedCodes | None:
         """See ``Form``."""
@@ -93,6 +97,9 @@ def _held(codes: Codes, dtype: torch.dtype) -> Held:
     return Held(Float8Tensor(values, scales, block_size=block, dtype=dtype))
 
 
-def linear_held(x: Tensor, held: Held, bias: Tensor | None, _: int | None = None) -> Tensor:
+def linear_held(x: Tensor, held: Held | StackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
     """x [..., inputs] times a weight that ``PlacedForm`` made, plus bias: [..., outputs]."""
+    if isinstance(held, StackedCodes):
+        out = linear_stacked(x.reshape(-1, x.shape[-1]), held).view(*x.shape[:-1], -1)
+        return out if bias is None else out + bias
     return torch.nn.functional.linear(x, held.weight, bias)

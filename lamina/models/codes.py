@@ -93,7 +93,7 @@ class ExpertCodes:
 
 @dataclass(frozen=True)
 class StackedCodes:
-    """Weights of a layer's experts as a GPU multiplies by them.
+    """Weights of a layer's experts as a GPU multiplies by them; also that of a linear layer, as the only expert.
 
     Attributes:
         values: int8 [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first inputs of each
