@@ -128,7 +128,8 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # two ra
 def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> None:
     reference = quantised_model(tmp_path, to, "llama", **SIZES)
     got = tokens(tmp_path, compute=compute, dtype=DType.BFLOAT16, quantization=to)
-    assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+    margin = 0.1 if to == "fp8" else 0.05  # its weights are rounded to bfloat16 once more
+    assert all(is_nearly_greedy(reference, prompt, one, margin) for prompt, one in zip(PROMPTS, got, strict=True))
 
 
 @pytest.mark.slow
@@ -165,7 +166,7 @@ def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form", "why"),
-    [("llama", "awq", "quantised already"), ("gpt_oss", None, "of experts .*which are not quantised on cpu")],
+    [("llama", "awq", "quantised already"), ("gpt_oss", None, "of experts .*which are not quantised to int8 on cpu")],
 )
 def test_what_is_not_quantised_at_load(tmp_path: Path, family: str, form: str | None, why: str) -> None:
     model = write_checkpoint(served(family), tmp_path)

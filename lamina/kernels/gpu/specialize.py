@@ -164,7 +164,7 @@ def grouped_tile(rows: int, experts: int, itemsize: int, bits: int) -> GroupedTi
     where weights are read once, and more in larger ones. Narrower where more registers are needed."""
     height = 16 if rows <= 16 * experts else 64
     if itemsize == 2:
-        return GroupedTile(height, 64 if bits == 4 else 128, 64)
+        return GroupedTile(height, 128 if bits != 4 else 64 if height == 16 else 32, 64)
     return GroupedTile(height, 32 if bits else 64, 32)
 
 
