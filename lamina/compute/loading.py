@@ -18,7 +18,7 @@ from lamina.models.digest import checkpoint_digest
 from lamina.models.directory import ModelDirectory
 from lamina.protocol.control import ControlClient
 from lamina.protocol.messages import ComputeSetup, LoadProgress, ModelLoaded
-from lamina.types import DType, Quantization
+from lamina.types import Quantization
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             part.shards,
             form,
         )
-        weights_held = _describe(place, loaded, setup.quantization, prepared.lowered.dtype)
+        weights_held = _describe(place, loaded, setup.quantization, prepared)
         runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, setup.overlap.q_first, own)
@@ -103,7 +103,7 @@ def _check_quantization(
         )
 
 
-def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantization, dtype: DType) -> str:
+def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantization, prepared: Prepared) -> str:
     """How the weights are held, in words; "" if they are tensors as the checkpoint has them. Codes that had to be made
     dense are reported in the log."""
     if to != "none":
@@ -111,9 +111,11 @@ def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantizat
         return f"linear layers{' and experts' if experts else ''} in {to}"
     if place.scheme is None:
         return ""
-    count = sum(not isinstance(weight, torch.Tensor) for weight in loaded.values())
+    recipes, dtype = prepared.weights.recipes, prepared.lowered.dtype.value
+    kept = [name for name, weight in loaded.items() if not isinstance(weight, torch.Tensor)]
+    count = sum(len(recipes[name].inputs) for name in kept)
     held = f"{count} matrices as stored, " if count else ""
-    text = f"{place.scheme}: {held}{'the others' if count else 'all'} in {dtype.value}"
+    text = f"{place.scheme}: {held}{'the others' if count else 'all'} in {dtype}"
     stored = sum(one.nbytes for one in place.packed.values())
     dense = sum(weight.nbytes for weight in loaded.values() if isinstance(weight, torch.Tensor))
     logger.warning(
@@ -124,7 +126,7 @@ def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantizat
         stored / 1e6,
         count,
         dense / 1e6,
-        dtype.value,
+        dtype,
         "; activations are not quantised" if place.scheme.activations else "",
     )
     return text

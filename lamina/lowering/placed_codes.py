@@ -100,6 +100,6 @@ def _held(codes: Codes, dtype: torch.dtype) -> Held:
 def linear_held(x: Tensor, held: Held | StackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
     """x [..., inputs] times a weight that ``PlacedForm`` made, plus bias: [..., outputs]."""
     if isinstance(held, StackedCodes):
-        out = linear_stacked(x.reshape(-1, x.shape[-1]), held).view(*x.shape[:-1], -1)
+        out = linear_stacked(x.reshape(-1, x.shape[-1]), held).view(*x.shape[:-1], held.values.shape[1])
         return out if bias is None else out + bias
     return torch.nn.functional.linear(x, held.weight, bias)

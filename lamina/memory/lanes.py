@@ -68,8 +68,13 @@ class Lane:
         self.steps.clear()
         self.layer = self.piece = self.begin = 0
         self.work = self.door = self.reply = None
+        self.leave_slot()
+
+    def leave_slot(self) -> None:
+        """What it writes next is elsewhere."""
         if self.slot is not None:
-            self.out, self.slot = np.empty((0, 0, 0), np.float32), None
+            self.out, self.lse = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
+            self.slot = None
 
     @property
     def is_idle(self) -> bool:

@@ -1,5 +1,6 @@
 """What the steps of a memory worker attend to, as planned."""
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,3 +58,9 @@ class StepTables:
     pulled_slots: npt.NDArray[np.int32]
     door: int
     appends: bool = False
+
+    @functools.cached_property
+    def is_served_at_once(self) -> bool:
+        """True if a request is answered once it has arrived, without a pause: its rows decode, over one segment each."""
+        pauses = len(self.pieces) > 1 or any(self.further) or any(len(attended) > 1 for attended in self.tables)
+        return not pauses and not self.rows.pulled and all(len(one.tokens) == 1 for one in self.plan.sequences)

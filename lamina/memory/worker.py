@@ -301,9 +301,10 @@ class MemoryWorker:
         self._serve_cut(lane, lane.work)
 
     def _place(self, lane: Lane, shape: tuple[int, int, int]) -> bool:
-        """Let the next reply be written where its receiver reads it, if that is possible."""
-        if lane.slot is not None:  # the lane's own memory is elsewhere
-            lane.out, lane.slot = np.empty((0, 0, 0), np.float32), None
+        """Let the next reply be written where its receiver reads it, if that is possible and it follows at once: until
+        then, no other message gets the slot."""
+        if not lane.steps[0].is_served_at_once:
+            return False
         channel, count = self._channels.get(self._receiver(lane)), math.prod(shape)
         sums = math.prod(shape[:2])
         slot = channel.place(4 * (count + sums)) if channel is not None and count else None
@@ -359,6 +360,7 @@ class MemoryWorker:
         ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
         lane.reply = Reply(self._receiver(lane), parts, turn, turn if ends else -1, lane.slot)
+        lane.leave_slot()
         self._answer(lane)
 
     def _give_back(self, door: Door, request: Arrival, layer: int, step: StepTables) -> None:

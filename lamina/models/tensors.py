@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from lamina.errors import ModelError
 from lamina.models.checkpoint import some
-from lamina.models.codes import DENSE, Form, Weight, plain
+from lamina.models.codes import DENSE, ExpertCodes, Form, Weight, plain
 from lamina.models.directory import ModelDirectory
 from lamina.models.expert_codes import arranged
 from lamina.models.stored_codes import read_codes
@@ -266,10 +266,17 @@ class _Checkpoint:
         if recipe.convert is None or others or name not in self._form.experts or None in packed.values():
             return None
         like = self._expected[name]
-        codes = {key: read_codes(each, stored) for key, each in packed.items() if each is not None}
-        whole = arranged(codes, lambda read: recipe.make(read)[name], like.shape)
+        parts = {key: each for key, each in packed.items() if each is not None}
+        if self._form.hold_experts(ExpertCodes((read_codes(next(iter(parts.values())), stored),)), like.dtype) is None:
+            return None
+        codes = {key: read_codes(each, stored) for key, each in parts.items()}
+        try:
+            whole = arranged(codes, lambda read: recipe.make(read)[name], like.shape)
+        except (RuntimeError, ValueError):  # making them dense fails too, and says what is missing
+            whole = None
         if whole is None:
             return None
+        codes.clear()
         here = whole.cut(shard).map(lambda part: _own(part, mapped, self._device))
         return self._form.hold_experts(here, like.dtype)
 

@@ -17,7 +17,7 @@ from lamina import _native
 from lamina.compute.device.base import Device, Runner
 from lamina.compute.device.select import make
 from lamina.compute.rows import Rows
-from lamina.errors import ConfigError
+from lamina.errors import ConfigError, ModelError
 from lamina.lowering import LoweredModel, lower
 from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights
 from lamina.models import tensors, weights
@@ -198,18 +198,7 @@ def test_experts_that_are_stored_as_codes_stay_codes(
     tmp_path: Path, family: str, name: str, form: checkpoints.Format, kept: bool
 ) -> None:
     """Where the product keeps their values. They mean what they mean if they are made dense."""
-    config = variant(family)
-    config.update({"hidden_size": 64, "moe_intermediate_size": 128, "intermediate_size": 128})
-    write_checkpoint(config, tmp_path)
-    file, draw = tmp_path / "model.safetensors", np.random.default_rng(0)
-    stored = load_file(file)
-    linear = [key for key in stored if key.endswith("self_attn.o_proj.weight") and stored[key].shape[1] % 64 == 0]
-    for key in [*linear, *(key for key in stored if ".experts." in key)]:
-        written = form.write(draw, *stored.pop(key).shape)
-        stored |= {f"{key.removesuffix('.weight')}.{suffix}": each for suffix, each in written.tensors.items()}
-    save_file(stored, file, metadata={"format": "pt"})
-    settings = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(settings | {"quantization_config": dict(form.config)}))
+    linear = write_codes(tmp_path, family, form)
     device, model = make(name), lowered(tmp_path, name)
     held, names = load(tmp_path, device, model), expert_weights(model)
     assert names and all(isinstance(held[key], ExpertCodes | StackedCodes) == kept for key in names)
@@ -231,6 +220,34 @@ def test_experts_that_are_stored_as_codes_stay_codes(
     for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
         assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= 1  # that is undecided between experts
+
+
+@needs_kernels
+@pytest.mark.parametrize("missing", ["experts.2.up_proj.qweight", "experts.3."])
+def test_missing_experts_are_reported(tmp_path: Path, missing: str) -> None:
+    write_codes(tmp_path, "qwen3_moe", checkpoints.gptq(4, symmetric=False, ordered=False, group=32))
+    file = tmp_path / "model.safetensors"
+    stored = {key: tensor for key, tensor in load_file(file).items() if f"layers.0.mlp.{missing}" not in key}
+    save_file(stored, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError):
+        load(tmp_path, make("cpu"), lowered(tmp_path, "cpu"))
+
+
+def write_codes(folder: Path, family: str, form: checkpoints.Format) -> list[str]:
+    """A checkpoint whose experts, and some linear layers, are stored as codes. Returns the names of the latter."""
+    config = variant(family)
+    config.update({"hidden_size": 64, "moe_intermediate_size": 128, "intermediate_size": 128})
+    write_checkpoint(config, folder)
+    file, draw = folder / "model.safetensors", np.random.default_rng(0)
+    stored = load_file(file)
+    linear = [key for key in stored if key.endswith("self_attn.o_proj.weight") and stored[key].shape[1] % 64 == 0]
+    for key in [*linear, *(key for key in stored if ".experts." in key)]:
+        written = form.write(draw, *stored.pop(key).shape)
+        stored |= {f"{key.removesuffix('.weight')}.{suffix}": each for suffix, each in written.tensors.items()}
+    save_file(stored, file, metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": dict(form.config)}))
+    return linear
 
 
 def dense_experts(weight: Weight) -> Tensor:
