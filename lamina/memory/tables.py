@@ -61,6 +61,6 @@ class StepTables:
 
     @functools.cached_property
     def is_served_at_once(self) -> bool:
-        """True if a request is answered once it has arrived, without a pause: its rows decode, over one segment each."""
+        """True if a request is answered without a pause once it has arrived: its rows decode, over a segment each."""
         pauses = len(self.pieces) > 1 or any(self.further) or any(len(attended) > 1 for attended in self.tables)
         return not pauses and not self.rows.pulled and all(len(one.tokens) == 1 for one in self.plan.sequences)
