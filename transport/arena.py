@@ -4,6 +4,7 @@ Anonymous files vanish with their last user, so nothing is left behind however p
 """
 
 import fcntl
+import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
@@ -15,8 +16,11 @@ from lamina._native import Arena as NativeArena
 from lamina.errors import TransportError
 from lamina.transport.base import Buffer, check_range
 
+logger = logging.getLogger(__name__)
+
 MEMFD_NAME = "lamina-arena"
 PAGE = 4096
+_SLOWER = "%s, and copies messages more slowly; raise the limit of locked memory (ulimit -l)"
 
 
 class MappedArena:
@@ -106,7 +110,7 @@ class HostMemory:
     """What a device has been told of messages in the host's memory: its own slots, for good, and those of peers."""
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """See ``Pages``; ``register`` raises TransportError."""
+        """See ``Pages``; ``register`` raises TransportError, which becomes a warning: messages are only slower then."""
         self._calls = register, unregister
         self._own = Pages(register, unregister)
         self._adopted: list[tuple[int, int]] = []
@@ -114,34 +118,37 @@ class HostMemory:
         self._peers: dict[str, tuple[Buffer, Pages]] = {}
 
     def adopt(self, memory: Buffer) -> None:
-        """Tell the device of own memory. Raises TransportError: then it knows of none, also later, as no copy may begin
-        in memory that it knows and end in other memory."""
+        """Tell the device of own memory. If that fails, it knows of none, also later: no copy may begin in memory that
+        it knows and end in other memory."""
         if self._failed:
             return
         at = _address(memory)
         try:
             self._own.add(at, memory.nbytes)
-        except TransportError:
+        except TransportError as error:
+            logger.warning(_SLOWER, error)
             self._own.clear()
             self._adopted.clear()
             self._failed = True
-            raise
-        self._adopted.append((at, at + memory.nbytes))
+        else:
+            self._adopted.append((at, at + memory.nbytes))
 
     def has_adopted(self, at: int, nbytes: int) -> bool:
         """True if [at, at + nbytes) is part of own memory that the device was told of."""
         return any(start <= at and at + nbytes <= stop for start, stop in self._adopted)
 
-    def map(self, peer: str, memory: Buffer) -> None:
-        """Tell the device of memory of a peer, and keep it. Raises TransportError."""
+    def map(self, peer: str, memory: Buffer) -> bool:
+        """Tell the device of memory of a peer, and keep it. False if that fails."""
         self.unmap(peer)
         pages = Pages(*self._calls)
         try:
             pages.add(_address(memory), memory.nbytes)
-        except TransportError:
+        except TransportError as error:
+            logger.warning(_SLOWER, error)
             pages.clear()
-            raise
+            return False
         self._peers[peer] = memory, pages
+        return True
 
     def unmap(self, peer: str) -> None:
         """The device uses this peer's memory no more."""

@@ -331,7 +331,7 @@ def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
 
 
 def _links(plan: ClusterPlan) -> int:
-    """Of a worker at the start, at most."""
+    """The most links that a worker has at the start."""
     return max(1, len(plan.greetings) - 1)
 
 

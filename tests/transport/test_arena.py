@@ -1,9 +1,11 @@
 """Pages that a device is told of."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.transport.arena import PAGE, Pages
+from lamina.errors import TransportError
+from lamina.transport.arena import PAGE, HostMemory, Pages
 
 
 @given(st.lists(st.tuples(st.integers(1, 20 * PAGE), st.integers(1, 5 * PAGE)), max_size=6))
@@ -24,3 +26,23 @@ def test_every_page_of_the_ranges_is_registered_once(ranges: list[tuple[int, int
     assert sorted(registered) == sorted({page for at, n in ranges for page in range(at // PAGE, -(-(at + n) // PAGE))})
     pages.clear()
     assert not runs
+
+
+def test_a_device_that_cannot_be_told_of_all_its_memory_knows_of_none() -> None:
+    """As copies must not begin in memory that it knows and end in other memory."""
+    memory, runs = memoryview(np.zeros(9 * PAGE, np.uint8)), set[int]()
+
+    def register(at: int, nbytes: int) -> None:
+        if nbytes > 4 * PAGE:
+            raise TransportError("too much")
+        runs.add(at)
+
+    host = HostMemory(register, runs.remove)
+    at = np.frombuffer(memory, np.uint8).ctypes.data
+    host.adopt(memory[: 2 * PAGE])
+    assert runs and host.has_adopted(at, PAGE) and not host.has_adopted(at, 3 * PAGE)
+    host.adopt(memory[2 * PAGE :])
+    host.adopt(memory[:PAGE])
+    assert not runs and not host.has_adopted(at, PAGE)
+    assert host.map("peer", memory[:PAGE]) and runs
+    assert not host.map("peer", memory) and not runs, "what was mapped before is not any more"

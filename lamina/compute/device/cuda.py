@@ -116,30 +116,15 @@ class Cuda:
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Kit``. Registered memory is copied from without a stop in another buffer."""
-        try:
-            self._host.adopt(memory)
-        except TransportError as error:
-            self._warn(error)
+        self._host.adopt(memory)
 
     def map(self, peer: str, memory: memoryview) -> bool:
         """See ``Kit``."""
-        if not uses_host_addresses(self.place.index):
-            return False
-        try:
-            self._host.map(peer, memory)
-        except TransportError as error:
-            self._warn(error)
-            return False
-        return True
+        return uses_host_addresses(self.place.index) and self._host.map(peer, memory)
 
     def unmap(self, peer: str) -> None:
         """See ``Kit``."""
         self._host.unmap(peer)
-
-    def _warn(self, error: TransportError) -> None:
-        logger.warning("%s, and copies messages more slowly; raise the limit of locked memory (ulimit -l)", error)
-        with contextlib.suppress(RuntimeError):  # else the next operator would report it
-            torch.zeros(1, device=self.place)
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """See ``Kit``."""
@@ -174,6 +159,8 @@ class Cuda:
 
 def _register(at: int, nbytes: int) -> None:
     if error := int(torch.cuda.cudart().cudaHostRegister(at, nbytes, 0)):  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):  # else the next operator would report it
+            torch.zeros(1, device="cuda")
         raise TransportError(f"CUDA does not register {nbytes} bytes for messages (error {error})")
 
 

@@ -1,6 +1,5 @@
 """The CUDA ``Backend``: Triton compiles programs, CuPy allocates memory and launches. Does not need torch."""
 
-import logging
 import math
 import statistics
 import tempfile
@@ -23,12 +22,9 @@ from lamina.kernels.segments import SegmentTable
 from lamina.transport.arena import HostMemory
 from lamina.types import AttentionSpec, KvElement
 
-logger = logging.getLogger(__name__)
-
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
 SHARED_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
 TIMED_CALLS, TIMED_ROUNDS = 3, 5
-SLOWER = "%s, and copies messages more slowly; raise the limit of locked memory (ulimit -l)"
 STAGINGS = 4  # uploads in flight before the next one waits
 
 
@@ -83,19 +79,11 @@ class Cuda:
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Backend``."""
-        try:
-            self._host.adopt(memory)
-        except TransportError as error:
-            logger.warning(SLOWER, error)
+        self._host.adopt(memory)
 
     def map(self, name: str, memory: memoryview) -> bool:
         """See ``Backend``."""
-        try:
-            self._host.map(name, memory)
-        except TransportError as error:
-            logger.warning(SLOWER, error)
-            return False
-        return True
+        return self._host.map(name, memory)
 
     def unmap(self, name: str) -> None:
         """See ``Backend``."""

@@ -83,7 +83,7 @@ class Backend(Protocol):
         it cannot."""
 
     def unmap(self, name: str) -> None:
-        """The memory of this name is used no more; nothing happens if there is none."""
+        """Stop using the memory that was mapped under this name, if any."""
 
     def settle(self) -> None:
         """Return once everything has been uploaded that was adopted."""
