@@ -30,7 +30,7 @@ def test_every_page_of_the_ranges_is_registered_once(ranges: list[tuple[int, int
 
 def test_a_device_that_cannot_be_told_of_all_its_memory_knows_of_none() -> None:
     """As copies must not begin in memory that it knows and end in other memory."""
-    memory, runs = memoryview(np.zeros(9 * PAGE, np.uint8)), set[int]()
+    memory, runs = memoryview(bytearray(9 * PAGE)), set[int]()
 
     def register(at: int, nbytes: int) -> None:
         if nbytes > 4 * PAGE:
