@@ -80,6 +80,8 @@ constexpr int kSlots = 2;        // slots.SLOTS
 constexpr int kHeaderWords = 8;  // slots.HEADER_WORDS
 constexpr int kCreditWord = 6;   // slots.CREDIT_WORD
 constexpr int kNumberShift = 48; // where the low bits of the doorbell's number are in a header's first word
+constexpr int kPlaceShift = 16;  // slots.PLACE_SHIFT, of a byte
+constexpr Word kInInbox = 2;     // slots.IN_INBOX
 
 // slots.RECORD, and what lamina_receive leaves for the kernels behind it.
 struct Record {
@@ -87,7 +89,7 @@ struct Record {
     Word number, slot, found_ns, done_ns;
 };
 
-// What a peer writes into host memory must not come from a cache of this GPU.
+// What a peer writes into host memory or an inbox must not come from a cache of this GPU.
 __device__ uint4 load_peer(const uint4 *from) {
     uint4 value;
     asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -114,9 +116,9 @@ __device__ long long all_threads() {
 } // namespace
 
 // Waits until one of two slots has the message `stamp`: the slot's doorbell is at its floor or above, and the
-// first word of its header has the low bits of the doorbell's number. So a message is not mistaken for
-// another one of its slot, not even while that is being written. Leaves the header, the number and the slot
-// in *found.
+// first word of its header has the low bits of the doorbell's number, wherever its body is. So a message is
+// not mistaken for another one of its slot, not even while that is being written. Leaves the header, the
+// number and the slot in *found.
 //
 // Gives up when host[0], the abort flag, is set, or host[1] has not changed for `ticks` of the
 // multiprocessor's clock. After that, all kernels here with this *failed do nothing. One thread.
@@ -135,7 +137,8 @@ extern "C" __global__ void lamina_receive(const Word *slot0, const Word *slot1, 
         for (int slot = 0; slot < kSlots; ++slot) {
             const Word number = load_acquire(bells[slot]);
             if (number < floors[slot] ||
-                load_acquire(slots[slot]) != (stamp | (number & 0xffff) << kNumberShift))
+                (load_acquire(slots[slot]) & ~(Word(0xff) << kPlaceShift)) !=
+                    (stamp | (number & 0xffff) << kNumberShift))
                 continue;
             for (int word = 0; word < kHeaderWords; ++word)
                 found->header[word] = load_acquire(slots[slot] + word);
@@ -157,12 +160,16 @@ extern "C" __global__ void lamina_receive(const Word *slot0, const Word *slot1, 
     }
 }
 
-// Copies `nbytes` of the body behind the header that lamina_receive has found to device memory.
-extern "C" __global__ void lamina_take_in(const char *slot0, const char *slot1, const Record *found,
-                                          const unsigned *failed, char *to, long long nbytes) {
+// Copies `nbytes` of the body that belongs to the header that lamina_receive has found, and is behind it or
+// in the inbox, to memory of this stream.
+extern "C" __global__ void lamina_take_in(const char *slot0, const char *slot1, const char *inbox0,
+                                          const char *inbox1, const Record *found, const unsigned *failed,
+                                          char *to, long long nbytes) {
     if (*failed != kReady)
         return;
-    const char *from = (found->slot == 0 ? slot0 : slot1) + sizeof(Word) * kHeaderWords;
+    const bool first = found->slot == 0, inside = (found->header[0] >> kPlaceShift & 0xff) == kInInbox;
+    const char *from =
+        inside ? (first ? inbox0 : inbox1) : (first ? slot0 : slot1) + sizeof(Word) * kHeaderWords;
     const long long vectors = nbytes / sizeof(uint4), done = vectors * sizeof(uint4);
     for (long long i = first_thread(); i < vectors; i += all_threads())
         reinterpret_cast<uint4 *>(to)[i] = load_peer(reinterpret_cast<const uint4 *>(from) + i);
@@ -170,7 +177,7 @@ extern "C" __global__ void lamina_take_in(const char *slot0, const char *slot1, 
         to[i] = *static_cast<const volatile char *>(from + i);
 }
 
-// Copies a part of an answer, `words` of 4 bytes, to a peer's slot.
+// Copies a part of an answer, `words` of 4 bytes, to a peer's slot or inbox.
 extern "C" __global__ void lamina_give_out(const unsigned *from, unsigned *to, long long words,
                                            const unsigned *failed) {
     if (*failed != kReady)

@@ -27,7 +27,7 @@ from lamina.cluster.joining import (
     read_clock,
     reservation,
 )
-from lamina.cluster.linking import link
+from lamina.cluster.linking import SlotSizes, link
 from lamina.cluster.pool import CPU
 from lamina.cluster.slabs import LEAST_GAIN, SlabSize, slab_size
 from lamina.errors import ConfigError
@@ -372,11 +372,11 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     return fabric
 
 
-def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], tuple[int, int]]:
-    """Bytes of the slots that the ranks of each replica have for each other's sums."""
+def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], SlotSizes]:
+    """The slots that the ranks of each replica have for each other's sums."""
     ranks, size = plan.pipeline.ranks, fabric.sizes.sums
     replicas = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
-    return {pair: (size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
+    return {pair: SlotSizes(size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
 
 
 def _near(plan: ClusterPlan, number: int) -> list[str]:

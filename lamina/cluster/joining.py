@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from lamina.cluster.gather import CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S, START_TIMEOUT_S, Ask, Conversation, Launcher
-from lamina.cluster.linking import Pair, link
+from lamina.cluster.linking import Pair, SlotSizes, link
 from lamina.cluster.slabs import SlabSize
 from lamina.errors import ConfigError
 from lamina.protocol.choice import Choice, Offer, Transport
@@ -108,17 +108,17 @@ class Fabric:
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
             del self.links[pair]
 
-    def slots(self, roles: Mapping[str, Role], near: str, far: str) -> tuple[int, int] | None:
-        """Bytes of the slots that each of two workers has for the other's messages; None: they need no link."""
+    def slots(self, roles: Mapping[str, Role], near: str, far: str) -> SlotSizes | None:
+        """The slots of two workers for each other's messages; None: they need no link."""
         sizes = self.sizes
         match roles[near], roles[far]:
             case "compute", "memory":
-                return sizes.reply, sizes.request
+                return SlotSizes(sizes.reply, sizes.request, on_devices=True)
             case "memory", "compute":
-                return sizes.request, sizes.reply
+                return SlotSizes(sizes.request, sizes.reply, on_devices=True)
             case "memory", "memory":
-                return 0, 0
-        return (sizes.context, sizes.context) if sizes.context else None
+                return SlotSizes(0, 0)
+        return SlotSizes(sizes.context, sizes.context) if sizes.context else None
 
 
 def boot(host: str) -> str:

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Collection, Mapping
+from typing import NamedTuple
 
 from lamina.cluster.gather import Ask, Conversation
 from lamina.errors import TransportError, UnreachableError
@@ -19,14 +20,23 @@ LINK_TIMEOUT_S = 60.0  # per worker: one may fail to reach every other, and wait
 Pair = tuple[str, str]
 
 
+class SlotSizes(NamedTuple):
+    """Bytes of the slots that each worker of a pair has for the other's messages. ``on_devices``: these are about rows,
+    which devices may write and read themselves."""
+
+    near: int
+    far: int
+    on_devices: bool = False
+
+
 def link(
     control: ControlServer,
     wanted: TransportName,
     offers: Mapping[str, Offer],
-    slots: Mapping[Pair, tuple[int, int]],
+    slots: Mapping[Pair, SlotSizes],
     linked_before: Mapping[Pair, Choice] | None = None,
 ) -> Conversation[dict[Pair, Choice]]:
-    """Link every pair of ``slots``: bytes of the slots that each of the two has for the other's messages.
+    """Link every pair of ``slots``.
 
     A pair whose test fails tries the next transport, if ``wanted`` permits several.
 
@@ -36,7 +46,7 @@ def link(
     """
     if not slots:
         return {}  # a worker that needs no link: nobody would answer
-    leases = yield from _leases(control, slots)
+    leases = yield from _leases(control, slots, _sharing(wanted, offers, slots))
     used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}
     failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in slots}
@@ -67,16 +77,29 @@ def _send(control: ControlServer, name: str, message: ToWorker) -> None:
         control.send([name], message)
 
 
+def _sharing(wanted: TransportName, offers: Mapping[str, Offer], slots: Mapping[Pair, SlotSizes]) -> set[Pair]:
+    """The pairs of these whose devices may write into each other's inboxes: they are alike, and share memory."""
+    if wanted not in ("auto", Transport.SHM):
+        return set()
+    devices = {name: (offer.host, offer.inboxes) for name, offer in offers.items() if offer.inboxes}
+    return {
+        (near, far)
+        for (near, far), sizes in slots.items()
+        if sizes.on_devices and near in devices and devices[near] == devices.get(far)
+    }
+
+
 def _leases(
-    control: ControlServer, slots: Mapping[Pair, tuple[int, int]]
+    control: ControlServer, slots: Mapping[Pair, SlotSizes], sharing: Collection[Pair]
 ) -> Conversation[dict[tuple[str, str], Lease]]:
     """What each worker leases its peers, by (owner of the arena, peer). Raises TransportError if one has no room."""
     wanted: dict[str, dict[str, int]] = {}
-    for (near, far), (at_near, at_far) in slots.items():
-        wanted.setdefault(near, {})[far] = at_near
-        wanted.setdefault(far, {})[near] = at_far
+    for (near, far), sizes in slots.items():
+        wanted.setdefault(near, {})[far] = sizes.near
+        wanted.setdefault(far, {})[near] = sizes.far
     for name, peers in wanted.items():
-        _send(control, name, Grant(peers))
+        inboxes = [peer for peer in peers if (name, peer) in sharing or (peer, name) in sharing]
+        _send(control, name, Grant(peers, inboxes))
     granted: dict[str, Granted] = yield Ask(Granted, list(wanted), LINK_TIMEOUT_S)
     if obstacles := [one.obstacle for one in granted.values() if one.obstacle]:
         raise TransportError("; ".join(obstacles))

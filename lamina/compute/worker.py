@@ -459,7 +459,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
-    links, connect = set_up_links(control, resources)
+    links, connect = set_up_links(control, resources, device.inboxes)
     names = tuple(connect.computes)
     number = names.index(control.name) // setup.ranks
     replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet, ranks.agree)

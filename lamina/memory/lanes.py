@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -28,13 +29,14 @@ class Door:
     """One slot for requests.
 
     Attributes:
-        request: the message in it, until its last piece has been served. body: its bytes, wherever they are.
+        request: the message in it, until its last piece has been served. body: its bytes, wherever they are, see
+            ``Arrival.body``.
     """
 
     channel: Channel
     slot: int
     request: Arrival | None = None
-    body: memoryview = field(default_factory=lambda: memoryview(b""))
+    body: Any = field(default_factory=lambda: memoryview(b""))
 
 
 @dataclass

@@ -402,16 +402,18 @@ class KvStore:
         self.device.keep(layer, k, v, self.device.sent(slots))
 
     def serve(
-        self, layer: int, step: StepTables, number: int, request: memoryview, out: Floats, lse: Floats
+        self, layer: int, step: StepTables, number: int, request: memoryview | Array, out: Floats, lse: Floats
     ) -> Iterator[None]:
-        """Work on piece ``number`` of a request's bytes: keep its k and v, attend with its query rows.
+        """Work on piece ``number`` of a request's bytes, or of a whole one in an inbox: keep its k and v, attend with
+        its query rows.
 
         Writes the piece's rows of out float32 [Rq, Hq, Dv] and lse float32 [Rq, Hq], which are complete after the last
         piece. Yields every few milliseconds, where the work may pause (``lamina.memory.cuts``); the request must not
         change before the end.
         """
         spec, rows, piece = self.attentions[layer], step.rows, step.pieces[number]
-        content, sent = np.frombuffer(request, np.uint8), self.device.sent
+        content: Array = np.frombuffer(request, np.uint8) if isinstance(request, memoryview) else request
+        sent = self.device.sent
         if len(step.pieces) == 1:
             content, sent = sent(content), _as_it_is  # all at once
         new = None

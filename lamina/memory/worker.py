@@ -310,9 +310,8 @@ class MemoryWorker:
         slot = channel.place(4 * (count + sums)) if channel is not None and count else None
         if channel is None or slot is None:
             return False
-        memory = channel.bodies[slot].memory
-        lane.out = np.frombuffer(memory, np.float32, count).reshape(shape)
-        lane.lse = np.frombuffer(memory, np.float32, sums, 4 * count).reshape(shape[:2])
+        out, lse = channel.bodies[slot].array[: 4 * count], channel.bodies[slot].array[4 * count : 4 * (count + sums)]
+        lane.out, lane.lse = out.view(np.float32).reshape(shape), lse.view(np.float32).reshape(shape[:2])
         lane.slot = slot
         return True
 
@@ -442,7 +441,7 @@ class MemoryWorker:
 def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     store, tier, setup = make_store(control, resources)
-    links, connect = set_up_links(control, resources)
+    links, connect = set_up_links(control, resources, store.device.inboxes)
     worker = MemoryWorker(control, store, tier, links, links.settle(), connect, Timeline(setup.trace))
     resources.callback(worker.close)
     control.send(Connected())

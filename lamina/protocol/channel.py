@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from lamina.protocol.credits import SlotCredits
-from lamina.protocol.header import HEADER, lane_of, pack
+from lamina.protocol.header import HEADER, Place, lane_of, pack
 from lamina.protocol.leases import ALIGNMENT, DOORBELLS, HEADER_NBYTES, SLOTS, Lease, Space, aligned
 from lamina.protocol.wire import MOST_PIECES, slot_number
 from lamina.topology import Epoch, Topology
@@ -112,10 +112,11 @@ class Hub:
 
 
 class Body(NamedTuple):
-    """Where the body of a message in a peer's slot is, in memory of this process."""
+    """Where a device of this process writes the body of a message to a peer. ``array``: uint8, numpy's or the
+    device's."""
 
     address: int
-    memory: Buffer
+    array: Any
 
 
 @dataclass(eq=False, slots=True)
@@ -124,7 +125,8 @@ class Arrival:
 
     Attributes:
         slot: -1 if it is in none any more.
-        body: its bytes in the slot, until ``free``; None: to be fetched, ``nbytes`` from ``fetched_at`` on.
+        body: its bytes in the slot, or uint8 [nbytes] of the device in the inbox, until ``free``; None: to be fetched,
+            ``nbytes`` from ``fetched_at`` on.
         fetched_at: where the region of this message lies in the sender's arena, -1 without one.
         bulk_at: where K and V of prompt chunks lie in it.
         number: of the region, for ``Channel.fetched``.
@@ -135,7 +137,7 @@ class Arrival:
     lane: int
     turn: int
     nbytes: int
-    body: Buffer | None
+    body: Buffer | Any
     fetched_at: int
     number: int
 
@@ -145,15 +147,16 @@ class Arrival:
         return self.fetched_at + (0 if self.body is not None else aligned(self.nbytes))
 
     @property
-    def whole(self) -> Buffer:
+    def whole(self) -> Buffer | Any:
         """The body, which must be here."""
         assert self.body is not None
         return self.body
 
     def set_aside(self) -> None:
-        """Copy the body out of its slot."""
+        """Copy the body out of its slot, to the host."""
         if self.slot >= 0:
-            self.body = memoryview(bytearray(self.whole))
+            body = self.whole
+            self.body = memoryview(bytearray(body)) if isinstance(body, memoryview) else self.channel.copied(body)
             self.free()
 
     def free(self) -> None:
@@ -221,6 +224,8 @@ class Channel:
         name: the peer's. most_nbytes: of a message's body in a slot. slots: memory that the peer writes messages into.
         awaited: the slots that a piece may arrive in, each with what announces it.
         bodies: of messages in the peer's slots, if a device of this process writes there; else empty.
+        writes_inbox: they are in the peer's inbox. inbox: by slot here, where bodies arrive that the peer's device
+            writes; empty without one. copied: brings one of these to the host.
     """
 
     def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:
@@ -237,6 +242,9 @@ class Channel:
         self._bells = [own.doorbell + ARRIVED + number for number in range(SLOTS)]
         self._places = [theirs.slot(number) for number in range(SLOTS)]
         self.bodies: Sequence[Body] = ()
+        self.writes_inbox = False
+        self.inbox: Sequence[Any] = ()
+        self.copied: Callable[[Any], Buffer] = memoryview
         self.awaited: dict[int, Target] = {}
         self._regions: list[tuple[int, int]] = []  # announced and not fetched yet
         self._kept: list[Message] = []
@@ -289,6 +297,7 @@ class Channel:
         ``slot``: it has been written there, see ``place``, and has no parts. Raises PeerLostError.
         """
         assert slot is None or not parts
+        place = Place.SLOT if slot is None or not self.writes_inbox else Place.INBOX
         used = self._slots_there.used
         if slot is None and not self.hub.keeping and nbytes <= self.most_nbytes:
             slot = self._free_slot()
@@ -298,15 +307,13 @@ class Channel:
             self.begin(lane, turn, nbytes).send(parts)
             return
         number = slot_number(used[slot] - 1, 0)
-        header = self._header(number, lane, False, turn, nbytes, -1, 0)
+        header = self._header(number, lane, place, turn, nbytes, -1, 0)
         room = self.most_nbytes + HEADER_NBYTES
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
-    def _header(
-        self, first: int, lane: int, is_fetched: bool, turn: int, nbytes: int, region: int, number: int
-    ) -> bytes:
+    def _header(self, first: int, lane: int, place: Place, turn: int, nbytes: int, region: int, number: int) -> bytes:
         """The header of a message, which tells the peer what it is owed. ``first``: the number of its first piece."""
-        header = pack(first, lane, is_fetched, turn, nbytes, region, number, self._fetched, *self._freed)
+        header = pack(first, lane, place, turn, nbytes, region, number, self._fetched, *self._freed)
         if self._untold or self in self.hub.owing:
             self._tell()
         return header
@@ -321,7 +328,8 @@ class Channel:
         number = slot_number(self._slots_there.used[slot] - 1, message.piece)
         if message.piece == 0:
             content = message.turn, message.nbytes, message.region, message.number
-            header = self._header(number, message.lane, message.is_fetched, *content)
+            place = Place.FETCHED if message.is_fetched else Place.SLOT
+            header = self._header(number, message.lane, place, *content)
             offset, nbytes, parts = offset - HEADER_NBYTES, nbytes + HEADER_NBYTES, [header, *parts]
         self._endpoint.post(self._peer, offset, nbytes, parts, self._there[slot], number)
 
@@ -411,14 +419,18 @@ class Channel:
     def read(self, slot: int) -> Arrival:
         """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
         view = self.slots[slot]
-        lane, is_fetched, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
+        lane, place, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
         self._slots_there.give_back(given_back)
         if fetched > self._fetched_there:
             self._release(fetched)
         self._known -= 1
         if self._untold and not self._known:
             self._owe()
-        body = None if is_fetched else view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
+        body: Buffer | Any = None
+        if place == Place.SLOT:
+            body = view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
+        elif place == Place.INBOX:
+            body = self.inbox[slot][:nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
 
     def lane_at(self, slot: int) -> int | None:

@@ -23,12 +23,14 @@ class Offer(msgspec.Struct, frozen=True):
 
     Attributes:
         host: the same for workers that can share memory, see ``transport.shm.host``.
+        inboxes: which inboxes the worker's device can write into, see ``transport.device.inboxes.Maker.kind``.
         descriptors: how to connect, by transport. obstacles: why the other requested transports cannot be used.
     """
 
     host: str
     descriptors: dict[Transport, bytes]
     obstacles: dict[Transport, str]
+    inboxes: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,18 @@ Only links over shared memory: both arenas are mapped here. What a message looks
 
 import struct
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.protocol.channel import ARRIVED, Body, Channel
-from lamina.protocol.header import pack_alone, stamp
+from lamina.protocol.header import Place, pack_alone, stamp
 from lamina.protocol.leases import HEADER_NBYTES, SLOTS, Lease
 from lamina.protocol.wire import MOST_PIECES, slot_number
 from lamina.transport.device import slots as device_slots
+from lamina.transport.device.inboxes import Inbox
 from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots
 
 assert SLOTS == device_slots.SLOTS and HEADER_NBYTES == 8 * device_slots.HEADER_WORDS
@@ -21,22 +25,28 @@ assert SLOTS == device_slots.SLOTS and HEADER_NBYTES == 8 * device_slots.HEADER_
 
 @dataclass(frozen=True)
 class Direct:
-    """Both arenas of a link, and what each side may write into the other's: ``own`` by the peer, ``theirs`` by us."""
+    """Both arenas of a link, and what each side may write into the other's: ``own`` by the peer, ``theirs`` by us.
+
+    Attributes:
+        own_inbox, their_inbox: where devices write bodies, if they can.
+    """
 
     own_arena: NativeArena
     their_arena: NativeArena
     own: Lease
     theirs: Lease
+    own_inbox: Inbox | None = None
+    their_inbox: Inbox | None = None
 
     @property
     def request_nbytes(self) -> int:
-        """Most bytes of a message's body in a slot here."""
-        return self.own.slot_nbytes - HEADER_NBYTES
+        """Most bytes of a message's body here."""
+        return self.own.body_nbytes
 
     @property
     def reply_nbytes(self) -> int:
-        """The same of a slot there."""
-        return self.theirs.slot_nbytes - HEADER_NBYTES
+        """The same there."""
+        return self.theirs.body_nbytes
 
     @property
     def their_memory(self) -> memoryview:
@@ -45,12 +55,19 @@ class Direct:
 
     @property
     def bodies(self) -> tuple[Body, ...]:
-        """By slot there, where the body of a message is."""
-        memory = memoryview(self.their_arena)
+        """By slot there, where the body of a message is that a device writes: in the inbox, if there is one."""
+        inbox, stride = self.their_inbox, self.reply_nbytes
+        if inbox is not None:
+            return tuple(Body(inbox.address + at, inbox.array[at : at + stride]) for at in _places(stride))
+        memory = np.frombuffer(memoryview(self.their_arena), np.uint8)
         starts = [self.theirs.slot(number) + HEADER_NBYTES for number in range(SLOTS)]
-        return tuple(
-            Body(self.their_arena.data_address + start, memory[start : start + self.reply_nbytes]) for start in starts
-        )
+        return tuple(Body(self.their_arena.data_address + start, memory[start : start + stride]) for start in starts)
+
+    @property
+    def arrivals(self) -> tuple[Any, ...]:
+        """By slot here, the part of the own inbox where bodies arrive; empty without one."""
+        inbox, stride = self.own_inbox, self.request_nbytes
+        return () if inbox is None else tuple(inbox.array[at : at + stride] for at in _places(stride))
 
     def map(self, slots: PolledSlots) -> None:
         """Let a device use the slots and doorbells of both sides. Raises TransportError if it cannot."""
@@ -63,6 +80,7 @@ class Direct:
         first = _doorbell(self.own_arena, self.own)
         return Incoming(
             tuple(self.own_arena.data_address + self.own.slot(number) for number in range(SLOTS)),
+            tuple(self.own_inbox.address + at if self.own_inbox else 0 for at in _places(self.request_nbytes)),
             tuple(first + number * DOORBELL_NBYTES for number in range(SLOTS)),
             tuple(channel.unread),
             stamp(lane, turn),
@@ -71,10 +89,14 @@ class Direct:
 
     def outgoing(self, lane: int, turn: int, nbytes: int, slot: int, uses: int) -> Outgoing:
         """A message of one piece into a booked slot, which has been used ``uses`` times."""
-        number = slot_number(uses, 0)
-        header = struct.unpack(f"={device_slots.HEADER_WORDS}Q", pack_alone(number, lane, turn, nbytes))
+        number, start = slot_number(uses, 0), self.their_arena.data_address + self.theirs.slot(slot)
+        place, body = Place.SLOT, start + HEADER_NBYTES
+        if self.their_inbox is not None:
+            place, body = Place.INBOX, self.their_inbox.address + slot * self.reply_nbytes
+        header = struct.unpack(f"={device_slots.HEADER_WORDS}Q", pack_alone(number, lane, place, turn, nbytes))
         return Outgoing(
-            self.their_arena.data_address + self.theirs.slot(slot),
+            start,
+            body,
             _doorbell(self.their_arena, self.theirs) + slot * DOORBELL_NBYTES,
             number,
             header[: device_slots.CREDIT_WORD],
@@ -83,6 +105,11 @@ class Direct:
     def wake(self) -> None:
         """Wake the peer if it sleeps: a device that rings does not."""
         self.their_arena.nudge()
+
+
+def _places(stride: int) -> range:
+    """By slot, where a body is in an inbox."""
+    return range(0, SLOTS * stride, stride)
 
 
 def _doorbell(arena: NativeArena, lease: Lease) -> int:

@@ -1,14 +1,16 @@
 """The header in front of a message in a slot."""
 
+import enum
 import struct
 
 from lamina.protocol.leases import HEADER_NBYTES, SLOTS
 from lamina.transport.base import Buffer
+from lamina.transport.device import slots as device_slots
 
 HEADER = struct.Struct(f"<HBxHHQQqQQ{SLOTS}Q")
-"""Lane, whether the body is fetched, low bits of the turn and of the number that announces the first piece, turn, bytes
-of the body, where what is fetched lies (or -1), its number, regions fetched so far of those announced to this receiver,
-uses given back of each of its slots.
+"""Lane, where the body is (``Place``), low bits of the turn and of the number that announces the first piece, turn,
+bytes of the body, where what is fetched lies (or -1), its number, regions fetched so far of those announced to this
+receiver, uses given back of each of its slots.
 
 The first word tells a message from all others of its slot, even while the next one is being written."""
 
@@ -17,19 +19,29 @@ _WORD = struct.Struct("Q")  # native: read at once
 _LOW_BITS = 0xFFFF
 
 
-def pack(first: int, lane: int, is_fetched: bool, turn: int, *others: int) -> bytes:
+class Place(enum.IntEnum):
+    """Where the body of a message is."""
+
+    SLOT = 0
+    FETCHED = 1
+    """In the sender's arena, from where it is to be fetched."""
+    INBOX = device_slots.IN_INBOX
+    """In the receiver's inbox, at the place of the slot."""
+
+
+def pack(first: int, lane: int, place: Place, turn: int, *others: int) -> bytes:
     """A header. ``first``: the number of the message's first piece; ``others``: what follows the turn."""
-    return HEADER.pack(lane, is_fetched, turn & _LOW_BITS, first & _LOW_BITS, turn, *others)
+    return HEADER.pack(lane, place, turn & _LOW_BITS, first & _LOW_BITS, turn, *others)
 
 
-def pack_alone(first: int, lane: int, turn: int, nbytes: int) -> bytes:
+def pack_alone(first: int, lane: int, place: Place, turn: int, nbytes: int) -> bytes:
     """The header of a message of one piece, without credits."""
-    return pack(first, lane, False, turn, nbytes, -1, 0, 0, *[0] * SLOTS)
+    return pack(first, lane, place, turn, nbytes, -1, 0, 0, *[0] * SLOTS)
 
 
 def stamp(lane: int, turn: int) -> int:
-    """The first word of the header of a message in a slot, as a little-endian number, but for the highest 16 bits,
-    which have the number's."""
+    """The first word of the header of a message in a slot, as a little-endian number, without the number's bits, the
+    highest 16, and without where the body is."""
     return lane | (turn & _LOW_BITS) << 32
 
 

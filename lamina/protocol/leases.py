@@ -37,16 +37,26 @@ class Lease(msgspec.Struct, frozen=True):
     """Bytes [offset, offset + nbytes) and ``DOORBELLS`` doorbells from ``doorbell`` on of an arena, for one peer.
 
     The proof that the link works comes first, then ``SLOTS`` slots of equal size: none if ``nbytes`` leaves no room.
+
+    Attributes:
+        inbox: what the peer's device opens the inbox of this lease with (``transport.device.inboxes``); empty without
+            one. It has a place for the body of each slot's message.
     """
 
     offset: int
     nbytes: int
     doorbell: int
+    inbox: bytes = b""
 
     @property
     def slot_nbytes(self) -> int:
         """Bytes of a slot, with its header."""
         return (self.nbytes - PROOF_NBYTES) // SLOTS
+
+    @property
+    def body_nbytes(self) -> int:
+        """Most bytes of a message's body in a slot; negative without slots."""
+        return self.slot_nbytes - HEADER_NBYTES
 
     def slot(self, number: int) -> int:
         """Where a slot begins."""

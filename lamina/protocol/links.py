@@ -11,18 +11,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from lamina._native import Arena as NativeArena
 from lamina.errors import DeadlineError, PeerLostError, TransportError, WorkerError
 from lamina.protocol.channel import PROOF, Channel, Hub
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.protocol.direct import Direct
-from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, ArenaPlan, Lease, Leases
+from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, SLOTS, ArenaPlan, Lease, Leases
 from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Register, Registered
 from lamina.protocol.outbox import Outbox, Slot
 from lamina.topology import Topology
 from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Endpoint, Fetch, Peer, deadline_error
+from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint, ShmPeer, host
@@ -73,8 +76,9 @@ class _Link:
     lease: Lease  # of the peer's arena
 
 
-def open_links(member: Member, register: Register) -> "Links":
-    """Allocate the arena and let peers in by every requested transport that works here. Raises TransportError."""
+def open_links(member: Member, register: Register, inboxes: Inboxes | None = None) -> "Links":
+    """Allocate the arena and let peers in by every requested transport that works here. ``inboxes``: of its device, if
+    that can have any. Raises TransportError."""
     arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
     endpoints: dict[Transport, AnyEndpoint] = {}
     descriptors, obstacles = {}, {}
@@ -86,7 +90,8 @@ def open_links(member: Member, register: Register) -> "Links":
             descriptors[transport] = endpoint.descriptor()
         except TransportError as error:
             obstacles[transport] = f"{member.name}: {error}"
-    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles))
+    kind = inboxes.kind if inboxes is not None else ""
+    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles, kind), inboxes)
 
 
 def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
@@ -110,7 +115,8 @@ class Links:
     write.
 
     Attributes:
-        arena: this worker's. plan: its parts. hub: what its links share. offer: how peers reach it.
+        arena: this worker's. plan: its parts. hub: what its links share. offer: how peers reach it. inboxes: of its
+            device.
     """
 
     def __init__(
@@ -120,12 +126,14 @@ class Links:
         arena: OwnArena,
         endpoints: Mapping[Transport, AnyEndpoint],
         offer: Offer,
+        inboxes: Inboxes | None = None,
     ) -> None:
         self.name = name
         self.arena = MappedArena(arena.native)
         self.plan: ArenaPlan = register.arena
         self.hub = Hub(self.arena, self.plan.pool)
         self.offer = offer
+        self.inboxes = inboxes
         self._spin_s, self._open = register.spin_s, register.open
         self._settled = False
         self._books = Leases(self.plan)
@@ -149,6 +157,10 @@ class Links:
             for lease in granted.values():
                 self._books.release(lease)
             return Granted({}, f"{self.name}: {error}")
+        if self.inboxes is not None:
+            for name in grant.inboxes:
+                handle = self.inboxes.make(name, SLOTS * granted[name].body_nbytes)
+                granted[name] = msgspec.structs.replace(granted[name], inbox=handle)
         self._leases |= granted
         return Granted(granted)
 
@@ -157,6 +169,8 @@ class Links:
         closed, its RDMA queue pair destroyed). Later peers may get the same part."""
         self.disconnect(name)
         lease = self._leases.pop(name)
+        if self.inboxes is not None:
+            self.inboxes.close(name)
         for doorbell in range(lease.doorbell, lease.doorbell + DOORBELLS):
             self._own.native.reset(doorbell)
         self._books.release(lease)
@@ -179,6 +193,8 @@ class Links:
                     raise TransportError(f"{self.name} has closed its {way.transport} endpoint, which no link used")
                 peer = endpoint.connect(way.descriptor, CONNECT_TIMEOUT_S)
                 self._links[name] = _Link(endpoint, peer, way.lease)
+                if self.inboxes is not None and isinstance(peer, ShmPeer):
+                    self.inboxes.open(name, way.lease.inbox, SLOTS * way.lease.body_nbytes)
                 self.outbox(name, _place(way.lease)).send([_proof(link.round, way.transport)], link.round)
             except TransportError as error:
                 failures[name] = str(error)
@@ -314,7 +330,8 @@ class Links:
         link = self._links.get(name)
         if link is None or not isinstance(link.peer, ShmPeer):
             return None
-        return Direct(self._own.native, link.peer.native, self._leases[name], link.lease)
+        own, theirs = (None, None) if self.inboxes is None else (self.inboxes.own(name), self.inboxes.theirs(name))
+        return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, own, theirs)
 
     def leases(self, name: str) -> tuple[Lease, Lease]:
         """What a linked peer may write into here, and this worker there."""
@@ -341,6 +358,8 @@ class Links:
             link.endpoint.disconnect(link.peer)
 
     def _forget_channel(self, name: str) -> None:
+        if self.inboxes is not None:
+            self.inboxes.leave(name)
         for channel in [channel for channel in self.hub.channels if channel.name == name]:
             self.hub.forget(channel)
 
@@ -352,6 +371,8 @@ class Links:
         self._links.clear()
         with contextlib.ExitStack() as stack:
             stack.callback(self._own.close)
+            if self.inboxes is not None:
+                stack.callback(self.inboxes.close_all)
             for endpoint in self._endpoints.values():
                 stack.callback(endpoint.close)
 
@@ -388,13 +409,16 @@ def _proof(round_: int, transport: Transport) -> bytes:
     return f"round {round_} over {transport}".encode()
 
 
-def set_up_links(control: ControlClient, resources: contextlib.ExitStack) -> tuple[Links, Connect]:
+def set_up_links(
+    control: ControlClient, resources: contextlib.ExitStack, inboxes: Inboxes | None
+) -> tuple[Links, Connect]:
     """Link this worker as the engine directs; returns its links, which ``resources`` closes, and what they are for.
+    ``inboxes``: see ``open_links``.
 
     Raises TransportError, PeerLostError, DeadlineError, WorkerError.
     """
     member = Member(control.name, control.data_secret, control.local_address, control.bind_address)
-    links = open_links(member, expect(control, Register))
+    links = open_links(member, expect(control, Register), inboxes)
     resources.callback(links.close)
     control.send(Registered(links.offer))
     while isinstance(message := control.receive(SETUP_TIMEOUT_S), Grant | Link):

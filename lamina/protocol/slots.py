@@ -4,14 +4,20 @@ Only links over shared memory: what a device writes into a peer's slot, the peer
 """
 
 from collections.abc import Collection, Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from lamina.protocol.channel import Channel
 from lamina.protocol.links import Links
+from lamina.transport.base import Buffer
+from lamina.transport.device.inboxes import Inboxes
 
 
 class Mapper(Protocol):
     """A device of this process."""
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        """Those that it reads and writes; None if it has no memory of its own."""
 
     def adopt(self, memory: memoryview) -> None:
         """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from.
@@ -22,6 +28,12 @@ class Mapper(Protocol):
 
     def unmap(self, peer: str) -> None:
         """This peer's memory is written no more."""
+
+    def arrived(self, array: Any) -> Any:
+        """A part of an own inbox, uint8 [nbytes], as what runs here reads it."""
+
+    def copied(self, body: Any) -> Buffer:
+        """A copy in the host's memory of what has ``arrived``."""
 
 
 class Slots:
@@ -37,7 +49,14 @@ class Slots:
             for slot in channel.slots:
                 self._device.adopt(slot)
             direct = self._links.direct(channel.name)
-            if direct is not None and self._device.map(channel.name, direct.their_memory):
+            if direct is None:
+                continue
+            channel.inbox = [self._device.arrived(part) for part in direct.arrivals]
+            channel.copied = self._device.copied
+            channel.writes_inbox = direct.their_inbox is not None
+            if channel.writes_inbox:
+                channel.bodies = direct.bodies
+            elif self._device.map(channel.name, direct.their_memory):
                 self._mapped.add(channel.name)
                 channel.bodies = direct.bodies
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 
 from lamina.cluster.gather import Gather, converse
-from lamina.cluster.linking import link
+from lamina.cluster.linking import SlotSizes, link
 from lamina.errors import TransportError, UnreachableError
 from lamina.protocol.choice import Choice, Offer, Transport
 from lamina.protocol.control import ControlServer
@@ -49,7 +49,7 @@ class FakeWorkers:
         return {name: Linked(self._failures.get((round_, name), {})) for name in names}
 
     def link(self, wanted: Any) -> dict[tuple[str, str], Choice]:
-        linking = link(cast(ControlServer, self), wanted, OFFERS, dict.fromkeys(PAIRS, (640, 320)))
+        linking = link(cast(ControlServer, self), wanted, OFFERS, dict.fromkeys(PAIRS, SlotSizes(640, 320)))
         return converse(cast(Gather, self), linking)
 
 
@@ -81,7 +81,7 @@ def test_answers_are_awaited_of_all_even_if_one_cannot_be_told() -> None:
             if workers == ["memory1"]:
                 raise UnreachableError({"memory1": "no route"})
 
-    linking = link(cast(ControlServer, Lost({})), "tcp", OFFERS, dict.fromkeys(PAIRS, (640, 320)))
+    linking = link(cast(ControlServer, Lost({})), "tcp", OFFERS, dict.fromkeys(PAIRS, SlotSizes(640, 320)))
     granted = next(linking)
     assert granted.kind is Granted and set(granted.names) == set(WORKERS)
     leases = {owner: Granted({peer: lease(owner, peer) for peer in WORKERS}) for owner in WORKERS}
@@ -105,3 +105,42 @@ def test_a_transport_asked_for_by_name_is_not_replaced() -> None:
     workers = FakeWorkers({(1, "memory1"): {"compute0": "nothing arrived"}})
     with pytest.raises(TransportError, match=r"compute0 and memory1 cannot be linked: .* no rdma: nothing arrived"):
         workers.link("rdma")
+
+
+class Granting(FakeWorkers):
+    """Notes for which peers each worker is to make an inbox."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.inboxes: dict[str, list[str]] = {}
+
+    def send(self, workers: list[str], message: Link | Grant) -> None:
+        super().send(workers, message)
+        if isinstance(message, Grant):
+            self.inboxes |= dict.fromkeys(workers, message.inboxes)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hosts", "kinds", "expected"),
+    [
+        ("auto", "aaa", ["cuda", "cuda", "cuda"], {"memory0", "memory1"}),
+        ("shm", "aaa", ["cuda", "", "cuda"], {"memory1"}),
+        ("auto", "aab", ["cuda", "cuda", "cuda"], {"memory0"}),
+        ("auto", "aaa", ["cuda", "emulated", ""], set()),
+        ("auto", "aaa", ["", "", ""], set()),
+        ("tcp", "aaa", ["cuda", "cuda", "cuda"], set()),
+    ],
+)
+def test_devices_that_are_alike_and_on_one_machine_get_inboxes(
+    wanted: Any, hosts: str, kinds: list[str], expected: set[str]
+) -> None:
+    descriptors = {transport: b"" for transport in Transport}
+    offers = {name: Offer(host, descriptors, {}, kind) for name, host, kind in zip(WORKERS, hosts, kinds, strict=True)}
+    workers = Granting()
+    slots = {pair: SlotSizes(640, 320, on_devices=True) for pair in PAIRS} | {
+        ("memory0", "memory1"): SlotSizes(640, 320)
+    }
+    converse(cast(Gather, workers), link(cast(ControlServer, workers), wanted, offers, slots))
+    assert set(workers.inboxes["compute0"]) == expected
+    for name in ("memory0", "memory1"):
+        assert workers.inboxes[name] == (["compute0"] if name in expected else [])

@@ -12,7 +12,8 @@ from lamina.kernels import reference
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
 from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.loop import capture_layer
-from lamina.transport.device.polling import DeviceArena, Polling
+from lamina.transport.device.ipc import DeviceArena
+from lamina.transport.device.polling import Polling
 from lamina.types import KvElement
 from tests.kernels.cases import decode, make_spec, table
 
@@ -27,7 +28,8 @@ PEER = f"""
 import sys
 import cupy
 import numpy as np
-from lamina.transport.device.polling import PeerArena, Polling
+from lamina.transport.device.ipc import PeerArena
+from lamina.transport.device.polling import Polling
 arenas = [PeerArena(bytes.fromhex(handle)) for handle in sys.argv[1:]]
 def mapped(arena, count):
     memory = cupy.cuda.UnownedMemory(arena.address, 4 * count, None)

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from lamina.errors import TransportError
+from lamina.transport.device.ipc import BLOCK
 from lamina.transport.device.peer_memory import PeerMemory, ability
-from lamina.transport.device.polling import BLOCK
 
 pytestmark = pytest.mark.gpu
 NBYTES = 100_000

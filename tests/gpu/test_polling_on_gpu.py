@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.transport.device.polling import DeviceArena, Polling
+from lamina.transport.device.ipc import DeviceArena
+from lamina.transport.device.polling import Polling
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -17,7 +18,8 @@ BELL = 1 << 20  # a doorbell's offset in an arena, behind the payload
 PEER = """
 import sys
 import cupy
-from lamina.transport.device.polling import PeerArena, Polling
+from lamina.transport.device.ipc import PeerArena
+from lamina.transport.device.polling import Polling
 arena = PeerArena(bytes.fromhex(sys.argv[1]))
 print("mapped", flush=True)
 polling = Polling("parent")

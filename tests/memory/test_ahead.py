@@ -23,8 +23,10 @@ from lamina.pipeline import Pipeline
 from lamina.protocol.messages import EndEpoch, EpochEnded
 from lamina.protocol.wire import read_reply
 from lamina.topology import Epoch, Member, Topology
+from lamina.transport.device.inboxes import Inboxes, SharedMaker
+from lamina.transport.device.slots import Outcome
 from lamina.transport.device.threads import ThreadSlots, ThreadStream
-from lamina.types import AttentionSpec
+from lamina.types import AttentionSpec, Polling
 from tests.memory.test_worker import TIMEOUT_S, Pair
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -37,18 +39,25 @@ SPECS = [AttentionSpec(layer, 2, 2, 8, 8, 0.5, window=4 if layer % 2 else 0) for
 PROMPT = 6
 
 
-def make(monkeypatch: pytest.MonkeyPatch, lanes: int) -> Iterator[Pair]:
+def make(
+    monkeypatch: pytest.MonkeyPatch, lanes: int, inboxes: Inboxes | None = None, who: Polling = "device"
+) -> Iterator[Pair]:
     monkeypatch.setattr(worker, "IDLE_SLICE_S", 0.0)
     monkeypatch.setattr(ahead, "WINDOW", WINDOW)
-    pair = Pair("emulated", "device", SPECS, lanes)
+    pair = Pair("emulated", who, SPECS, lanes, inboxes)
     yield pair
     pair.resources.close()
     pair.links.close()
 
 
+@pytest.fixture(params=["slots", "inboxes"])
+def pair(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    yield from make(monkeypatch, 2, Inboxes(SharedMaker()) if request.param == "inboxes" else None)
+
+
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
-    yield from make(monkeypatch, 2)
+def served_by_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    yield from make(monkeypatch, 2, Inboxes(SharedMaker()), "host")
 
 
 class Lanes:
@@ -222,19 +231,37 @@ def test_a_wait_ends_by_itself_if_the_host_hangs(pair: Pair) -> None:
     lanes.prompt(0)
     stream = pair.worker._ahead._lanes[0].stream
     assert isinstance(stream, ThreadStream)
-    stream._silence_s = 0.05
+    stream._silence_s = 0.5
     lanes.plan(0)
     pair.worker._serve_once()
     pair.worker._serve_once()
-    for _ in range(10):  # a host that is alive may wait as long as it likes
+    for _ in range(40):  # a host that is alive may wait as long as it likes
         time.sleep(0.02)
         pair.worker._serve_once()
-    time.sleep(0.2)
+    until(lambda: stream._outcome is Outcome.EXPIRED)
     stream.drain()
     lanes.ask(0, 0)
-    with pytest.raises(DeadlineError, match=r"had done nothing for 0\.05 s"):
+    with pytest.raises(DeadlineError, match=r"had done nothing for 0\.5 s"):
         pair.worker._serve_once()
     assert not pair.answered(0)
+
+
+def test_the_host_reads_and_writes_inboxes(served_by_the_host: Pair) -> None:
+    """And slots, for what is not written by a device; both in any order."""
+    pair = served_by_the_host
+    lanes, channel = Lanes(pair), pair.mail.channels["memory0"]
+    assert channel.writes_inbox and channel.inbox
+    lanes.prompt(0)
+    lanes.prompt(1)
+    answers = []
+    pair.mail.take = lambda *key, take=pair.mail.take: answers.append(take(*key)) or answers[-1]  # type: ignore[method-assign, func-returns-value]
+    for _ in range(2):
+        lanes.plan(0)
+        lanes.plan(1)
+        lanes.decode(0)
+        lanes.decode(1)
+        lanes.prompt(0)
+    assert {isinstance(answer.body, memoryview) for answer in answers} == {True, False}
 
 
 def test_closing_ends_the_waits(pair: Pair) -> None:

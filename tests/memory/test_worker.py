@@ -38,10 +38,13 @@ from lamina.protocol.messages import (
     Way,
     Working,
 )
+from lamina.protocol.slots import Slots
 from lamina.protocol.wire import read_reply
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.topology import FIRST
+from lamina.transport.device.inboxes import Inboxes
 from lamina.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
+from tests.protocol.test_slots import Device
 
 SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5)
 NOBODY = DecodeRows([], [], [])
@@ -92,8 +95,14 @@ class Pair:
     """A memory worker, whose turns the test counts, and its peer."""
 
     def __init__(
-        self, device: str = "cpu", polling: Polling = "host", specs: Sequence[AttentionSpec] = (SPEC,), lanes: int = 2
+        self,
+        device: str = "cpu",
+        polling: Polling = "host",
+        specs: Sequence[AttentionSpec] = (SPEC,),
+        lanes: int = 2,
+        inboxes: Inboxes | None = None,
     ) -> None:
+        """``inboxes``: of the compute worker's device."""
         connect = Connect(["compute0"], ["memory0"], Pipeline(lanes, 1))
         sizes = Messages(
             request=64 + 4096,
@@ -116,10 +125,10 @@ class Pair:
         self.control.tell(Register(sizes.memory_arena(1, 1), [Transport.SHM], 0.0))
         offer = self.control.hear(Registered).offer
         member = Member("compute0", self.control.data_secret, "127.0.0.1")
-        self.links = open_links(member, Register(sizes.compute_arena(1, 1), [Transport.SHM], 0.0))
-        self.control.tell(Grant({"compute0": sizes.request}))
+        self.links = open_links(member, Register(sizes.compute_arena(1, 1), [Transport.SHM], 0.0), inboxes)
+        self.control.tell(Grant({"compute0": sizes.request}, ["compute0"] if inboxes else []))
         theirs = self.control.hear(Granted).leases["compute0"]
-        own = self.links.grant(Grant({"memory0": sizes.reply})).leases["memory0"]
+        own = self.links.grant(Grant({"memory0": sizes.reply}, ["memory0"] if inboxes else [])).leases["memory0"]
         self.control.tell(Link(1, {"compute0": Way(Transport.SHM, self.links.offer.descriptors[Transport.SHM], own)}))
         self.links.link(Link(1, {"memory0": Way(Transport.SHM, offer.descriptors[Transport.SHM], theirs)}))
         assert not self.control.hear(Linked).failures
@@ -127,6 +136,8 @@ class Pair:
         self.worker = building.result(TIMEOUT_S)
         self.wait = self.links.settle()
         channels = {"memory0": self.links.channel("memory0")}
+        if inboxes is not None:
+            Slots(self.links, Device(inboxes=inboxes)).add(channels.values())
         fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
         self.mail = Mail(self.links.hub, channels, fetcher, lanes)
         self.turns = [0] * lanes
@@ -145,6 +156,12 @@ class Pair:
     def send(self, lane: int, *parts: np.ndarray, bulk: Sequence[np.ndarray] = ()) -> None:
         nbytes = sum(part.nbytes for part in parts)
         channel = self.mail.channels["memory0"]
+        slot = None if bulk else channel.place(nbytes)
+        if slot is not None:
+            channel.bodies[slot].array[:nbytes] = np.frombuffer(b"".join(part.tobytes() for part in parts), np.uint8)
+            channel.send(lane, self.turns[lane], nbytes, (), slot)
+            self.mail.expect(lane, ["memory0"])
+            return
         message = channel.begin(lane, self.turns[lane], nbytes, sum(part.nbytes for part in bulk))
         message.lay_out(0, bulk)
         message.send(list(parts))

@@ -4,8 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.protocol.credits import SlotCredits
-from lamina.protocol.header import lane_of, pack, pack_alone, stamp
+from lamina.protocol.header import Place, lane_of, pack, pack_alone, stamp
 from lamina.protocol.wire import slot_number
+from lamina.transport.device.slots import PLACE_SHIFT
 
 
 def nothing() -> None:
@@ -57,10 +58,10 @@ def test_a_booked_slot_is_the_last_that_others_get() -> None:
 
 def test_the_first_word_tells_a_message_from_others_of_its_slot() -> None:
     number = slot_number(70_000, 0)
-    header = memoryview(bytearray(pack_alone(number, 3, 100_001, 64)))
+    header = memoryview(bytearray(pack_alone(number, 3, Place.SLOT, 100_001, 64)))
     assert lane_of(header, number) == 3
     assert lane_of(header, slot_number(70_001, 0)) is None, "the next one is being written"
     word = int.from_bytes(header[:8], "little")
     assert word == stamp(3, 100_001) | (number & 0xFFFF) << 48
-    fetched = int.from_bytes(pack(number, 3, True, 100_001, 64, 0, 1, 0, 0, 0)[:8], "little")
-    assert fetched != word, "a body that is not in the slot"
+    fetched = int.from_bytes(pack(number, 3, Place.FETCHED, 100_001, 64, 0, 1, 0, 0, 0)[:8], "little")
+    assert fetched != word and fetched & ~(0xFF << PLACE_SHIFT) == word, "a body that is not in the slot"

@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
@@ -19,6 +19,7 @@ from lamina.protocol.leases import ArenaPlan, Lease, lease_nbytes
 from lamina.protocol.links import Links, Member, WaitInTurns, open_links
 from lamina.protocol.messages import Grant, Link, Linked, Register, Way
 from lamina.protocol.outbox import Slot
+from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.listener import decode
 from lamina.transport.shm import ShmEndpoint
@@ -33,11 +34,13 @@ LONG_SPIN_S = 0.001
 
 
 class Cluster:
-    """Workers that all let each other in by shm and tcp, and are linked as a test says."""
+    """Workers that all let each other in by shm and tcp, and are linked as a test says. ``inboxes``: of some."""
 
-    def __init__(self, names: list[str]) -> None:
-        register = Register(PLAN, [SHM, TCP], spin_s=LONG_SPIN_S)
-        self.links = {name: open_links(Member(name, SECRET, "127.0.0.1"), register) for name in names}
+    def __init__(self, names: list[str], inboxes: Mapping[str, Inboxes] | None = None) -> None:
+        register, self.inboxes = Register(PLAN, [SHM, TCP], spin_s=LONG_SPIN_S), inboxes or {}
+        self.links = {
+            name: open_links(Member(name, SECRET, "127.0.0.1"), register, self.inboxes.get(name)) for name in names
+        }
         self.arenas = {name: links.arena for name, links in self.links.items()}
         self.offers = {name: links.offer for name, links in self.links.items()}
         self.leases: dict[tuple[str, str], Lease] = {}
@@ -56,7 +59,8 @@ class Cluster:
     def way(self, name: str, peer: str, transport: Transport) -> Way:
         """How ``name`` reaches ``peer``, which leases it a part of its arena at the first call."""
         if (peer, name) not in self.leases:
-            self.leases[peer, name] = self.links[peer].grant(Grant({name: 128})).leases[name]
+            inboxes = [name] if {name, peer} <= self.inboxes.keys() else []
+            self.leases[peer, name] = self.links[peer].grant(Grant({name: 128}, inboxes)).leases[name]
         return Way(transport, self.offers[peer].descriptors[transport], self.leases[peer, name])
 
 

@@ -2,12 +2,14 @@
 
 import ctypes
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from lamina.protocol.choice import Transport
 from lamina.protocol.leases import HEADER_NBYTES, SLOTS
 from lamina.protocol.slots import Slots
+from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from tests.protocol.test_links import Cluster
 
 TIMEOUT_S = 5.0
@@ -16,7 +18,8 @@ TIMEOUT_S = 5.0
 class Device:
     """A ``Mapper`` that notes what it was told of. ``refuses``: peers whose memory it does not map."""
 
-    def __init__(self, refuses: str = "") -> None:
+    def __init__(self, refuses: str = "", inboxes: Inboxes | None = None) -> None:
+        self.inboxes = inboxes
         self.adopted: list[memoryview] = []
         self.mapped: dict[str, memoryview] = {}
         self._refuses = refuses
@@ -33,6 +36,12 @@ class Device:
 
     def unmap(self, peer: str) -> None:
         del self.mapped[peer]
+
+    def arrived(self, array: Any) -> Any:
+        return array
+
+    def copied(self, body: Any) -> memoryview:
+        return memoryview(body.tobytes())
 
 
 @pytest.fixture
@@ -57,7 +66,7 @@ def test_what_is_written_into_a_place_arrives(cluster: Cluster) -> None:
     near.send(1, 7, 6, [b"others"])
     assert near.place(1) is None, "no slot is free"
     ctypes.memmove(near.bodies[slot].address, b"abc", 3)
-    near.bodies[slot].memory[3:5] = b"de"
+    near.bodies[slot].array[3:5] = list(b"de")
     near.send(2, 8, 5, (), slot)
     bodies = {}
     for number, target in far.awaited.items():
@@ -75,7 +84,7 @@ def test_only_memory_that_the_device_maps_is_written(cluster: Cluster) -> None:
     slots = Slots(cluster.links["near"], device := Device())
     slots.add([near, remote])
     assert device.mapped.keys() == {"far"} and near.place(1) is not None and remote.place(1) is None
-    assert device.mapped["far"].nbytes >= SLOTS * (HEADER_NBYTES + len(near.bodies[0].memory))
+    assert device.mapped["far"].nbytes >= SLOTS * (HEADER_NBYTES + len(near.bodies[0].array))
 
 
 def test_memory_of_peers_that_leave_is_unmapped_before_it_is_mapped_again(cluster: Cluster) -> None:
@@ -88,3 +97,64 @@ def test_memory_of_peers_that_leave_is_unmapped_before_it_is_mapped_again(cluste
     assert not device.mapped
     slots.add([cluster.links["near"].channel("far")])
     assert device.mapped.keys() == {"far"}
+
+
+@pytest.fixture
+def on_devices() -> Iterator[tuple[Cluster, dict[str, Slots]]]:
+    """Two workers whose devices write into each other's inboxes, and one whose device has none."""
+    inboxes = {name: Inboxes(SharedMaker()) for name in ("near", "far")}
+    made = Cluster(["near", "far", "plain"], inboxes)
+    made.link({("near", "far"): Transport.SHM, ("near", "plain"): Transport.SHM})
+    yield made, {name: Slots(made.links[name], Device(inboxes=inboxes.get(name))) for name in made.links}
+    for links in made.links.values():
+        links.close()
+    assert all(each.own(name) is each.theirs(name) is None for each in inboxes.values() for name in made.links)
+
+
+def test_what_a_device_writes_arrives_in_the_inbox_and_all_else_in_slots(
+    on_devices: tuple[Cluster, dict[str, Slots]],
+) -> None:
+    cluster, slots = on_devices
+    near, far = cluster.links["near"].channel("far"), cluster.links["far"].channel("near")
+    slots["near"].add([near])
+    slots["far"].add([far])
+    written = near.place(5)
+    assert written is not None
+    ctypes.memmove(near.bodies[written].address, b"inbox", 5)
+    near.send(2, 8, 5, (), written)
+    near.send(1, 7, 5, [b"slots"])
+    arrivals = {}
+    for number, target in list(far.awaited.items()):
+        cluster.links["far"].wait([target], TIMEOUT_S)
+        assert not bytes(far.slots[number][HEADER_NBYTES:]).startswith(b"inbox")
+        arrival = far.read(number)
+        arrivals[arrival.lane] = arrival
+    assert isinstance(arrivals[1].whole, memoryview) and not isinstance(arrivals[2].whole, memoryview)
+    for arrival in arrivals.values():
+        arrival.set_aside()  # copies it, so that the next one may come
+    ctypes.memmove(near.bodies[written].address, b"later", 5)
+    assert {lane: bytes(arrival.whole) for lane, arrival in arrivals.items()} == {1: b"slots", 2: b"inbox"}
+
+
+def test_a_peer_without_inbox_gets_messages_in_slots(on_devices: tuple[Cluster, dict[str, Slots]]) -> None:
+    cluster, slots = on_devices
+    near, plain = cluster.links["near"].channel("plain"), cluster.links["plain"].channel("near")
+    slots["near"].add([near])
+    assert not near.writes_inbox and not near.inbox
+    slot = near.place(3)
+    assert slot is not None
+    ctypes.memmove(near.bodies[slot].address, b"abc", 3)
+    near.send(0, 1, 3, (), slot)
+    cluster.links["plain"].wait([plain.awaited[slot]], TIMEOUT_S)
+    assert bytes(plain.read(slot).whole) == b"abc"
+
+
+def test_an_inbox_lasts_as_long_as_its_lease(on_devices: tuple[Cluster, dict[str, Slots]]) -> None:
+    cluster, _ = on_devices
+    near, far = cluster.inboxes["near"], cluster.inboxes["far"]
+    own = near.own("far")
+    cluster.links["near"].disconnect("far")
+    assert near.theirs("far") is None and near.own("far") is own, "the peer may still write"
+    assert cluster.links["near"].direct("far") is None
+    cluster.links["near"].release("far")
+    assert near.own("far") is None and far.theirs("near") is not None

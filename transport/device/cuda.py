@@ -94,12 +94,13 @@ class CudaStream:
         stamp, ticks = np.uint64(incoming.stamp), np.int64(SILENCE_S * self._polling.ticks_per_s)
         waiting = *slots, *bells, *floors, stamp, ticks, flags.host, flags.failed, flags.outcome, self._found
         kernel("lamina_receive", self._device)((1,), (1,), waiting)
-        copying = *slots, self._found, flags.failed, into, np.int64(nbytes)
+        inbox = [np.uint64(at) for at in incoming.inbox]
+        copying = *slots, *inbox, self._found, flags.failed, into, np.int64(nbytes)
         kernel("lamina_take_in", self._device)(_grid(nbytes), (THREADS,), copying)
 
     def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
         """See ``SlotStream``."""
-        flags, at = self._polling.flags, outgoing.slot + RECORD["header"].itemsize
+        flags, at = self._polling.flags, outgoing.body
         for part in parts:
             copying = part, np.uint64(at), np.int64(part.nbytes // 4), flags.failed
             kernel("lamina_give_out", self._device)(_grid(part.nbytes), (THREADS,), copying)

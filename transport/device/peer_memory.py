@@ -11,8 +11,8 @@ import numpy as np
 
 from lamina.errors import TransportError
 from lamina.transport.base import Buffer, check_range
+from lamina.transport.device.ipc import DeviceArena
 from lamina.transport.device.memory import DmaBuf
-from lamina.transport.device.polling import DeviceArena
 
 DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 SYNC_MEMOPS = 6  # CU_POINTER_ATTRIBUTE_SYNC_MEMOPS

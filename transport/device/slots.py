@@ -22,6 +22,7 @@ from lamina._native import Arena as NativeArena
 SLOTS = 2  # that a message may be in
 HEADER_WORDS = 8  # of 8 bytes, in front of the body
 CREDIT_WORD = 6  # of an answer's header, first of SLOTS: how often each of the own slots has been given back
+PLACE_SHIFT, IN_INBOX = 16, 2  # the byte of a header's first word that says where the body is: this means in the inbox
 SILENCE_S = 60.0
 DRAIN_S = 5.0  # for what was launched to end after an abort
 
@@ -48,10 +49,13 @@ class Incoming(NamedTuple):
     """A message that is awaited: addresses of the slots that it may be in and of their doorbells, in host memory.
 
     It is there once the doorbell of a slot is at its floor or above and the slot's first word is ``stamp``, with the
-    low 16 bits of the doorbell's number on top. ``pieces``: by how much a doorbell's number grows with each use.
+    low 16 bits of the doorbell's number on top, whatever its byte at ``PLACE_SHIFT``. That says whether the body is
+    behind the header or in ``inbox``, memory of the device by slot (0: there is none). ``pieces``: by how much a
+    doorbell's number grows with each use.
     """
 
     slots: tuple[int, ...]
+    inbox: tuple[int, ...]
     doorbells: tuple[int, ...]
     floors: tuple[int, ...]
     stamp: int
@@ -59,9 +63,11 @@ class Incoming(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """An answer: the address of its slot, the doorbell to ring and the number; ``header`` without credits."""
+    """An answer: the addresses of its slot and of its body, the doorbell to ring and the number; ``header`` without
+    credits."""
 
     slot: int
+    body: int
     doorbell: int
     number: int
     header: tuple[int, ...]

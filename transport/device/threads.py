@@ -16,6 +16,8 @@ from lamina.transport.device.slots import (
     CREDIT_WORD,
     DRAIN_S,
     HEADER_WORDS,
+    IN_INBOX,
+    PLACE_SHIFT,
     RECORD,
     SILENCE_S,
     SLOTS,
@@ -26,6 +28,7 @@ from lamina.transport.device.slots import (
 )
 
 LOOK_S = 50e-6  # between two looks at doorbells
+_PLACE = 0xFF << PLACE_SHIFT
 
 
 class _NotReceivedError(Exception):
@@ -90,7 +93,9 @@ class ThreadStream:
         slot, number = self._find(incoming)
         found = time.monotonic_ns()
         start = incoming.slots[slot]
-        into[:nbytes] = np.frombuffer(_memory(start + 8 * HEADER_WORDS, nbytes), np.uint8)
+        in_inbox = _word(start) >> PLACE_SHIFT & 0xFF == IN_INBOX
+        body = incoming.inbox[slot] if in_inbox else start + 8 * HEADER_WORDS
+        into[:nbytes] = np.frombuffer(_memory(body, nbytes), np.uint8)
         self._received = slot, number, found, bytes(_memory(start, 8 * HEADER_WORDS))
 
     def _find(self, incoming: Incoming) -> tuple[int, int]:
@@ -99,7 +104,7 @@ class ThreadStream:
             for slot in range(SLOTS):
                 number = _word(incoming.doorbells[slot])
                 wanted = incoming.stamp | (number & 0xFFFF) << 48
-                if number >= incoming.floors[slot] and _word(incoming.slots[slot]) == wanted:
+                if number >= incoming.floors[slot] and _word(incoming.slots[slot]) & ~_PLACE == wanted:
                     return slot, number
             if self._aborted:
                 self._outcome = Outcome.ABORTED
@@ -113,7 +118,7 @@ class ThreadStream:
     def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
         """See ``SlotStream``."""
         slot, number, found, header = self._received
-        at = outgoing.slot + 8 * HEADER_WORDS
+        at = outgoing.body
         for part in parts:
             _memory(at, part.nbytes)[:] = part.tobytes()
             at += part.nbytes

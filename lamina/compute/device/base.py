@@ -24,8 +24,9 @@ Floats = npt.NDArray[np.float32]
 Partial = tuple[torch.Tensor, torch.Tensor]
 """(out [R, Hq, Dv], lse [R, Hq]), float32."""
 
-Reply = tuple[int, memoryview]
-"""A memory worker's message with its partial: the slot it is in (-1: none), and its bytes, see ``protocol.wire``."""
+Reply = tuple[int, Any]
+"""A memory worker's message with its partial: the slot it is in (-1: none), and its bytes, see ``protocol.wire``: a
+memoryview, or uint8 of the device that have ``arrived`` in an inbox."""
 
 
 class Sums(Protocol):

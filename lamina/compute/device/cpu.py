@@ -1,6 +1,7 @@
 """Slices by native kernels and torch on the cores of this process."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ class Cpu:
 
     target = Target.CPU
     place = torch.device("cpu")
+    inboxes = None
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Device``; it is as quick as any."""
@@ -29,6 +31,14 @@ class Cpu:
 
     def unmap(self, peer: str) -> None:
         """See ``Device``."""
+
+    def arrived(self, array: Any) -> Any:
+        """See ``Device``."""
+        return array
+
+    def copied(self, body: Any) -> memoryview:
+        """See ``Device``."""
+        return memoryview(bytearray(body))
 
     def limit(self, share: float) -> None:
         """See ``Device``; the share is of GPUs' memory."""

@@ -1,6 +1,7 @@
 """An NVIDIA GPU through torch: CUDA graphs, FlashAttention, memory."""
 
 import contextlib
+import importlib.util
 import logging
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from lamina.kernels.gpu.grouped import ELEMENTS
 from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, write_rows_program
 from lamina.lowering.placed import Main
 from lamina.transport.arena import HostMemory
+from lamina.transport.device.ipc import CudaMaker
 from lamina.transport.device.peer_memory import uses_host_addresses
 
 logger = logging.getLogger(__name__)
@@ -125,6 +127,10 @@ class Cuda:
     def unmap(self, peer: str) -> None:
         """See ``Kit``."""
         self._host.unmap(peer)
+
+    def inbox_maker(self) -> CudaMaker | None:
+        """See ``Kit``; by CuPy, without which messages go through the host's memory."""
+        return CudaMaker(self.place.index) if importlib.util.find_spec("cupy") is not None else None
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """See ``Kit``."""

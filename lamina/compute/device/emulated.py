@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lamina.compute.device.kit import Cut, Replay
 from lamina.lowering.placed import Main
 from lamina.splitter import as_numpy
+from lamina.transport.device.inboxes import SharedMaker
 
 
 class Emulated:
@@ -70,6 +71,10 @@ class Emulated:
 
     def unmap(self, peer: str) -> None:
         """See ``Kit``."""
+
+    def inbox_maker(self) -> SharedMaker:
+        """See ``Kit``."""
+        return SharedMaker()
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """See ``Kit``."""

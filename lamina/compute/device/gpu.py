@@ -30,6 +30,7 @@ from lamina.models.codes import Weight, plain
 from lamina.splitter import SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
+from lamina.transport.device.inboxes import Inboxes
 from lamina.types import AttentionSpec, DType, Quantization
 
 
@@ -40,7 +41,17 @@ class Gpu:
 
     def __init__(self, kit: Kit) -> None:
         self.place = kit.place
+        maker = kit.inbox_maker()
+        self.inboxes = None if maker is None else Inboxes(maker)
         self._kit = kit
+
+    def arrived(self, array: Any) -> Tensor:
+        """See ``Device``."""
+        return self._kit.borrowed(array)
+
+    def copied(self, body: Tensor) -> memoryview:
+        """See ``Device``."""
+        return memoryview(body.cpu().numpy().tobytes())
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Device``."""

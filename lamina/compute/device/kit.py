@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lamina.lowering.placed import Main
+from lamina.transport.device.inboxes import Maker
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of rows that slices are recorded for; decode steps have few. A product of so few rows takes about as long as
@@ -67,13 +68,16 @@ class Kit(Protocol):
     def unmap(self, peer: str) -> None:
         """See ``Mapper.unmap``."""
 
+    def inbox_maker(self) -> Maker | None:
+        """See ``Mapper.inboxes``; None: the card can share no memory."""
+
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """Write rows of ``source`` [S, h, D] into messages. Can be recorded.
 
         Column i of ``table``, int32 [4, N], says which row, to which message, as number ``p`` of its rows of this kind,
         and the number ``n`` of rows of each kind in front of it: from byte ``bodies[message] + n * lead + p * row`` on,
         where ``row`` is the bytes of one. Message -1: none. ``bodies`` int64 is ``pinned``, and holds addresses of
-        ``pinned`` or mapped memory.
+        ``pinned`` or mapped memory, or in inboxes of peers.
         """
 
     def lent(self, tensor: Tensor) -> Any:

@@ -8,6 +8,7 @@ Nothing is done per row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,7 +159,7 @@ class GpuTransfers:
         self._answering = [number for number, shards in enumerate(moves.queries) if len(shards)]
         self._collected: dict[object, _Collected] = {}
         self._merges: dict[object, _Merge] = {}
-        self._replies: dict[tuple[int, int, int], Tensor] = {}
+        self._replies: dict[tuple[int, int, int, bool], Tensor] = {}
 
     def queries(self, q: Tensor) -> list[Array]:
         """See ``Transfers``."""
@@ -287,12 +288,15 @@ class GpuTransfers:
         merge.replay()
         return merge.result
 
-    def _body(self, number: int, slot: int, body: memoryview) -> Tensor:
+    def _body(self, number: int, slot: int, body: Any) -> Tensor:
         """A reply as an array; the next one may come in the same slot."""
-        key = number, slot, len(body)
+        arrived = isinstance(body, Tensor)
+        key = number, slot, len(body), arrived
         known = self._replies.get(key)
         if known is None:
-            known = torch.frombuffer(body, dtype=torch.float32)
+            known = (
+                body.view(torch.float32) if isinstance(body, Tensor) else torch.frombuffer(body, dtype=torch.float32)
+            )
             if slot >= 0:
                 self._replies[key] = known
         return known

@@ -20,6 +20,7 @@ from lamina.kernels.gpu.program import ALIGNMENT, Program
 from lamina.kernels.gpu.triton_compile import Binary, compile_program
 from lamina.kernels.segments import SegmentTable
 from lamina.transport.arena import HostMemory
+from lamina.transport.device.ipc import CudaMaker
 from lamina.types import AttentionSpec, KvElement
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
@@ -111,11 +112,22 @@ class Cuda:
         memory = cupy.cuda.alloc_pinned_memory(1 << max(9, (count * np.dtype(dtype).itemsize - 1).bit_length()))
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
-    def download(self, *copies: tuple[Any, npt.NDArray[Any]]) -> None:
+    def inbox_maker(self) -> CudaMaker:
+        """See ``Backend``."""
+        return CudaMaker(self.device.id)
+
+    def has(self, array: Any) -> bool:
+        """See ``Backend``."""
+        return isinstance(array, cupy.ndarray)
+
+    def download(self, *copies: tuple[Any, Any]) -> None:
         """Copy on the current stream, and wait."""
         stream = cupy.cuda.get_current_stream()
         for source, target in copies:
-            source.get(stream=stream, out=target, blocking=False)
+            if self.has(target):
+                target[...] = source
+            else:
+                source.get(stream=stream, out=target, blocking=False)
         stream.synchronize()
 
     def aligned(self, array: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from lamina.kernels.gpu.program import ALIGNMENT, Program
+from lamina.transport.device.inboxes import SharedMaker
 
 RUNNING = threading.Lock()  # the interpreter's state is the process's, and programs may come from several threads
 TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "u8": torch.uint8}
@@ -51,7 +52,15 @@ class Interpreter:
         """See ``Backend``."""
         return np.empty(shape, dtype)
 
-    def download(self, *copies: tuple[Any, npt.NDArray[Any]]) -> None:
+    def inbox_maker(self) -> SharedMaker:
+        """See ``Backend``."""
+        return SharedMaker()
+
+    def has(self, array: Any) -> bool:
+        """See ``Backend``; other arrays may be the host's."""
+        return isinstance(array, np.memmap)
+
+    def download(self, *copies: tuple[Any, Any]) -> None:
         """See ``Backend``."""
         for source, target in copies:
             target[...] = source

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lamina.transport.device.inboxes import Maker
 from lamina.types import KvElement
 
 ALIGNMENT = 16
@@ -85,6 +86,12 @@ class Backend(Protocol):
     def unmap(self, name: str) -> None:
         """Stop using the memory that was mapped under this name, if any."""
 
+    def inbox_maker(self) -> Maker:
+        """How other processes' devices get to write into its memory."""
+
+    def has(self, array: Any) -> bool:
+        """True if an array is on the device, and not one of the host."""
+
     def settle(self) -> None:
         """Return once everything has been uploaded that was adopted."""
 
@@ -95,8 +102,9 @@ class Backend(Protocol):
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Uninitialised memory of the host that ``download`` copies to without a detour."""
 
-    def download(self, *copies: tuple[Any, npt.NDArray[Any]]) -> None:
-        """Copy each (source, target), C-contiguous and of the same shape and type, and wait once for all."""
+    def download(self, *copies: tuple[Any, Any]) -> None:
+        """Copy each (source, target), C-contiguous and of the same shape and type, and wait once for all. Targets may
+        be in an inbox."""
 
     def aligned(self, array: Any) -> Any:
         """The array, or a copy if it does not begin at a multiple of ``ALIGNMENT`` bytes."""

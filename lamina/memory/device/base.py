@@ -98,8 +98,8 @@ class Table(Protocol):
         """Partial attention of q [R, Hq, D], which has been ``sent``; ``spec``: instead of the layer's own. ``new``:
         tokens to keep that the rows see already, as ``Pairs.new`` says.
 
-        Writes out [R, Hq, Dv] and lse [R, Hq], in host memory, complete at the end. Yields every few milliseconds,
-        where the work may pause; q must not change before the end.
+        Writes out [R, Hq, Dv] and lse [R, Hq], in host memory or an inbox, complete at the end. Yields every few
+        milliseconds, where the work may pause; q must not change before the end.
         """
 
 
@@ -152,8 +152,8 @@ class Device(Mapper, Protocol):
         """How it serves requests without the host; None if the host serves them all."""
 
     def sent(self, array: Array) -> Array:
-        """An array of the host where the device reads it: a copy, or the array itself. So are views of it. Memory that
-        was adopted must not change before ``settle``."""
+        """An array of the host or of an inbox where the device reads it: a copy, or the array itself. So are views of
+        it. Inboxes, and memory that was adopted, must not change before ``settle``."""
 
     def settle(self) -> None:
         """Return once everything that was ``sent`` has been read."""

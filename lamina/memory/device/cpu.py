@@ -64,6 +64,16 @@ class Cpu:
         self._windows = [windows.get(spec.window) for spec in attentions]
         self._slabs = [KvArrays.allocate(spec, element, capacity) for spec in attentions]
 
+    inboxes = None
+
+    def arrived(self, array: Array) -> Array:
+        """See ``Mapper``."""
+        return array
+
+    def copied(self, body: Array) -> memoryview:
+        """See ``Mapper``."""
+        return memoryview(bytearray(body))
+
     def adopt(self, memory: memoryview) -> None:
         """See ``Mapper``; it is as quick as any."""
 

@@ -26,6 +26,7 @@ from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots,
 from lamina.memory.device.polled import GpuPolled
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.sharing import SharedPrefixes, rest_of, shared_of
+from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.device.slots import PolledSlots
 from lamina.types import AttentionSpec, KvElement
 
@@ -131,7 +132,8 @@ class Gpu:
         prefixes to be read once for all."""
         self._backend = backend
         self._workspaces = workspaces or Workspaces(backend)
-        self.polled = None if slots is None else GpuPolled(backend, self._workspaces, self.launch, slots)
+        self.inboxes: Inboxes | None = (inboxes := Inboxes(backend.inbox_maker()))
+        self.polled = None if slots is None else GpuPolled(backend, self._workspaces, self.launch, slots, inboxes)
         self._specs = attentions
         self._pages = _Pages(backend, power_of_two(2 * capacity))
         self._slabs = _slabs(backend, element, attentions, capacity, self._workspaces.gpu_share)
@@ -141,6 +143,7 @@ class Gpu:
         self._others = [spec for spec in kinds if not sees_all(spec)]
         token_bytes = max(spec.slab_bytes_per_token(element) for spec in attentions)
         self._sharing = SharedPrefixes(least_saved // token_bytes)
+        self._reads_inbox = False  # since the last ``settle``
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Mapper``. Where the GPU polls, it copies from there by itself."""
@@ -155,12 +158,28 @@ class Gpu:
         """See ``Mapper``."""
         self._backend.unmap(peer)
 
+    def arrived(self, array: Any) -> Any:
+        """See ``Mapper``."""
+        return array
+
+    def copied(self, body: Any) -> memoryview:
+        """See ``Mapper``."""
+        copy = np.empty(body.shape, np.uint8)
+        self._backend.download((body, copy))
+        return memoryview(copy.tobytes())
+
     def settle(self) -> None:
         """See ``Device``."""
         self._backend.settle()
+        if self._reads_inbox:
+            self._backend.download()  # nothing, but all that was launched has ended
+            self._reads_inbox = False
 
     def sent(self, array: Array) -> Any:
         """See ``Device``."""
+        if self._backend.has(array):
+            self._reads_inbox = True
+            return array
         there = self._backend.empty(array.shape, array.dtype)
         self._backend.upload(np.ascontiguousarray(array), there)
         return there

@@ -9,6 +9,7 @@ import numpy as np
 from lamina.kernels.gpu.program import Backend
 from lamina.memory.device.base import Array, New, Work
 from lamina.memory.device.workspaces import Workspaces
+from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots, SlotStream
 from lamina.types import AttentionSpec
 
@@ -19,13 +20,17 @@ Launch = Callable[..., None]
 class GpuPolled:
     """``Polled`` of a GPU, or of its emulation."""
 
-    def __init__(self, backend: Backend, workspaces: Workspaces, launch: Launch, slots: PolledSlots) -> None:
-        """``launch``: the GPU's attention."""
+    def __init__(
+        self, backend: Backend, workspaces: Workspaces, launch: Launch, slots: PolledSlots, inboxes: Inboxes
+    ) -> None:
+        """``launch``: the GPU's attention. ``inboxes``: of the GPU."""
         self.slots = slots
+        self._inboxes = inboxes
         self._backend, self._workspaces, self._launch = backend, workspaces, launch
 
     def lane(self, records: int, request_nbytes: int, reply_nbytes: int) -> "GpuLane":
         """See ``Polled``."""
+        self._inboxes.fixed = True
         empty, floats = self._backend.empty, (reply_nbytes // 4,)
         results = empty(floats, np.float32), empty(floats, np.float32)
         request, scratch = empty((request_nbytes,), np.uint8), self._workspaces.lane_scratch()

@@ -73,8 +73,9 @@ def _device_trip(backend: Backend, slots: PolledSlots) -> float:
     places, doorbells = ([one + row * size for row in range(SLOTS + 1)] for one, size in _strides(words, bells))
 
     def launch(trip: int) -> None:
-        incoming = Incoming(tuple(places[:SLOTS]), tuple(doorbells[:SLOTS]), (trip, trip), 0, 1)
-        outgoing = Outgoing(places[SLOTS], doorbells[SLOTS], trip, (0,) * 6)
+        incoming = Incoming(tuple(places[:SLOTS]), (0,) * SLOTS, tuple(doorbells[:SLOTS]), (trip, trip), 0, 1)
+        body = places[SLOTS] + 8 * HEADER_WORDS
+        outgoing = Outgoing(places[SLOTS], body, doorbells[SLOTS], trip, (0,) * 6)
 
         def work() -> None:
             stream.receive(incoming, there, NBYTES)

@@ -1,0 +1,154 @@
+"""Inboxes: memory of a device that a device of another process of this machine writes the bodies of messages into.
+
+The reader makes an inbox, the writer opens it by its handle: by CUDA IPC between GPUs, which saves each body the way
+through the host's memory. Headers and doorbells stay there, where both hosts see them. What a writer's kernels have
+written when they end, or before a fence of the whole system, is visible to what the reader starts after that.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Protocol
+
+import numpy as np
+
+from lamina.errors import TransportError
+
+logger = logging.getLogger(__name__)
+
+MEMFD_NAME = "lamina-inbox"
+
+
+@dataclass(frozen=True, eq=False)
+class Inbox:
+    """``array``: all of it, uint8 [nbytes], as the device's library has arrays; ``address``: for what runs there."""
+
+    address: int
+    array: Any
+
+
+@dataclass(frozen=True)
+class Held:
+    """An inbox of this process. ``handle``: what another process opens it with; ``close`` frees it."""
+
+    inbox: Inbox
+    handle: bytes
+    close: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An inbox of another process. ``close`` unmaps it."""
+
+    inbox: Inbox
+    close: Callable[[], None]
+
+
+class Maker(Protocol):
+    """How a device's memory is shared with other processes.
+
+    Attributes:
+        kind: devices of one kind open each other's inboxes, as far as their driver lets them.
+    """
+
+    kind: str
+
+    def make(self, nbytes: int) -> Held:
+        """Zeroed. Raises TransportError if there is no memory."""
+
+    def open(self, handle: bytes, nbytes: int) -> Opened:
+        """Raises TransportError if the device cannot reach it."""
+
+
+@dataclass
+class Inboxes:
+    """The inboxes of a device, by peer: those it reads, and those of peers. One thread owns it.
+
+    Attributes:
+        fixed: none is made or opened any more. Taking memory may wait for kernels, and these for messages.
+    """
+
+    maker: Maker
+    fixed: bool = False
+    _own: dict[str, Held] = field(default_factory=dict)
+    _theirs: dict[str, Opened] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """See ``Maker``."""
+        return self.maker.kind
+
+    def make(self, peer: str, nbytes: int) -> bytes:
+        """Make an inbox for a peer. Returns its handle, which is empty if there is none."""
+        if self.fixed or nbytes <= 0:
+            return b""
+        try:
+            self._own[peer] = self.maker.make(nbytes)
+        except TransportError as error:
+            logger.warning("messages of %s go through the host's memory: %s", peer, error)
+            return b""
+        return self._own[peer].handle
+
+    def open(self, peer: str, handle: bytes, nbytes: int) -> None:
+        """Open a peer's inbox, if this device can reach it; ``theirs`` tells."""
+        if self.fixed or not handle:
+            return
+        try:
+            self._theirs[peer] = self.maker.open(handle, nbytes)
+        except TransportError as error:
+            logger.info("messages to %s go through the host's memory: %s", peer, error)
+
+    def own(self, peer: str) -> Inbox | None:
+        """What a peer writes into here."""
+        return self._own[peer].inbox if peer in self._own else None
+
+    def theirs(self, peer: str) -> Inbox | None:
+        """What this device writes into there."""
+        return self._theirs[peer].inbox if peer in self._theirs else None
+
+    def leave(self, peer: str) -> None:
+        """Nothing is written to a peer any more: close its inbox, if it was opened."""
+        if opened := self._theirs.pop(peer, None):
+            opened.close()
+
+    def close(self, peer: str) -> None:
+        """A peer provably writes no more: free the inbox that was made for it, if any."""
+        if held := self._own.pop(peer, None):
+            held.close()
+
+    def close_all(self) -> None:
+        """End all of them."""
+        for peer in list(self._theirs):
+            self.leave(peer)
+        for peer in list(self._own):
+            self.close(peer)
+
+
+class SharedMaker:
+    """A ``Maker`` of anonymous files in place of a device's memory: for tests."""
+
+    kind = "emulated"
+
+    def make(self, nbytes: int) -> Held:
+        """See ``Maker``."""
+        file = os.fdopen(os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC), "rb+")
+        file.truncate(nbytes)
+        return Held(_mapped(file, nbytes), f"{os.getpid()} {file.fileno()}".encode(), file.close)
+
+    def open(self, handle: bytes, nbytes: int) -> Opened:
+        """See ``Maker``."""
+        pid, number = map(int, handle.split())
+        path = f"/proc/{pid}/fd/{number}"
+        try:
+            if f"memfd:{MEMFD_NAME}" not in os.readlink(path):
+                raise TransportError(f"{path} is no inbox")
+            with open(path, "rb+") as file:
+                return Opened(_mapped(file, nbytes), lambda: None)
+        except OSError as error:
+            raise TransportError(f"cannot open the inbox {path}: {error}") from error
+
+
+def _mapped(file: BinaryIO, nbytes: int) -> Inbox:
+    array = np.memmap(file, np.uint8, "r+", shape=(nbytes,))
+    return Inbox(array.ctypes.data, array)
