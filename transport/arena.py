@@ -89,31 +89,42 @@ class Pages:
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
         self._known = set[int]()
-        self._runs: list[int] = []  # where those that were registered at once begin
+        self._runs: list[tuple[int, int]] = []  # [start, stop) of those that were registered at once
 
     def add(self, at: int, nbytes: int) -> None:
         """Register what is not known of [at, at + nbytes)."""
         for first, count in _runs(sorted({*range(at // PAGE, -(-(at + nbytes) // PAGE))} - self._known)):
             self._register(first * PAGE, count * PAGE)
-            self._runs.append(first * PAGE)
+            self._runs.append((first * PAGE, (first + count) * PAGE))
             self._known.update(range(first, first + count))
+
+    def has(self, at: int, nbytes: int) -> bool:
+        """True if [at, at + nbytes) was registered at once."""
+        return any(start <= at and at + nbytes <= stop for start, stop in self._runs)
+
+    def cuts(self, at: int, nbytes: int) -> bool:
+        """True if something of [at, at + nbytes) was registered, but not all of it at once."""
+        return not self.has(at, nbytes) and any(start < at + nbytes and at < stop for start, stop in self._runs)
 
     def clear(self) -> None:
         """Unregister everything."""
-        for run in self._runs:
-            self._unregister(run)
+        for start, _ in self._runs:
+            self._unregister(start)
         self._runs.clear()
         self._known.clear()
 
 
 class HostMemory:
-    """What a device has been told of messages in the host's memory: its own slots, for good, and those of peers."""
+    """What a device has been told of messages in the host's memory.
+
+    Attributes:
+        own: where peers write, for good. A copy from there must not span two registrations.
+    """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         """See ``Pages``; ``register`` raises TransportError, which becomes a warning: messages are only slower then."""
         self._calls = register, unregister
-        self._own = Pages(register, unregister)
-        self._adopted: list[tuple[int, int]] = []
+        self.own = Pages(register, unregister)
         self._failed = False
         self._peers: dict[str, tuple[Buffer, Pages]] = {}
 
@@ -122,20 +133,12 @@ class HostMemory:
         it knows and end in other memory."""
         if self._failed:
             return
-        at = _address(memory)
         try:
-            self._own.add(at, memory.nbytes)
+            self.own.add(_address(memory), memory.nbytes)
         except TransportError as error:
             logger.warning(_SLOWER, error)
-            self._own.clear()
-            self._adopted.clear()
+            self.own.clear()
             self._failed = True
-        else:
-            self._adopted.append((at, at + memory.nbytes))
-
-    def has_adopted(self, at: int, nbytes: int) -> bool:
-        """True if [at, at + nbytes) is part of own memory that the device was told of."""
-        return any(start <= at and at + nbytes <= stop for start, stop in self._adopted)
 
     def map(self, peer: str, memory: Buffer) -> bool:
         """Tell the device of memory of a peer, and keep it. False if that fails."""

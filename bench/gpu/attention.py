@@ -27,13 +27,15 @@ NARROW = (KvElement.INT8, KvElement.FP8)
 
 def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int) -> None:
     """Compile all tilings that ``tune`` tries, on all cores."""
+    kinds: list[tuple[bool, type[np.uint16] | None, bool]] = [(False, np.uint16, False)]  # decode steps also append
+    kinds += [(prompt, None, joins) for prompt, joins in product((False, True), repeat=2)]
     programs = {
-        attend_program(spec, element, tiling, measure.tile(spec, element, prompt), np.uint16, capability, None, joins)
+        attend_program(spec, element, tiling, measure.tile(spec, element, prompt), np.uint16, capability, new, joins)
         for spec, element in cases
-        for prompt, joins in product((False, True), repeat=2)
+        for prompt, new, joins in kinds
         for tiling in measure.candidates(element, prompt)
     }
-    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
         list(pool.map(compile_program, programs, [capability] * len(programs)))
 
 

@@ -46,7 +46,8 @@ def link(
     """
     if not slots:
         return {}  # a worker that needs no link: nobody would answer
-    leases = yield from _leases(control, slots, _sharing(wanted, offers, slots))
+    writers = _writers(wanted, offers, slots)
+    leases = yield from _leases(control, slots, writers)
     used = _used(linked_before or {})
     chosen: dict[Pair, Choice] = {}
     failures: dict[Pair, dict[Transport, str]] = {pair: {} for pair in slots}
@@ -77,20 +78,27 @@ def _send(control: ControlServer, name: str, message: ToWorker) -> None:
         control.send([name], message)
 
 
-def _sharing(wanted: TransportName, offers: Mapping[str, Offer], slots: Mapping[Pair, SlotSizes]) -> set[Pair]:
-    """The pairs of these whose devices may write into each other's inboxes: they are alike, and share memory."""
-    if wanted not in ("auto", Transport.SHM):
-        return set()
-    devices = {name: (offer.host, offer.inboxes) for name, offer in offers.items() if offer.inboxes}
-    return {
-        (near, far)
-        for (near, far), sizes in slots.items()
-        if sizes.on_devices and near in devices and devices[near] == devices.get(far)
-    }
+def _writers(
+    wanted: TransportName, offers: Mapping[str, Offer], slots: Mapping[Pair, SlotSizes]
+) -> tuple[set[Pair], set[Pair]]:
+    """Who may get an inbox, as (owner, peer): for the peer's device, which is like the owner's and on the same machine;
+    for the peer's NIC, on another machine or if rdma is requested by name."""
+    by_device, by_nic = set[Pair](), set[Pair]()
+    on_devices = [pair for pair, sizes in slots.items() if sizes.on_devices]
+    for owner, peer in (*on_devices, *(pair[::-1] for pair in on_devices)):
+        here, there = offers[owner], offers[peer]
+        if not here.inboxes:
+            continue
+        same = here.host == there.host
+        if same and wanted in ("auto", "shm") and here.inboxes == there.inboxes:
+            by_device.add((owner, peer))
+        elif wanted == "rdma" or (wanted == "auto" and not same):
+            by_nic.add((owner, peer))
+    return by_device, by_nic
 
 
 def _leases(
-    control: ControlServer, slots: Mapping[Pair, SlotSizes], sharing: Collection[Pair]
+    control: ControlServer, slots: Mapping[Pair, SlotSizes], writers: tuple[set[Pair], set[Pair]]
 ) -> Conversation[dict[tuple[str, str], Lease]]:
     """What each worker leases its peers, by (owner of the arena, peer). Raises TransportError if one has no room."""
     wanted: dict[str, dict[str, int]] = {}
@@ -98,8 +106,8 @@ def _leases(
         wanted.setdefault(near, {})[far] = sizes.near
         wanted.setdefault(far, {})[near] = sizes.far
     for name, peers in wanted.items():
-        inboxes = [peer for peer in peers if (name, peer) in sharing or (peer, name) in sharing]
-        _send(control, name, Grant(peers, inboxes))
+        by_device, by_nic = ([peer for peer in peers if (name, peer) in pairs] for pairs in writers)
+        _send(control, name, Grant(peers, by_device, by_nic))
     granted: dict[str, Granted] = yield Ask(Granted, list(wanted), LINK_TIMEOUT_S)
     if obstacles := [one.obstacle for one in granted.values() if one.obstacle]:
         raise TransportError("; ".join(obstacles))

@@ -384,8 +384,8 @@ class MemoryWorker:
         span = self._timeline.now()
         nbytes = sum(part.nbytes for part in reply.parts)
         number = lane.number // self._pipeline.ranks
-        if reply.slot is not None:
-            channel.send(number, reply.turn, nbytes, (), reply.slot)
+        if reply.slot is not None or channel.post_apart is not None:
+            channel.send(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
         else:  # if it is kept, nothing overwrites it before it has been sent: the lane's next request follows it
             channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
         self._timeline.add("send", lane.number, span)

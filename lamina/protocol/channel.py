@@ -224,8 +224,10 @@ class Channel:
         name: the peer's. most_nbytes: of a message's body in a slot. slots: memory that the peer writes messages into.
         awaited: the slots that a piece may arrive in, each with what announces it.
         bodies: of messages in the peer's slots, if a device of this process writes there; else empty.
-        writes_inbox: they are in the peer's inbox. inbox: by slot here, where bodies arrive that the peer's device
-            writes; empty without one. copied: brings one of these to the host.
+        writes_inbox: they are in the peer's inbox. post_apart: posts the body to the peer's inbox, and the header to a
+            slot, see ``RdmaEndpoint.post_apart``; None: both go into a slot.
+        inbox: by slot here, where bodies may arrive besides; empty without one. settle_inbox: to call before one is
+            read. copied: brings one to the host.
     """
 
     def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:
@@ -244,7 +246,9 @@ class Channel:
         self.bodies: Sequence[Body] = ()
         self.writes_inbox = False
         self.inbox: Sequence[Any] = ()
+        self.settle_inbox: Callable[[], None] = _nothing
         self.copied: Callable[[Any], Buffer] = memoryview
+        self.post_apart: Callable[[int, Sequence[Part], int, bytes, int, int], None] | None = None
         self.awaited: dict[int, Target] = {}
         self._regions: list[tuple[int, int]] = []  # announced and not fetched yet
         self._kept: list[Message] = []
@@ -297,7 +301,7 @@ class Channel:
         ``slot``: it has been written there, see ``place``, and has no parts. Raises PeerLostError.
         """
         assert slot is None or not parts
-        place = Place.SLOT if slot is None or not self.writes_inbox else Place.INBOX
+        place = Place.INBOX if self.post_apart or (slot is not None and self.writes_inbox) else Place.SLOT
         used = self._slots_there.used
         if slot is None and not self.hub.keeping and nbytes <= self.most_nbytes:
             slot = self._free_slot()
@@ -308,6 +312,9 @@ class Channel:
             return
         number = slot_number(used[slot] - 1, 0)
         header = self._header(number, lane, place, turn, nbytes, -1, 0)
+        if self.post_apart is not None:
+            self.post_apart(slot * self.most_nbytes, parts, self._places[slot], header, self._there[slot], number)
+            return
         room = self.most_nbytes + HEADER_NBYTES
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
@@ -430,6 +437,7 @@ class Channel:
         if place == Place.SLOT:
             body = view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
         elif place == Place.INBOX:
+            self.settle_inbox()
             body = self.inbox[slot][:nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
 
@@ -497,6 +505,10 @@ def first_use(epoch: Epoch) -> int:
     """Above the numbers of all earlier epochs, with room for 2^40 uses of a slot in each. A doorbell has 64 bits, which
     are enough for 500,000 epochs."""
     return epoch.number << 40
+
+
+def _nothing() -> None:
+    pass
 
 
 def _view(part: Any) -> memoryview:  # Any: numpy declares its buffer protocol from Python 3.12 on only

@@ -6,7 +6,6 @@ Only links over shared memory: both arenas are mapped here. What a message looks
 
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -58,16 +57,11 @@ class Direct:
         """By slot there, where the body of a message is that a device writes: in the inbox, if there is one."""
         inbox, stride = self.their_inbox, self.reply_nbytes
         if inbox is not None:
-            return tuple(Body(inbox.address + at, inbox.array[at : at + stride]) for at in _places(stride))
+            parts = zip(_places(stride), inbox.parts(SLOTS), strict=True)
+            return tuple(Body(inbox.address + at, part) for at, part in parts)
         memory = np.frombuffer(memoryview(self.their_arena), np.uint8)
         starts = [self.theirs.slot(number) + HEADER_NBYTES for number in range(SLOTS)]
         return tuple(Body(self.their_arena.data_address + start, memory[start : start + stride]) for start in starts)
-
-    @property
-    def arrivals(self) -> tuple[Any, ...]:
-        """By slot here, the part of the own inbox where bodies arrive; empty without one."""
-        inbox, stride = self.own_inbox, self.request_nbytes
-        return () if inbox is None else tuple(inbox.array[at : at + stride] for at in _places(stride))
 
     def map(self, slots: PolledSlots) -> None:
         """Let a device use the slots and doorbells of both sides. Raises TransportError if it cannot."""

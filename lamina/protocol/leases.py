@@ -16,6 +16,7 @@ import msgspec
 
 from lamina.errors import TransportError
 from lamina.protocol.wire import reply_nbytes, request_nbytes
+from lamina.transport.arena import PAGE
 from lamina.types import AttentionSpec, DType
 
 ALIGNMENT = 64  # slots start at cache lines, which vector loads prefer too
@@ -38,15 +39,18 @@ class Lease(msgspec.Struct, frozen=True):
 
     The proof that the link works comes first, then ``SLOTS`` slots of equal size: none if ``nbytes`` leaves no room.
 
+    It may have an inbox (``transport.device.inboxes``), with a place for the body of each slot's message.
+
     Attributes:
-        inbox: what the peer's device opens the inbox of this lease with (``transport.device.inboxes``); empty without
-            one. It has a place for the body of each slot's message.
+        inbox: what the peer's device opens the inbox with. inbox_key: what the peer's NIC writes there with. Empty: it
+            cannot, or there is none.
     """
 
     offset: int
     nbytes: int
     doorbell: int
     inbox: bytes = b""
+    inbox_key: bytes = b""
 
     @property
     def slot_nbytes(self) -> int:
@@ -130,9 +134,14 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         return start, start + aligned(self.pool_nbytes)
 
     @property
+    def leased_at(self) -> int:
+        """Where leases begin."""
+        return _whole_pages(self.pool[1])
+
+    @property
     def nbytes(self) -> int:
         """All bytes of the arena."""
-        return self.pool[1] + self.leased_nbytes
+        return self.leased_at + self.leased_nbytes
 
     @property
     def doorbells(self) -> int:
@@ -141,15 +150,16 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
 
 class Leases:
-    """The leases of one arena."""
+    """The leases of one arena. Each has pages of its own: a device is told of it at once, and copies from registered
+    memory must not span two registrations."""
 
     def __init__(self, plan: ArenaPlan) -> None:
-        self._bytes = Space(plan.pool[1], plan.nbytes, ALIGNMENT)
+        self._bytes = Space(plan.leased_at, plan.nbytes, PAGE)
         self._doorbells = Space(LANDINGS, plan.doorbells)
 
     def lease(self, slot_nbytes: int) -> Lease:
         """A lease with slots of ``slot_nbytes``, a multiple of ``ALIGNMENT``. Raises TransportError without room."""
-        nbytes = lease_nbytes(slot_nbytes)
+        nbytes = PROOF_NBYTES + SLOTS * slot_nbytes
         offset, doorbell = self._bytes.take(nbytes), self._doorbells.take(DOORBELLS)
         if offset is not None and doorbell is not None:
             return Lease(offset, nbytes, doorbell)
@@ -231,8 +241,12 @@ def messages(
 
 
 def lease_nbytes(slot_nbytes: int) -> int:
-    """Bytes of a lease whose slots have this size."""
-    return PROOF_NBYTES + SLOTS * slot_nbytes
+    """Bytes of an arena that a lease takes whose slots have this size."""
+    return _whole_pages(PROOF_NBYTES + SLOTS * slot_nbytes)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
 
 
 def aligned(nbytes: int) -> int:

@@ -7,6 +7,8 @@ turn.
 """
 
 import contextlib
+import functools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +26,14 @@ from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Regi
 from lamina.protocol.outbox import Outbox, Slot
 from lamina.topology import Topology
 from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Endpoint, Fetch, Peer, deadline_error
-from lamina.transport.device.inboxes import Inboxes
+from lamina.transport.base import Buffer, Endpoint, Fetch, Peer, deadline_error
+from lamina.transport.device.inboxes import Inbox, Inboxes
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint, ShmPeer, host
 from lamina.transport.tcp import TcpEndpoint
+
+logger = logging.getLogger(__name__)
 
 Wait = Callable[[Sequence[tuple[int, int]], float], int]
 """As ``Endpoint.wait``."""
@@ -157,18 +161,31 @@ class Links:
             for lease in granted.values():
                 self._books.release(lease)
             return Granted({}, f"{self.name}: {error}")
-        if self.inboxes is not None:
-            for name in grant.inboxes:
-                handle = self.inboxes.make(name, SLOTS * granted[name].body_nbytes)
-                granted[name] = msgspec.structs.replace(granted[name], inbox=handle)
+        for name in dict.fromkeys((*grant.inboxes, *grant.inbox_keys)):
+            granted[name] = self._with_inbox(name, granted[name], name in grant.inboxes, name in grant.inbox_keys)
         self._leases |= granted
         return Granted(granted)
+
+    def _with_inbox(self, name: str, lease: Lease, by_device: bool, by_nic: bool) -> Lease:
+        """A lease with an inbox for a peer's device or NIC, if that is possible."""
+        held = None if self.inboxes is None else self.inboxes.make(name, SLOTS * lease.body_nbytes)
+        if held is None:
+            return lease
+        key, endpoint = b"", self._endpoints.get(Transport.RDMA)
+        if by_nic and isinstance(endpoint, RdmaEndpoint):
+            try:
+                key = endpoint.share(held.memory)
+            except TransportError as error:
+                logger.info("messages of %s over rdma go through the host's memory: %s", name, error)
+        return msgspec.structs.replace(lease, inbox=held.handle if by_device else b"", inbox_key=key)
 
     def release(self, name: str) -> None:
         """End a peer's lease: it provably cannot write here any more (its process was reaped, its TCP connection is
         closed, its RDMA queue pair destroyed). Later peers may get the same part."""
         self.disconnect(name)
         lease = self._leases.pop(name)
+        if isinstance(endpoint := self._endpoints.get(Transport.RDMA), RdmaEndpoint) and lease.inbox_key:
+            endpoint.unshare(lease.inbox_key)
         if self.inboxes is not None:
             self.inboxes.close(name)
         for doorbell in range(lease.doorbell, lease.doorbell + DOORBELLS):
@@ -323,15 +340,26 @@ class Links:
     def channel(self, name: str) -> Channel:
         """This end of the link to a peer, for messages in slots."""
         link = self._links[name]
-        return Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
+        channel = Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
+        if isinstance(link.endpoint, RdmaEndpoint) and link.lease.inbox_key:
+            channel.post_apart = functools.partial(link.endpoint.post_apart, link.peer, link.lease.inbox_key)
+        return channel
+
+    def inbox(self, name: str) -> Inbox | None:
+        """Where a peer's device or NIC writes bodies here, if it can."""
+        return None if self.inboxes is None else self.inboxes.own(name)
 
     def direct(self, name: str) -> Direct | None:
         """The memory of a link whose two arenas are mapped here, for a device of this process; None if they are not."""
         link = self._links.get(name)
         if link is None or not isinstance(link.peer, ShmPeer):
             return None
-        own, theirs = (None, None) if self.inboxes is None else (self.inboxes.own(name), self.inboxes.theirs(name))
-        return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, own, theirs)
+        theirs = None if self.inboxes is None else self.inboxes.theirs(name)
+        return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, self.inbox(name), theirs)
+
+    def leased(self, name: str) -> Buffer:
+        """What a peer may write into here."""
+        return self.arena.view(self._leases[name].offset, self._leases[name].nbytes)
 
     def leases(self, name: str) -> tuple[Lease, Lease]:
         """What a linked peer may write into here, and this worker there."""

@@ -107,11 +107,12 @@ class Register(msgspec.Struct, tag=True, frozen=True):
 class Grant(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: lease parts of your arena, with slots of so many bytes, to these peers; answered by Granted.
 
-    ``inboxes``: the peers whose devices may be able to write into an inbox here.
+    ``inboxes``, ``inbox_keys``: the peers whose devices, or whose NICs, may be able to write into an inbox here.
     """
 
     slots: dict[str, int]
     inboxes: list[str] = []
+    inbox_keys: list[str] = []
 
 
 class Way(msgspec.Struct, array_like=True, frozen=True):

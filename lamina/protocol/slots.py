@@ -1,12 +1,13 @@
-"""The slots of a worker's links, made known to its device: those that peers write, and those of peers.
+"""The slots of a worker's links, and inboxes beside them, made known to its device.
 
-Only links over shared memory: what a device writes into a peer's slot, the peer reads there.
+Over shared memory, the device writes into peers' slots or inboxes itself.
 """
 
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
 from lamina.protocol.channel import Channel
+from lamina.protocol.leases import SLOTS
 from lamina.protocol.links import Links
 from lamina.transport.base import Buffer
 from lamina.transport.device.inboxes import Inboxes
@@ -20,8 +21,7 @@ class Mapper(Protocol):
         """Those that it reads and writes; None if it has no memory of its own."""
 
     def adopt(self, memory: memoryview) -> None:
-        """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from.
-        It may share pages with what was adopted before."""
+        """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
         """Let what runs here write messages into ``memory`` of a peer, until ``unmap``. False if it will not."""
@@ -46,13 +46,15 @@ class Slots:
     def add(self, channels: Iterable[Channel]) -> None:
         """Tell the device of new links. From now on it writes messages where their receivers read them, if it can."""
         for channel in channels:
-            for slot in channel.slots:
-                self._device.adopt(slot)
-            direct = self._links.direct(channel.name)
+            self._device.adopt(self._links.leased(channel.name))
+            direct, inbox = self._links.direct(channel.name), self._links.inbox(channel.name)
+            if inbox is not None:
+                channel.inbox = [self._device.arrived(part) for part in inbox.parts(SLOTS)]
+                channel.copied = self._device.copied
+                if direct is None:
+                    channel.settle_inbox = inbox.settle
             if direct is None:
                 continue
-            channel.inbox = [self._device.arrived(part) for part in direct.arrivals]
-            channel.copied = self._device.copied
             channel.writes_inbox = direct.their_inbox is not None
             if channel.writes_inbox:
                 channel.bodies = direct.bodies

@@ -108,16 +108,18 @@ def test_a_transport_asked_for_by_name_is_not_replaced() -> None:
 
 
 class Granting(FakeWorkers):
-    """Notes for which peers each worker is to make an inbox."""
+    """Notes for whose devices and NICs each worker is to make an inbox."""
 
     def __init__(self) -> None:
         super().__init__({})
         self.inboxes: dict[str, list[str]] = {}
+        self.keys: dict[str, list[str]] = {}
 
     def send(self, workers: list[str], message: Link | Grant) -> None:
         super().send(workers, message)
         if isinstance(message, Grant):
             self.inboxes |= dict.fromkeys(workers, message.inboxes)
+            self.keys |= dict.fromkeys(workers, message.inbox_keys)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +146,22 @@ def test_devices_that_are_alike_and_on_one_machine_get_inboxes(
     assert set(workers.inboxes["compute0"]) == expected
     for name in ("memory0", "memory1"):
         assert workers.inboxes[name] == (["compute0"] if name in expected else [])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hosts", "kinds", "expected"),
+    [
+        ("auto", "aab", ["cuda", "cuda", "cuda"], {"compute0": ["memory1"], "memory0": [], "memory1": ["compute0"]}),
+        ("auto", "abb", ["", "cuda", ""], {"compute0": [], "memory0": ["compute0"], "memory1": []}),
+        ("rdma", "aaa", ["cuda", "", ""], {"compute0": ["memory0", "memory1"], "memory0": [], "memory1": []}),
+        ("tcp", "abb", ["cuda", "cuda", "cuda"], {"compute0": [], "memory0": [], "memory1": []}),
+    ],
+)
+def test_nics_of_other_machines_write_into_inboxes_of_devices(
+    wanted: Any, hosts: str, kinds: list[str], expected: dict[str, list[str]]
+) -> None:
+    descriptors = {transport: b"" for transport in Transport}
+    offers = {name: Offer(host, descriptors, {}, kind) for name, host, kind in zip(WORKERS, hosts, kinds, strict=True)}
+    workers, slots = Granting(), dict.fromkeys(PAIRS, SlotSizes(640, 320, on_devices=True))
+    converse(cast(Gather, workers), link(cast(ControlServer, workers), wanted, offers, slots))
+    assert workers.keys == expected

@@ -80,7 +80,9 @@ def test_experts_multiply_as_on_the_cpu(counts: list[int], dtype: torch.dtype) -
         (multiply, here.mT.contiguous(), there.mT.contiguous()),
     ]
     for to in QUANTISED:
-        codes = [StackedCodes.of(quantise_experts("", each, to, {}), len(counts)) for each in (here, there)]
+        each = list(quantise_experts("", here, to, {}))  # once: a GPU divides with other roundings
+        placed = (one.map(torch.Tensor.cuda) for one in each)
+        codes = [StackedCodes.of(experts, len(counts)) for experts in (each, placed)]
         ways.append((experts_stacked, codes[0], codes[1]))
     for product, on_cpu, on_gpu in ways:
         wanted, found = product(x, on_cpu, ends), product(x.cuda(), on_gpu, ends.cuda()).cpu()

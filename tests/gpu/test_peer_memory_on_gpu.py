@@ -1,15 +1,31 @@
-"""A GPU's memory exported to NICs as a dma-buf, or the reason why it cannot be; and copies through host memory."""
+"""A GPU's memory exported to NICs as a dma-buf, or the reason why it cannot be; and written by other processes."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 
 from lamina.errors import TransportError
+from lamina.transport.device.cuda_inboxes import CudaMaker
+from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.device.ipc import BLOCK
 from lamina.transport.device.peer_memory import PeerMemory, ability
 
 pytestmark = pytest.mark.gpu
 NBYTES = 100_000
+
+WRITER = """
+import sys
+import cupy
+from lamina.transport.device.cuda_inboxes import CudaMaker
+from lamina.transport.device.inboxes import Inboxes
+inboxes = Inboxes(CudaMaker(0))
+inboxes.open("reader", bytes.fromhex(sys.argv[1]), int(sys.argv[2]))
+inboxes.theirs("reader").array[100:104] = cupy.array(list(b"body"), "u1")
+cupy.cuda.get_current_stream().synchronize()
+inboxes.leave("reader")
+"""
 
 
 def test_the_memory_is_exported_or_the_driver_says_why_not() -> None:
@@ -28,13 +44,14 @@ def test_the_memory_is_exported_or_the_driver_says_why_not() -> None:
         os.close(exported.fd)
 
 
-def test_what_the_host_writes_is_what_kernels_and_the_host_read() -> None:
-    memory = PeerMemory(NBYTES)
-    memory.write(5, memoryview(b"to the GPU"))
-    memory.settle()
-    assert bytes(memory.bytes[4:16].get()) == b"\0to the GPU\0"
-    into = bytearray(12)
-    memory.read(4, memoryview(into))
-    assert into == b"\0to the GPU\0"
-    with pytest.raises(ValueError, match="outside an arena of 100000"):
-        memory.write(NBYTES - 1, memoryview(b"12"))
+def test_another_process_writes_into_an_inbox() -> None:
+    """By CUDA IPC, as a compute worker writes into that of a memory worker on the same GPU or another one."""
+    inboxes = Inboxes(CudaMaker(0))
+    held = inboxes.make("writer", NBYTES)
+    assert held is not None
+    subprocess.run([sys.executable, "-c", WRITER, held.handle.hex(), str(NBYTES)], check=True, timeout=120)
+    inbox = inboxes.own("writer")
+    assert inbox is not None
+    inbox.settle()
+    assert bytes(inbox.array[99:104].get()) == b"\0body" and int((inbox.array != 0).sum()) == 4
+    inboxes.close_all()

@@ -326,6 +326,18 @@ class Timed(Interpreter):
     timed, name = True, "timed"
 
 
+class Shown(Timed):
+    """Has a display, so that its driver ends kernels that wait."""
+
+    ends_long_kernels, name = True, "shown"
+
+
+def test_a_device_with_a_display_does_not_poll() -> None:
+    assert not polling.polls("auto", Shown(), Mock())
+    with pytest.raises(ConfigError, match=r"the driver ends kernels of shown .* give polling auto or host"):
+        polling.polls("device", Shown(), Mock())
+
+
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
     kept = measurements.place("polling", Timed.name)

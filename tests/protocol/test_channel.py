@@ -1,13 +1,14 @@
 """Messages in slots: what is sent into one arrives there alone, and none is overwritten; on the null transport."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from lamina.errors import DeadlineError, PeerLostError
-from lamina.protocol.leases import SLOTS, ArenaPlan
+from lamina.protocol.leases import SLOTS, ArenaPlan, lease_nbytes
 from lamina.protocol.outbox import Outbox, Slot
 from lamina.transport.base import Arena, Endpoint
 from lamina.transport.null import NullEndpoint
@@ -68,7 +69,7 @@ def test_a_lost_peer_is_told_of(channel: Channel) -> None:
         channel.outbox.send([], 1)
 
 
-PLAN = ArenaPlan(landing_nbytes=0, stages=False, pool_nbytes=256, leased_nbytes=1000, links=1)
+PLAN = ArenaPlan(landing_nbytes=0, stages=False, pool_nbytes=256, leased_nbytes=lease_nbytes(128), links=1)
 
 
 @pytest.fixture
@@ -101,6 +102,34 @@ def test_a_slot_is_used_again_only_once_it_has_been_given_back(pair: tuple[Stati
     assert not near.hub.keeping
     assert bytes(arrived[0].body or b"") == b"ab\0", "the other slot is untouched"
     assert bytes(at.read(1).body or b"") == b"ab\2"
+
+
+def test_a_body_that_a_nic_writes_apart_is_read_from_the_inbox_once_it_is_settled(
+    pair: tuple[Station, Station],
+) -> None:
+    near, far = pair
+    to, at = near.channels["far"], far.channels["near"]
+    inbox, settled = np.zeros(2 * to.most_nbytes, np.uint8), Mock()
+
+    def post_apart(start: int, parts: Sequence[Any], offset: int, header: bytes, doorbell: int, number: int) -> None:
+        body = b"".join(parts)
+        inbox[start : start + len(body)] = list(body)
+        near.endpoint.post(near.peers["far"], offset, len(header), [header], doorbell, number)
+
+    to.post_apart = post_apart
+    at.inbox, at.settle_inbox = (inbox[: to.most_nbytes], inbox[to.most_nbytes :]), settled
+    to.begin(1, 5, 2).send([b"in"])  # in pieces, as far as this end knows
+    to.send(2, 6, 4, [b"ap", b"ar"])
+    to.send(3, 7, 4, [b"kept"])
+    first, second = (at.read(slot) for slot in range(SLOTS))
+    assert settled.call_count == 1
+    assert [(each.lane, each.turn, bytes(each.whole)) for each in (first, second)] == [(1, 5, b"in"), (2, 6, b"apar")]
+    assert isinstance(first.body, memoryview) and isinstance(second.body, np.ndarray)
+    second.free()
+    far.hub.flush()
+    near.endpoint.wait(near.hub.credits, 0.0)
+    near.hub.go_on()
+    assert bytes(at.read(1).whole) == b"kept"
 
 
 def test_a_credit_travels_with_a_message_the_other_way(pair: tuple[Station, Station]) -> None:

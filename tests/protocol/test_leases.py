@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.errors import TransportError
-from lamina.protocol.leases import ALIGNMENT, DOORBELLS, SLOTS, ArenaPlan, Lease, Leases, Space, messages
+from lamina.protocol.leases import ALIGNMENT, DOORBELLS, ArenaPlan, Lease, Leases, Space, lease_nbytes, messages
+from lamina.transport.arena import PAGE
 from lamina.types import AttentionSpec, DType
 
 LLAMA_70B = [AttentionSpec(layer, 64, 8, 128, 128, scale=128**-0.5) for layer in range(80)]
@@ -14,19 +15,19 @@ CONTEXT_ROW = 8 + 64 * 129 * 4 + 8192 * 2  # id, a chunk's partial and the resid
 
 
 def parts(lease: Lease) -> tuple[set[int], set[int]]:
-    """The cache lines and doorbells of a lease."""
-    lines = set(range(lease.offset // ALIGNMENT, (lease.offset + lease.nbytes) // ALIGNMENT))
-    return lines, set(range(lease.doorbell, lease.doorbell + DOORBELLS))
+    """The pages and doorbells of a lease."""
+    pages = set(range(lease.offset // PAGE, -(-(lease.offset + lease.nbytes) // PAGE)))
+    return pages, set(range(lease.doorbell, lease.doorbell + DOORBELLS))
 
 
-steps = st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=40)
+steps = st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=40)
 
 
-@given(steps=steps, lines=st.integers(0, 60), links=st.integers(0, 8))
-def test_leases_never_overlap_and_are_given_again_only_once_released(
-    steps: list[tuple[bool, int]], lines: int, links: int
+@given(steps=steps, pages=st.integers(0, 12), links=st.integers(0, 8))
+def test_leases_share_no_page_and_are_given_again_only_once_released(
+    steps: list[tuple[bool, int]], pages: int, links: int
 ) -> None:
-    plan = ArenaPlan(landing_nbytes=100, stages=True, pool_nbytes=70, leased_nbytes=lines * ALIGNMENT, links=links)
+    plan = ArenaPlan(landing_nbytes=100, stages=True, pool_nbytes=70, leased_nbytes=pages * PAGE, links=links)
     leases, held = Leases(plan), list[Lease]()
     for releases, number in steps:
         if releases and held:
@@ -39,17 +40,17 @@ def test_leases_never_overlap_and_are_given_again_only_once_released(
         except TransportError as error:
             # Never for want of doorbells while there are some; bytes may be scattered, but not in an empty arena.
             assert free == 0 or "bytes" in str(error)
-            assert held or free == 0 or (1 + SLOTS * number) > lines
+            assert held or free == 0 or lease_nbytes(number * ALIGNMENT) > plan.leased_nbytes
             continue
-        assert lease.offset % ALIGNMENT == 0 and lease.slot_nbytes == number * ALIGNMENT
-        assert plan.pool[1] <= lease.offset and lease.offset + lease.nbytes <= plan.nbytes
+        assert lease.offset % PAGE == 0 and lease.slot_nbytes == number * ALIGNMENT
+        assert plan.leased_at <= lease.offset and lease.offset + lease.nbytes <= plan.nbytes
         assert used + lease.nbytes <= plan.leased_nbytes
         for other in held:
             assert all(a.isdisjoint(b) for a, b in zip(parts(lease), parts(other), strict=True))
         held.append(lease)
     for lease in held:
         leases.release(lease)
-    assert links == 0 or lines < 1 or Leases.lease(leases, 0).offset == plan.pool[1], "all of it is one part again"
+    assert links == 0 or pages < 1 or Leases.lease(leases, 0).offset == plan.leased_at, "all of it is one part again"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60), st.sampled_from([1, 4]))
@@ -83,10 +84,10 @@ def test_what_is_free_cannot_be_given_back() -> None:
 
 
 def test_a_full_arena_says_what_is_missing() -> None:
-    leases = Leases(ArenaPlan(0, False, 0, leased_nbytes=500, links=2))
+    leases = Leases(ArenaPlan(0, False, 0, leased_nbytes=3 * PAGE, links=2))
     leases.lease(64)
-    with pytest.raises(TransportError, match="no 576 free bytes for another link"):
-        leases.lease(256)
+    with pytest.raises(TransportError, match="no 8256 free bytes for another link"):
+        leases.lease(PAGE)
     leases.lease(64)
     with pytest.raises(TransportError, match=f"no {DOORBELLS} free doorbells"):
         leases.lease(0)

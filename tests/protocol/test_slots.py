@@ -60,7 +60,8 @@ def test_what_is_written_into_a_place_arrives(cluster: Cluster) -> None:
     device = Device()
     slots = Slots(cluster.links["near"], device)
     slots.add([near])
-    assert [memory.nbytes for memory in device.adopted] == [len(near.slots[0])] * SLOTS
+    (adopted,) = device.adopted
+    assert adopted.nbytes >= SLOTS * len(near.slots[0])
     slot = near.place(5)
     assert slot is not None
     near.send(1, 7, 6, [b"others"])

@@ -12,7 +12,7 @@ PATH=$PATH:/usr/sbin:/sbin # some environments lack these, where depmod, mke2fs 
 python=${PYTHON:-$root/.venv/bin/python}
 packages="qemu-system-x86 busybox-static kmod iproute2 ibverbs-providers python3-pyverbs"
 
-whole="test_rdma_between or test_rdma_with or a_message_wakes or card_refuses"
+whole="test_rdma_between or test_rdma_with or a_message_wakes or card_refuses or bodies_into"
 few="was_written or lies_in_its_place or (full_flow and 0.01) or no_message_is_torn or (dead_peer_ends and before)"
 
 say() { echo "$(date +%T) $1" >&2; }

@@ -1,140 +1,97 @@
-"""Arenas in device memory: a pure function decides the route, and the same calls work on both routes."""
+"""Memory of devices that NICs write into: what a NIC registers, and the reasons why it does not."""
 
 import errno
-import logging
 import os
-import re
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lamina.errors import TransportError
-from lamina.transport.arena import allocate
-from lamina.transport.base import Buffer
-from lamina.transport.device import memory as device_memory
-from lamina.transport.device.memory import ArenaOnDevice, Decision, DmaBuf, Refusal, Route, choose
-from lamina.transport.rdma.queue import Region, map_memory
+from lamina.transport.device.memory import DmaBuf
+from lamina.transport.rdma.queue import register_memory
 
-NBYTES, OFFSET = 8192, 4096
+NBYTES, OFFSET, ADDRESS = 8192, 4096, 1 << 40
 
 
 class Memory:
-    """Device memory simulated in host memory; records the calls it gets."""
+    """Device memory that exports an anonymous file, or says why not."""
 
-    name = "gpu7"
-    nbytes = NBYTES
+    name, address, nbytes = "gpu7", ADDRESS, NBYTES
 
     def __init__(self, obstacle: str = "") -> None:
         self.obstacle = obstacle
-        self.content = bytearray(NBYTES)
-        self.settled = 0
         self.fds: list[int] = []
 
-    def export(self) -> DmaBuf:
+    def export(self) -> DmaBuf | None:
         if self.obstacle:
             raise TransportError(self.obstacle)
         self.fds.append(os.memfd_create("exported"))
         return DmaBuf(self.fds[-1], OFFSET, NBYTES)
 
-    def read(self, offset: int, into: Buffer) -> None:
-        into[:] = self.content[offset : offset + into.nbytes]
 
-    def write(self, offset: int, data: Buffer) -> None:
-        self.content[offset : offset + data.nbytes] = data
+class OnHost(Memory):
+    """The host's own."""
 
-    def settle(self) -> None:
-        self.settled += 1
-
-
-@pytest.mark.parametrize(
-    ("obstacle", "refusal", "route", "words"),
-    [
-        ("", None, Route.DIRECT, "rxe0 registered the dma-buf of gpu7"),
-        ("too old a driver", None, Route.HOST, "gpu7 cannot export a dma-buf: too old a driver"),
-        (
-            "",
-            Refusal(errno.EOPNOTSUPP, "no"),
-            Route.HOST,
-            r"\(errno 95\): its driver does not support dma-bufs; use",
-        ),
-        ("", Refusal(errno.EINVAL, "no"), Route.HOST, r"\(errno 22\): it cannot map .* PCIe"),
-        ("", Refusal(errno.ENOMEM, "no"), Route.HOST, "ulimit -l unlimited"),
-        ("", Refusal(0, "strange"), Route.HOST, "strange .*the kernel's log"),
-    ],
-)
-def test_bytes_go_directly_only_if_both_drivers_can(
-    obstacle: str, refusal: Refusal | None, route: Route, words: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    decision = choose("gpu7", "rxe0", obstacle, refusal)
-    assert decision.route is route
-    with caplog.at_level(logging.INFO):
-        device_memory.log("memory0", decision)
-    (record,) = caplog.records
-    assert record.levelno == (logging.INFO if route is Route.DIRECT else logging.WARNING)
-    assert re.search(words, record.getMessage()) and "memory0" in record.getMessage()
-
-
-@pytest.mark.parametrize("route", Route)
-def test_the_same_calls_serve_both_routes(route: Route) -> None:
-    own, memory = allocate("near", NBYTES, 1), Memory()
-    arena = ArenaOnDevice(own.native, memory, Decision(route, ""))
-    reached = memoryview(own.native) if route is Route.HOST else memoryview(memory.content)  # by peers
-    reached[100:105] = b"hello"
-    arena.take_in(100, 5)
-    assert memory.content[99:106] == b"\0hello\0"
-    assert memory.settled == (route is Route.DIRECT)
-    memory.content[200:205] = b"world"
-    arena.give_out(200, 5)
-    assert bytes(reached[199:206]) == b"\0world\0"
-    for call in (arena.take_in, arena.give_out):
-        with pytest.raises(ValueError, match="outside an arena of 8192 bytes"):
-            call(NBYTES - 4, 5)
-    own.close()
+    def export(self) -> None:
+        return None
 
 
 class VerbsError(Exception):
     """Like pyverbs' own."""
 
-    error_code = errno.EOPNOTSUPP
+    def __init__(self, number: int) -> None:
+        super().__init__("refused")
+        self.error_code = number
 
 
-class Registered:
-    """A dma-buf registration as a NIC that supports it makes it, with pyverbs' arguments."""
+def verbs(refusal: int | None = None) -> SimpleNamespace:
+    """The part of pyverbs that registers, with its arguments; returns what it was given."""
 
-    rkey, lkey = 17, 18
-    open = 0
-
-    def __init__(self, domain: str, length: int, access: int, *, dmabuf: int, offset: int) -> None:
+    def dma_buf(domain: str, length: int, access: int, *, dmabuf: int, offset: int) -> Any:
         os.fstat(dmabuf)  # it is open
-        assert (domain, length, access, offset) == ("domain", NBYTES, 7, OFFSET)
-        Registered.open += 1
+        if refusal is not None:
+            raise VerbsError(refusal)
+        return domain, length, access, offset
 
-    def close(self) -> None:
-        Registered.open -= 1
+    def of_host(domain: str, length: int, access: int, *, address: int) -> Any:
+        return domain, length, access, address
 
-
-def refuse(*_: Any, **__: Any) -> None:
-    raise VerbsError("not supported")
-
-
-def test_a_card_that_can_gets_all_of_the_memory_and_no_file_stays_open() -> None:
-    verbs, memory = SimpleNamespace(mr=SimpleNamespace(DmaBufMR=Registered), error=VerbsError), Memory()
-    with ExitStack() as stack:
-        region, decision = map_memory(verbs, "domain", "mlx5_0", memory, 7, stack)
-        assert (region, decision.route, Registered.open) == (Region(17, 18, OFFSET), Route.DIRECT, 1)
-    assert Registered.open == 0
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(memory.fds[0])
+    return SimpleNamespace(mr=SimpleNamespace(DmaBufMR=dma_buf, MR=of_host), error=VerbsError)
 
 
-@pytest.mark.parametrize(("obstacle", "words"), [("", "errno 95"), ("there is none", "there is none")])
-def test_where_a_driver_cannot_bytes_go_by_way_of_the_host(obstacle: str, words: str) -> None:
-    verbs, memory = SimpleNamespace(mr=SimpleNamespace(DmaBufMR=refuse), error=VerbsError), Memory(obstacle)
-    with ExitStack() as stack:
-        region, decision = map_memory(verbs, "domain", "rxe0", memory, 7, stack)
-    assert region is None and decision.route is Route.HOST and words in decision.reason
+def check_closed(memory: Memory) -> None:
     for fd in memory.fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+def test_a_nic_that_can_gets_all_of_the_memory_and_no_file_stays_open() -> None:
+    memory = Memory()
+    assert register_memory(verbs(), "domain", "mlx5_0", memory, 7) == (("domain", NBYTES, 7, OFFSET), OFFSET)
+    check_closed(memory)
+
+
+def test_memory_of_the_host_is_registered_by_its_address() -> None:
+    assert register_memory(verbs(), "domain", "rxe0", OnHost(), 3) == (("domain", NBYTES, 3, ADDRESS), ADDRESS)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "words"),
+    [
+        (errno.EOPNOTSUPP, r"rxe0 rejected memory of gpu7: .* \(errno 95\): its driver does not support dma-bufs; use"),
+        (errno.EINVAL, r"\(errno 22\): it cannot map .* PCIe"),
+        (errno.ENOMEM, "ulimit -l unlimited"),
+        (0, "the kernel's log"),
+    ],
+)
+def test_a_nic_that_cannot_says_why_and_what_helps(refusal: int, words: str) -> None:
+    memory = Memory()
+    with pytest.raises(TransportError, match=words):
+        register_memory(verbs(refusal), "domain", "rxe0", memory, 7)
+    check_closed(memory)
+
+
+def test_the_reason_of_the_device_is_passed_on() -> None:
+    with pytest.raises(TransportError, match="too old a driver"):
+        register_memory(verbs(), "domain", "mlx5_0", Memory("too old a driver"), 7)

@@ -25,9 +25,10 @@ assert inboxes.theirs("reader") is None
 
 def test_another_process_writes_into_an_inbox() -> None:
     inboxes = Inboxes(SharedMaker())
-    handle = inboxes.make("writer", NBYTES)
-    inbox = inboxes.own("writer")
-    assert inbox is not None and not inbox.array.any()
+    held = inboxes.make("writer", NBYTES)
+    assert held is not None
+    handle, inbox = held.handle, inboxes.own("writer")
+    assert inbox is held.inbox and not inbox.array.any()
     subprocess.run([sys.executable, "-c", WRITER, handle.hex(), str(NBYTES)], check=True, timeout=TIMEOUT_S)
     assert inbox.address == inbox.array.ctypes.data and inbox.array.shape == (NBYTES,)
     assert bytes(inbox.array[100:104]) == b"body" and np.count_nonzero(inbox.array) == 4
@@ -56,7 +57,7 @@ class Lacking:
 
 def test_without_an_inbox_there_is_no_handle_and_nothing_to_write_into(caplog: pytest.LogCaptureFixture) -> None:
     inboxes = Inboxes(Lacking())
-    assert inboxes.make("peer", NBYTES) == b"" and inboxes.own("peer") is None
+    assert inboxes.make("peer", NBYTES) is None and inboxes.own("peer") is None
     inboxes.open("peer", b"1 2", NBYTES)
     assert inboxes.theirs("peer") is None
     assert "messages of peer go through the host's memory: no memory" in caplog.text
@@ -66,10 +67,11 @@ def test_without_an_inbox_there_is_no_handle_and_nothing_to_write_into(caplog: p
 
 def test_none_is_made_or_opened_once_they_are_fixed() -> None:
     inboxes = Inboxes(SharedMaker())
-    handle = inboxes.make("before", NBYTES)
+    held = inboxes.make("before", NBYTES)
+    assert held is not None
     inboxes.fixed = True
-    assert inboxes.make("after", NBYTES) == b"" and inboxes.own("after") is None
-    inboxes.open("after", handle, NBYTES)
+    assert inboxes.make("after", NBYTES) is None and inboxes.own("after") is None
+    inboxes.open("after", held.handle, NBYTES)
     assert inboxes.theirs("after") is None and inboxes.own("before") is not None
     inboxes.close_all()
     assert inboxes.own("before") is None

@@ -9,16 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
-from lamina.errors import DeadlineError, PeerLostError
-from lamina.transport.base import Buffer, Fetch
-from lamina.transport.device.memory import DmaBuf, Route
+from lamina.errors import DeadlineError, PeerLostError, TransportError
+from lamina.transport.base import Fetch, Part
+from lamina.transport.device.inboxes import SharedMaker
+from lamina.transport.device.memory import DmaBuf
 from lamina.transport.rdma.devices import choose, inventory
 from lamina.transport.rdma.endpoint import RdmaEndpoint, dma_buf_obstacle
 from lamina.transport.rdma.events import MESSAGES, Events
 from tests.transport.conftest import Pair, open_pair
-from tests.transport.far import SECRET, Far
+from tests.transport.far import SECRET
 
 pytestmark = pytest.mark.skipif("LAMINA_TEST_RDMA" not in os.environ, reason="no RDMA devices: see tests/rdma")
 TIMEOUT_S = 60.0
@@ -106,33 +108,20 @@ class Dumb:
     """A buffer of vgem, the kernel's virtual graphics card: a device whose driver exports real dma-bufs."""
 
     def __init__(self, nbytes: int) -> None:
-        self.name, self.nbytes, self.settled = "vgem", nbytes, 0
+        self.name, self.address, self.nbytes = "vgem", 0, nbytes
         self._card = next(filter(None, map(_open_vgem, sorted(Path("/dev/dri").glob("card*")))), -1)
         if self._card < 0:
             pytest.skip("no vgem: modprobe vgem")
         made = bytearray(struct.pack("IIIIIIQ", 1, nbytes, 8, 0, 0, 0, 0))  # height, width, bits per pixel
         fcntl.ioctl(self._card, CREATE_DUMB, made)
         self._handle = struct.unpack("IIIIIIQ", made)[4]
-        exported = self.export()
-        self.map = mmap.mmap(exported.fd, nbytes)
-        os.close(exported.fd)
 
     def export(self) -> DmaBuf:
         asked = bytearray(struct.pack("IIi", self._handle, READ_WRITE, -1))
         fcntl.ioctl(self._card, PRIME_HANDLE_TO_FD, asked)
         return DmaBuf(struct.unpack("IIi", asked)[2], 0, self.nbytes)
 
-    def read(self, offset: int, into: Buffer) -> None:
-        into[:] = self.map[offset : offset + into.nbytes]
-
-    def write(self, offset: int, data: Buffer) -> None:
-        self.map[offset : offset + data.nbytes] = bytes(data)
-
-    def settle(self) -> None:
-        self.settled += 1
-
     def close(self) -> None:
-        self.map.close()
         os.close(self._card)
 
 
@@ -149,35 +138,41 @@ def _open_vgem(card: Path) -> int | None:
     return None
 
 
-def test_a_dma_buf_that_the_card_refuses_is_reached_by_way_of_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    """Soft-RoCE cannot register dma-bufs: the arena uses host memory, and the reason is logged."""
-    memory, far = Dumb(1 << 20), Far()
-    near = RdmaEndpoint("near", secret=SECRET)
+def test_a_dma_buf_that_the_card_refuses_is_an_error_that_says_why() -> None:
+    """Soft-RoCE cannot register dma-bufs."""
+    memory, near = Dumb(1 << 20), RdmaEndpoint("near", secret=SECRET)
     try:
-        arena = near.register_on(memory, 4)
+        near.register(4096, 1)
         assert "errno 95" in dma_buf_obstacle(choose(inventory()))
-        assert arena.decision.route is Route.HOST
-        (logged,) = [
-            record.getMessage() for record in caplog.records if record.name == "lamina.transport.device.memory"
-        ]
-        assert "errno 95" in logged and "of vgem" in logged and "copied through host memory" in logged
-        peer = near.connect(far.open("rdma", 1 << 20, 4), TIMEOUT_S)
-        far.connect(near.descriptor())
-        far.endpoint.post(far.peer, 5000, 8, [b"to", b" vgem!"], 1, 1)
-        near.wait([(1, 1)], TIMEOUT_S)
-        arena.take_in(5000, 8)
-        assert memory.map[4999:5009] == b"\0to vgem!\0"
-        far.fill(70, b"fetched by vgem")
-        near.fetch(peer, Fetch(offset=70, nbytes=15, to=6000, doorbell=2, sequence=1))
-        near.wait([(2, 1)], TIMEOUT_S)
-        arena.take_in(6000, 15)
-        assert memory.map[5999:6016] == b"\0fetched by vgem\0"
-        memory.map[:9] = b"from vgem"
-        arena.give_out(0, 9)
-        far.endpoint.fetch(far.peer, Fetch(offset=0, nbytes=9, to=0, doorbell=3, sequence=1))
-        far.wait([(3, 1)], TIMEOUT_S)
-        assert far.read(0, 10) == b"from vgem\0"
+        with pytest.raises(TransportError, match=r"rejected memory of vgem: .*errno 95"):
+            near.share(memory)
+    finally:
+        near.close()
+        memory.close()
+
+
+def test_a_peer_writes_bodies_into_memory_apart_and_headers_into_the_arena() -> None:
+    """In place of a device's memory, that of an emulated one; with a body that takes several writes."""
+    held = SharedMaker().make(8 << 20)
+    near, far = RdmaEndpoint("near", secret=SECRET), RdmaEndpoint("far", secret=SECRET)
+    try:
+        arena = near.register(4096, 4)
+        far.register(4096, 4)
+        key, peer = near.share(held.memory), far.connect(near.descriptor(), TIMEOUT_S)
+        near.connect(far.descriptor(), TIMEOUT_S)
+        long = np.random.default_rng(0).integers(0, 256, 3 << 20, np.uint8)
+        sent: list[tuple[int, list[Part]]] = [(100, [b"first ", b"body"]), (1 << 20, [long[:1000], long[1000:]])]
+        for sequence, (at, body) in enumerate(sent, 1):
+            far.post_apart(peer, key, at, body, 64 * sequence, b"header %d" % sequence, 1, sequence)
+            near.wait([(1, sequence)], TIMEOUT_S)
+            assert bytes(arena.view(64 * sequence, 8)) == b"header %d" % sequence
+        assert bytes(held.inbox.array[99:111]) == b"\0first body\0"
+        assert np.array_equal(held.inbox.array[1 << 20 : 4 << 20], long) and not held.inbox.array[4 << 20 :].any()
+        near.unshare(key)
+        far.post_apart(peer, key, 0, [b"late"], 0, b"header", 1, 3)
+        with pytest.raises(PeerLostError, match="no longer allows access"):
+            far.wait([(0, 1)], TIMEOUT_S)
     finally:
         near.close()
         far.close()
-        memory.close()
+        held.close()

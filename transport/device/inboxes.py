@@ -1,8 +1,9 @@
-"""Inboxes: memory of a device that a device of another process of this machine writes the bodies of messages into.
+"""Inboxes: memory of a device that peers write bodies of messages into, without a stop in the host's memory.
 
-The reader makes an inbox, the writer opens it by its handle: by CUDA IPC between GPUs, which saves each body the way
-through the host's memory. Headers and doorbells stay there, where both hosts see them. What a writer's kernels have
-written when they end, or before a fence of the whole system, is visible to what the reader starts after that.
+The reader makes an inbox. A peer's device on the same machine opens it by its handle (CUDA IPC between GPUs); a NIC
+writes there by a key (``transport.rdma``). Headers and doorbells stay in the host's memory, where both hosts see them.
+What a writer's kernels have written when they end, or before a fence of the whole system, is visible to what the reader
+starts after that; for what a NIC has written, the reader calls ``settle`` first.
 """
 
 import logging
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from lamina.errors import TransportError
+from lamina.transport.device.memory import DeviceMemory
 
 logger = logging.getLogger(__name__)
 
@@ -22,18 +24,27 @@ MEMFD_NAME = "lamina-inbox"
 
 @dataclass(frozen=True, eq=False)
 class Inbox:
-    """``array``: all of it, uint8 [nbytes], as the device's library has arrays; ``address``: for what runs there."""
+    """``array``: all of it, uint8 [nbytes], as the device's library has arrays; ``address``: for what runs there.
+    ``settle``: makes what NICs have written visible to what the device starts from now on."""
 
     address: int
     array: Any
+    settle: Callable[[], None] = lambda: None
+
+    def parts(self, count: int) -> list[Any]:
+        """The array, cut into so many of equal size."""
+        size = len(self.array) // count
+        return [self.array[start : start + size] for start in range(0, count * size, size)]
 
 
 @dataclass(frozen=True)
 class Held:
-    """An inbox of this process. ``handle``: what another process opens it with; ``close`` frees it."""
+    """An inbox of this process. ``handle``: what another process opens it with; ``memory``: that it is in, for NICs;
+    ``close`` frees it."""
 
     inbox: Inbox
     handle: bytes
+    memory: DeviceMemory
     close: Callable[[], None]
 
 
@@ -79,16 +90,16 @@ class Inboxes:
         """See ``Maker``."""
         return self.maker.kind
 
-    def make(self, peer: str, nbytes: int) -> bytes:
-        """Make an inbox for a peer. Returns its handle, which is empty if there is none."""
+    def make(self, peer: str, nbytes: int) -> Held | None:
+        """Make an inbox for a peer, if there is memory."""
         if self.fixed or nbytes <= 0:
-            return b""
+            return None
         try:
             self._own[peer] = self.maker.make(nbytes)
         except TransportError as error:
             logger.warning("messages of %s go through the host's memory: %s", peer, error)
-            return b""
-        return self._own[peer].handle
+            return None
+        return self._own[peer]
 
     def open(self, peer: str, handle: bytes, nbytes: int) -> None:
         """Open a peer's inbox, if this device can reach it; ``theirs`` tells."""
@@ -134,7 +145,8 @@ class SharedMaker:
         """See ``Maker``."""
         file = os.fdopen(os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC), "rb+")
         file.truncate(nbytes)
-        return Held(_mapped(file, nbytes), f"{os.getpid()} {file.fileno()}".encode(), file.close)
+        inbox, handle = _mapped(file, nbytes), f"{os.getpid()} {file.fileno()}".encode()
+        return Held(inbox, handle, _SharedMemory(inbox.address, nbytes), file.close)
 
     def open(self, handle: bytes, nbytes: int) -> Opened:
         """See ``Maker``."""
@@ -147,6 +159,18 @@ class SharedMaker:
                 return Opened(_mapped(file, nbytes), lambda: None)
         except OSError as error:
             raise TransportError(f"cannot open the inbox {path}: {error}") from error
+
+
+@dataclass
+class _SharedMemory:
+    """``DeviceMemory`` in the host's."""
+
+    address: int
+    nbytes: int
+    name: str = "emulated"
+
+    def export(self) -> None:
+        """See ``DeviceMemory``."""
 
 
 def _mapped(file: BinaryIO, nbytes: int) -> Inbox:

@@ -6,9 +6,6 @@ NVLink, or over PCIe, but not between GeForce cards without NVLink.
 
 import numpy as np
 
-from lamina.errors import TransportError
-from lamina.transport.device.inboxes import Held, Inbox, Opened
-
 BLOCK = 2 << 20
 """Bytes. Requests to cudaMalloc in multiples of it get page-aligned memory of their own. Smaller ones share a block,
 which a CUDA IPC handle would open as a whole (CUDA C++ Programming Guide, interprocess communication)."""
@@ -54,37 +51,3 @@ class PeerArena:
         import cupy
 
         cupy.cuda.runtime.ipcCloseMemHandle(self.address)
-
-
-class CudaMaker:
-    """``inboxes.Maker`` of a GPU."""
-
-    kind = "cuda"
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-
-    def make(self, nbytes: int) -> Held:
-        """See ``Maker``."""
-        import cupy
-
-        try:
-            with cupy.cuda.Device(self._index):
-                arena = DeviceArena(nbytes)
-                return Held(Inbox(arena.address, arena.bytes[:nbytes]), arena.handle(), lambda: None)  # freed with it
-        except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
-            raise TransportError(f"cuda:{self._index} cannot share {nbytes} bytes of its memory: {error}") from error
-
-    def open(self, handle: bytes, nbytes: int) -> Opened:
-        """See ``Maker``."""
-        import cupy
-
-        try:
-            with cupy.cuda.Device(self._index):
-                arena = PeerArena(handle)
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise TransportError(f"cuda:{self._index} cannot reach it by CUDA IPC: {error}") from error
-        # Of this GPU, for CuPy, which else refuses to launch kernels on it; opening it has enabled the access.
-        memory = cupy.cuda.UnownedMemory(arena.address, nbytes, arena, self._index)
-        array = cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        return Opened(Inbox(arena.address, array), arena.close)

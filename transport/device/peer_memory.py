@@ -7,10 +7,7 @@ import ctypes
 import enum
 from dataclasses import dataclass
 
-import numpy as np
-
 from lamina.errors import TransportError
-from lamina.transport.base import Buffer, check_range
 from lamina.transport.device.ipc import DeviceArena
 from lamina.transport.device.memory import DmaBuf
 
@@ -77,10 +74,10 @@ def _ask(index: int, attribute: Attribute) -> int:
 
 
 class PeerMemory:
-    """Zeroed memory of the current GPU as a ``transport.device.memory.DeviceMemory``; freed with this object.
+    """Zeroed memory of the current GPU as a ``transport.device.memory.DeviceMemory``; freed with ``bytes``.
 
     Attributes:
-        bytes: all of it as a CuPy array.
+        bytes: all of it as a CuPy array. handle: see ``DeviceArena``.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -90,6 +87,7 @@ class PeerMemory:
         self.nbytes = nbytes
         self._arena = DeviceArena(nbytes)
         self.bytes = self._arena.bytes[:nbytes]
+        self.address, self.handle = self._arena.address, self._arena.handle
         self.name = f"cuda:{cupy.cuda.Device().id}"
         self._ability = ability(cupy.cuda.Device().id)
 
@@ -105,16 +103,6 @@ class PeerMemory:
         result = driver.cuMemGetHandleForAddressRange(ctypes.byref(fd), address, whole, DMA_BUF_FD, ctypes.c_uint64(0))
         _check(result, f"cuMemGetHandleForAddressRange of {whole.value} bytes")
         return DmaBuf(fd.value, 0, whole.value)
-
-    def read(self, offset: int, into: Buffer) -> None:
-        """Copy to the host, after the current stream's work; complete on return."""
-        check_range(offset, into.nbytes, self.nbytes)
-        np.frombuffer(into, np.uint8)[:] = self.bytes[offset : offset + into.nbytes].get()
-
-    def write(self, offset: int, data: Buffer) -> None:
-        """Copy from the host; complete on return."""
-        check_range(offset, data.nbytes, self.nbytes)
-        self.bytes[offset : offset + data.nbytes].set(np.frombuffer(data, np.uint8))
 
     def settle(self) -> None:
         """Make what NICs have written so far visible to kernels launched from now on."""

@@ -28,7 +28,7 @@ from lamina._native import Arena as NativeArena
 from lamina.env import environment
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport import listener
-from lamina.transport.arena import OwnArena, allocate
+from lamina.transport.arena import OwnArena
 from lamina.transport.base import (
     Fetch,
     Part,
@@ -39,14 +39,13 @@ from lamina.transport.base import (
     deadline_error,
     part_nbytes,
 )
-from lamina.transport.device import memory as device_memory
-from lamina.transport.device.memory import ArenaOnDevice, DeviceMemory, Refusal
+from lamina.transport.device.memory import DeviceMemory, Refusal
 from lamina.transport.endpoint import ListeningEndpoint, Options
 from lamina.transport.listener import Descriptor, Listener
 from lamina.transport.rdma import events as rdma_events
 from lamina.transport.rdma.devices import SelectedPort, choose, inventory, own_numa_node
 from lamina.transport.rdma.events import Events
-from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender
+from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender, Target, register_memory
 
 SLICE_S = 0.02  # between checks whether peers are alive
 READ_SLICE_S = 100e-6  # between checks whether a read is done, while spinning
@@ -153,29 +152,30 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def __init__(self, name: str, **options: Unpack[Options]) -> None:
         super().__init__(name, **options)
         self._waits = 0
+        self._shared: dict[bytes, Any] = {}  # memory regions of devices, by their keys
 
     @property
     def device(self) -> str:
         """The port in use, its address, and why it was selected."""
         return self._registered().device.selected.reason
 
-    def register_on(self, memory: DeviceMemory, doorbells: int) -> ArenaOnDevice:
-        """``register`` an arena in a GPU's memory, which must outlive the endpoint.
+    def share(self, memory: DeviceMemory) -> bytes:
+        """Let peers that get the returned key write into a device's memory (``post_apart``), until ``unshare``.
 
-        The NIC writes there directly, or peers' bytes go through host memory (``ArenaOnDevice.decision``). This side
-        always sends from host memory; peers fetch from the GPU's.
+        Raises TransportError with the reason if the NIC cannot write there.
         """
-        self._check_unregistered()
-        arena = allocate(self.name, memory.nbytes, doorbells)  # untouched host pages cost nothing
-        try:
-            self._own = self._open(arena, memory)
-        except BaseException:
-            arena.close()
-            raise
-        self._allocated = arena
-        decision = self._own.device.decision
-        device_memory.log(self.name, decision)
-        return ArenaOnDevice(arena.native, memory, decision)
+        device = self._registered().device
+        enums = device.verbs.enums
+        access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
+        nic = device.selected.port.device
+        region, address = register_memory(device.verbs, device.domain, nic, memory, access)
+        key = msgspec.msgpack.encode(Target(region.rkey, address))
+        self._shared[key] = region
+        return key
+
+    def unshare(self, key: bytes) -> None:
+        """Nobody writes into this memory any more."""
+        self._shared.pop(key).close()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
         """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
@@ -233,6 +233,26 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         if total > nbytes:
             raise ValueError(f"a message of {total} bytes does not fit into {nbytes} bytes")
         self._living(known).send(offset, parts, total, (doorbell, sequence), self._stall_s)
+
+    def post_apart(
+        self,
+        peer: Peer,
+        key: bytes,
+        at: int,
+        parts: Sequence[Part],
+        offset: int,
+        header: bytes,
+        doorbell: int,
+        sequence: int,
+    ) -> None:
+        """Write the parts into memory that the peer has ``shared``, from byte ``at`` on; then ``post`` a header.
+
+        Raises ValueError for a header outside the arena, PeerLostError.
+        """
+        known = self._connected(peer)
+        total = sum(map(part_nbytes, parts))
+        self._living(known).send(at, parts, total, None, self._stall_s, msgspec.msgpack.decode(key, type=Target))
+        self.post(peer, offset, len(header), [header], doorbell, sequence)
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
@@ -313,13 +333,13 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
             if peer.reader is not None:
                 peer.reader.collect()
 
-    def _open(self, arena: OwnArena, memory: DeviceMemory | None = None) -> _Own:
+    def _open(self, arena: OwnArena) -> _Own:
         node = own_numa_node(os.sched_getaffinity(0))
         selected = choose(inventory(), wanted=environment().rdma_device, numa_node=node)
         host = self._host or selected.host
         if host is None:
             raise TransportError(f"{selected.reason} has no IPv4 address for {self.name} to listen on; give a host")
-        device = Device(_verbs(), selected, arena.native, memory)
+        device = Device(_verbs(), selected, arena.native)
         accepted = _Accepted()
         try:
             return _Own(arena, device, self._listen(arena, host, _admit_to(device, accepted)), accepted)
@@ -332,6 +352,8 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         for peer in self._peers:
             peer.close()
         own.accepted.close(list(own.accepted.incoming))
+        for key in list(self._shared):
+            self.unshare(key)
         own.device.close()
 
     def _connected(self, peer: Peer) -> RdmaPeer:

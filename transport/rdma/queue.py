@@ -16,8 +16,7 @@ from lamina._native import Arena as NativeArena
 from lamina.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
 from lamina.transport.base import Fetch, Part, part_nbytes
-from lamina.transport.device import memory as device_memory
-from lamina.transport.device.memory import Decision, DeviceMemory, Refusal, Route
+from lamina.transport.device.memory import DeviceMemory, Refusal
 from lamina.transport.rdma.devices import INFINIBAND, SelectedPort
 from lamina.transport.rdma.events import Events, Receiver
 
@@ -57,6 +56,13 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     doorbells_address: int
 
 
+class Target(msgspec.Struct, array_like=True, frozen=True):
+    """Memory of a peer that may be written: its key and where it begins."""
+
+    key: int
+    address: int
+
+
 class Region(NamedTuple):
     """Registered memory: keys for peers and for this process, and its address as the RDMA device sees it."""
 
@@ -69,12 +75,10 @@ class Device:
     """An open port, its protection domain, this process's registered arena, and the receiver of notifications.
 
     Attributes:
-        data, doorbells: of the arena. decision: how peers reach the memory that holds the arena's bytes.
+        data, doorbells: of the arena.
     """
 
-    def __init__(
-        self, verbs: Any, selected: SelectedPort, arena: NativeArena, memory: DeviceMemory | None = None
-    ) -> None:
+    def __init__(self, verbs: Any, selected: SelectedPort, arena: NativeArena) -> None:
         self.verbs = verbs
         self.selected = selected
         self._stack = contextlib.ExitStack()
@@ -85,14 +89,10 @@ class Device:
             self.domain = stack.enter_context(contextlib.closing(verbs.pd.PD(self.context)))
             enums = verbs.enums
             access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
-            mapped: Region | None = None
-            self.decision = Decision(Route.HOST, "the arena is in the host's memory")
-            if memory is not None:
-                mapped, self.decision = map_memory(verbs, self.domain, selected.port.device, memory, access, stack)
-            nbytes = arena.data_address - arena.doorbells_address + (0 if mapped else arena.nbytes)
+            nbytes = arena.data_address - arena.doorbells_address + arena.nbytes
             host = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
             self.doorbells = Region(host.rkey, host.lkey, arena.doorbells_address)
-            self.data = mapped or Region(host.rkey, host.lkey, arena.data_address)
+            self.data = Region(host.rkey, host.lkey, arena.data_address)
             receiver = Receiver(verbs, self.context, self.domain, self.doorbells.address, self.doorbells.local_key)
             self.receiver = stack.enter_context(contextlib.closing(receiver))
             self._stack = stack.pop_all()
@@ -120,24 +120,23 @@ class Device:
         self._stack.close()
 
 
-def map_memory(
-    verbs: Any, domain: Any, nic: str, memory: DeviceMemory, access: int, stack: contextlib.ExitStack
-) -> tuple[Region | None, Decision]:
-    """Register a GPU's memory with ``nic`` until ``stack`` closes, if both drivers support it."""
+def register_memory(verbs: Any, domain: Any, nic: str, memory: DeviceMemory, access: int) -> tuple[Any, int]:
+    """Register a device's memory with ``nic``: the region, and the address by which NICs know its first byte.
+
+    Raises TransportError with the reason if one of the drivers refuses.
+    """
+    exported = memory.export()
     try:
-        exported = memory.export()
-    except TransportError as error:
-        return None, device_memory.choose(memory.name, nic, str(error), None)
-    try:
+        if exported is None:
+            return verbs.mr.MR(domain, memory.nbytes, access, address=memory.address), memory.address
         region = verbs.mr.DmaBufMR(domain, exported.nbytes, access, dmabuf=exported.fd, offset=exported.offset)
+        return region, exported.offset  # with pyverbs, the NIC addresses the bytes of a dma-buf by their offset
     except verbs.error as error:
         refusal = Refusal(getattr(error, "error_code", 0), str(error))
-        return None, device_memory.choose(memory.name, nic, "", refusal)
+        raise TransportError(f"{nic} rejected memory of {memory.name}: {refusal}") from error
     finally:
-        os.close(exported.fd)  # the registration keeps the memory
-    stack.enter_context(contextlib.closing(region))
-    # With pyverbs, the NIC addresses the bytes of a dma-buf by their offset.
-    return Region(region.rkey, region.lkey, exported.offset), device_memory.choose(memory.name, nic, "", None)
+        if exported is not None:
+            os.close(exported.fd)  # the registration keeps the memory
 
 
 class QueuePair:
@@ -219,6 +218,7 @@ class Sender:
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, peer: str) -> None:
         self._pair, self._granted, self._peer = pair, granted, peer
+        self._arena = Target(granted.data_key, granted.data_address)
         self._queue = pair.queue
         enums = device.verbs.enums
         self._signalled = enums.IBV_SEND_SIGNALED
@@ -235,21 +235,29 @@ class Sender:
         self.failure = ""
 
     def send(
-        self, offset: int, parts: Sequence[Part], total: int, ring: tuple[int, int] | None, stall_s: float
+        self,
+        offset: int,
+        parts: Sequence[Part],
+        total: int,
+        ring: tuple[int, int] | None,
+        stall_s: float,
+        target: Target | None = None,
     ) -> None:
-        """Write the parts of ``total`` bytes to ``offset`` of the peer's arena, then ring = (doorbell, sequence)."""
+        """Write the parts of ``total`` bytes to ``offset`` of the peer's arena or of ``target``, then ring = (doorbell,
+        sequence)."""
+        there = target or self._arena
         if total <= CHUNK_NBYTES:
             at = self._stage(parts, total, stall_s)
-            self._post(at, self._granted.data_address + offset, total, ring)
+            self._post(at, there, offset, total, ring)
             return
         for view in [_flat(part) for part in parts]:
             for start in range(0, view.nbytes, CHUNK_NBYTES):
                 chunk = view[start : start + CHUNK_NBYTES]
                 at = self._stage([chunk], chunk.nbytes, stall_s)
-                self._post(at, self._granted.data_address + offset, chunk.nbytes, None)
+                self._post(at, there, offset, chunk.nbytes, None)
                 offset += chunk.nbytes
         if ring is not None:
-            self._post(self._stage([], 0, stall_s), 0, 0, ring)
+            self._post(self._stage([], 0, stall_s), there, 0, 0, ring)
 
     def collect(self) -> None:
         """Process completions. Keeps the first failure."""
@@ -300,14 +308,14 @@ class Sender:
         if self.failure:
             raise PeerLostError(self._peer, self.failure)
 
-    def _post(self, at: int, address: int, nbytes: int, ring: tuple[int, int] | None) -> None:
+    def _post(self, at: int, there: Target, offset: int, nbytes: int, ring: tuple[int, int] | None) -> None:
         """One post of the data, if any, and the doorbell, if any; the last of them reports its completion."""
         queue, element = self._queue, self._element
         granted = self._granted
         queue.wr_start()
         if nbytes or ring is None:
             queue.wr_flags = 0 if ring else self._signalled
-            queue.wr_rdma_write(granted.data_key, address)
+            queue.wr_rdma_write(there.key, there.address + offset)
             element.addr, element.length = self._address + at, nbytes
             queue.wr_set_sge(element)
         if ring is not None:

@@ -3,6 +3,8 @@
 import contextlib
 import importlib.util
 import logging
+import os
+import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,12 +20,13 @@ from lamina.kernels.gpu.grouped import ELEMENTS
 from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, write_rows_program
 from lamina.lowering.placed import Main
 from lamina.transport.arena import HostMemory
-from lamina.transport.device.ipc import CudaMaker
+from lamina.transport.device.cuda_inboxes import CudaMaker
 from lamina.transport.device.peer_memory import uses_host_addresses
 
 logger = logging.getLogger(__name__)
 
 TIMED_ROUNDS, TIMED_CALLS = 5, 10
+MOST_COMPILED = 64  # variants of one graph; one more than torch allows would be an error
 
 
 class Cuda:
@@ -65,16 +68,24 @@ class Cuda:
             try:
                 work(cut)
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the recording is invalid; the first error says why
-                    graphs[-1].capture_end()
+                self._drop(graphs[-1])
                 raise
             graphs[-1].capture_end()
         current.wait_stream(self._stream)
         return [graph.replay for graph in graphs]
 
+    def _drop(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording that has failed. Its pool of memory may be left as if it were still being recorded to."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # the recording is invalid; the first error says why
+            torch._C._cuda_endAllocateToPool(self.place.index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
+
     def compiled(self, graph: Main) -> Main:
         """See ``Kit``."""
         torch._inductor.config.compile_threads = 1  # no processes besides, which might outlive this one
+        torch._dynamo.config.recompile_limit = MOST_COMPILED
         compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True)
         return compiled
 
@@ -156,6 +167,8 @@ class Cuda:
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """See ``Kit``."""
+        if self._host.own.cuts(source.data_ptr(), source.nbytes):
+            source = source.clone()
         target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
@@ -183,5 +196,10 @@ def require_torch(index: int) -> None:
         raise ConfigError(f"cuda:{index} cannot run slices: {found} was built without CUDA; {remedy}")
     if not torch.cuda.is_available():
         raise ConfigError(f"cuda:{index} cannot run slices: {found} finds no usable driver; {remedy}")
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        raise ConfigError(
+            f"cuda:{index} cannot run slices: Triton finds no C compiler, by which it starts its kernels. Install gcc "
+            "and Python's headers (Debian: apt-get install gcc python3-dev), or set CC"
+        )
     if index >= (count := torch.cuda.device_count()):
         raise ConfigError(f"cuda:{index} does not exist: PyTorch sees {count} GPUs, from cuda:0 on")

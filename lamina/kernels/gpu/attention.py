@@ -344,7 +344,7 @@ class Attention:
         shared = [plan.items, plan.splits, self._order, out, lse, part_out, part_lse]
         arrays = [q, slab.k, slab.v, *_scales(slab, lse), *(given.new or (q, q)), slopes, given.tables, *shared]
         numbers = (self.capacity.pairs, spec.scale, spec.softcap)
-        self._backend.launch(program, (spec.kv_heads, plan.bound), [*arrays, *numbers])
+        self._backend.launch(program, (spec.kv_heads * plan.bound,), [*arrays, *numbers])
         merged = [part_out, part_lse, self._row_pairs, self._order, plan.splits, out, lse]
         self._backend.launch(combine_program(spec, pairs.block_m, self._joins), (len(q), spec.query_heads), merged)
 

@@ -20,11 +20,12 @@ from lamina.kernels.gpu.program import ALIGNMENT, Program
 from lamina.kernels.gpu.triton_compile import Binary, compile_program
 from lamina.kernels.segments import SegmentTable
 from lamina.transport.arena import HostMemory
-from lamina.transport.device.ipc import CudaMaker
+from lamina.transport.device.cuda_inboxes import CudaMaker
 from lamina.types import AttentionSpec, KvElement
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
 SHARED_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin
+KERNEL_TIMEOUT = 17  # cudaDevAttrKernelExecTimeout
 TIMED_CALLS, TIMED_ROUNDS = 3, 5
 STAGINGS = 4  # uploads in flight before the next one waits
 
@@ -44,6 +45,7 @@ class Cuda:
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
         self.capability = int(self.device.compute_capability)
+        self.ends_long_kernels = bool(cupy.cuda.runtime.deviceGetAttribute(KERNEL_TIMEOUT, index))
         self._shared_bytes = int(cupy.cuda.runtime.deviceGetAttribute(SHARED_OPTIN, index))
         self._kernels: dict[Program, tuple[Any, Binary]] = {}
         self._constants: dict[tuple[float, ...], Any] = {}
@@ -69,7 +71,8 @@ class Cuda:
     def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """See ``Backend``: pinned memory, which has the same address on the device."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
-        pinned = cupy.cuda.alloc_pinned_memory(nbytes)
+        # Not from CuPy's pool, which rounds up to powers of two.
+        pinned = cupy.cuda.pinned_memory.PinnedMemory(nbytes, cupy.cuda.runtime.hostAllocPortable)
         memory = cupy.cuda.UnownedMemory(pinned.ptr, nbytes, pinned, self.device.id)
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
@@ -97,7 +100,7 @@ class Cuda:
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         """Copy through pinned memory, unless it was adopted; waits only if ``STAGINGS`` earlier uploads are still in
         flight."""
-        if self._host.has_adopted(source.ctypes.data, source.nbytes):
+        if self._host.own.has(source.ctypes.data, source.nbytes):
             stream = cupy.cuda.get_current_stream()
             target[: len(source)].set(source, stream=stream)
             self._read.record(stream)

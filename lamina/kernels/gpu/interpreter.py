@@ -24,6 +24,7 @@ class Interpreter:
     multiprocessors = 2
     name = "interpreter"
     timed = False
+    ends_long_kernels = False
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         """See ``Backend``."""

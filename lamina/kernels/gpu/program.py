@@ -60,6 +60,8 @@ class Backend(Protocol):
     """The device's name, under which measured tilings are stored."""
     timed: bool
     """Whether times say anything: False where programs are interpreted."""
+    ends_long_kernels: bool
+    """Whether the driver ends kernels that run for seconds, as it does where the device has a display."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
         """Uninitialised device memory."""

@@ -214,14 +214,14 @@ def attend(
     product: tl.constexpr, value_product: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one item. Grid (kv_heads, items or more): programs without an item end at once.
+    """One KV head of one item. Grid (kv_heads * items or more): programs without an item end at once.
 
     Shapes: q [R, Hq, D]; k [slots, Hkv, D] and v [slots, Hkv, Dv] with scales float32 [slots, Hkv] if quantised; new_k
     and new_v [new rows, Hkv, ...]; tables int32; slopes float32 [Hq]; out float32 [R, Hq, Dv] and lse float32 [R, Hq]
     for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse. If it ``joins``, the pairs'
     query row i is row ``order[i]`` of q, and all tiles leave parts, which ``combine`` adds to what out and lse hold.
     """
-    head, item = tl.program_id(0), tl.program_id(1)
+    head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads  # the other axes have 65,535 at most
     # Before K and V can come stand two trips to memory: one line with the item and, beside it, the count; then slots.
     count, word = tl.load(splits + 3 * pair_count), items + item * ITEM_WORDS
     first_row, rows, query_start, kv_start = tl.load(word), tl.load(word + 1), tl.load(word + 2), tl.load(word + 3)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina import measurements
-from lamina.errors import DeadlineError, TransportError
+from lamina.errors import ConfigError, DeadlineError, TransportError
 from lamina.kernels.gpu.program import Backend
 from lamina.transport.device.slots import HEADER_WORDS, SLOTS, Incoming, Outgoing, PolledSlots
 from lamina.types import Polling
@@ -35,8 +35,16 @@ class Trips:
 def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) -> bool:
     """Whether the device of ``backend`` polls. Without a measurement that says something, the host does.
 
-    The first time on a kind of GPU, "auto" takes a moment. Nothing may run on the GPU meanwhile.
+    The first time on a kind of GPU, "auto" takes a moment. Nothing may run on the GPU meanwhile. Raises ConfigError if
+    it has to poll and its kernels must not run for long.
     """
+    if polling == "device" and backend.ends_long_kernels:
+        raise ConfigError(
+            f"polling is device, but the driver ends kernels of {backend.name} that run for seconds, as this GPU has a "
+            "display; give polling auto or host, or stop the display server"
+        )
+    if backend.ends_long_kernels:
+        return False
     if polling != "auto":
         return polling == "device"
     if not backend.timed:
