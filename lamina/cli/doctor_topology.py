@@ -34,4 +34,7 @@ def _neighbours(found: Locality, gpu: Card) -> str:
     nearest, cores = found.nearest(gpu), found.cores(gpu)
     interface = "no network interface" if nearest is None else f"{nearest[0].name} is {nearest[1]}"
     run = f"its worker runs on cores {core_list(cores)}" if cores else "its worker runs on any cores"
-    return f"{run}; {interface}"
+    if len(found.gpus) == 1:
+        return f"{run}; {interface}"
+    others = ", ".join(other.name for other in found.reached(gpu)) or "no other GPU"
+    return f"{run}; {interface}; it writes into the memory of {others}"

@@ -8,7 +8,7 @@ import enum
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from lamina.kernels.gpu.device import Gpu
@@ -66,11 +66,17 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Locality:
-    """A machine's parts."""
+    """A machine's parts. ``reach``: pairs of GPUs, by their places; the first can write into the other's memory."""
 
     nodes: tuple[Node, ...]
     gpus: tuple[Card, ...] = ()
-    nics: tuple[Card, ...] = field(default=())
+    nics: tuple[Card, ...] = ()
+    reach: frozenset[tuple[int, int]] = frozenset()
+
+    def reached(self, gpu: Card) -> list[Card]:
+        """The other GPUs into whose memory a GPU writes."""
+        place = self.gpus.index(gpu)
+        return [other for number, other in enumerate(self.gpus) if (place, number) in self.reach]
 
     def way(self, one: Card, other: Card) -> Way:
         """What lies between two cards."""
@@ -98,13 +104,15 @@ class Locality:
         return min(ways, key=lambda each: each[1], default=None)
 
 
-def find(gpus: Sequence[Gpu], sys: Path = SYS) -> Locality:
-    """Read this machine's parts. ``gpus``: those that this process may use, as the driver tells of them."""
+def find(gpus: Sequence[Gpu], sys: Path = SYS, reach: frozenset[tuple[int, int]] = frozenset()) -> Locality:
+    """Read this machine's parts. ``gpus``: those that this process may use, as the driver tells of them; ``reach``: see
+    ``Locality``."""
     nodes = [_node(node) for node in sys.glob("devices/system/node/node[0-9]*")]
     return Locality(
         tuple(sorted(nodes, key=lambda node: node.number)),
         tuple(_gpu(f"cuda:{index}", gpu, sys) for index, gpu in enumerate(gpus)),
         tuple(sorted(_nics(sys), key=lambda nic: nic.name)),
+        reach,
     )
 
 
@@ -197,6 +205,8 @@ def near_cores(locality: Locality, device: str, available: frozenset[int]) -> fr
 
 def here() -> Locality:
     """Of this machine, with the GPUs that this process may use."""
-    from lamina.kernels.gpu.device import find_gpus
+    from lamina.kernels.gpu.device import find_gpus, reach
 
-    return find(find_gpus() or (), SYS if os.path.isdir(SYS) else Path("/nonexistent"))
+    gpus = find_gpus() or ()
+    pairs = reach(gpus) if len(gpus) > 1 else frozenset()
+    return find(gpus, SYS if os.path.isdir(SYS) else Path("/nonexistent"), pairs)

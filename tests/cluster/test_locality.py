@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from lamina.cli.doctor_topology import lines
 from lamina.cluster.locality import Way, core_list, find, near_cores
-from lamina.kernels.gpu.device import Gpu
+from lamina.kernels.gpu.device import Gpu, reach
 
 EVERY = frozenset(range(16))
 
@@ -67,7 +68,7 @@ GPUS = tuple(
 
 
 def test_gpus_are_placed_beside_interfaces_and_cores(server: Path) -> None:
-    found = find(GPUS, server)
+    found = find(GPUS, server, frozenset({(0, 1), (1, 0), (0, 2)}))
     near, beside, far = found.gpus
     assert [nic.name for nic in found.nics] == ["eth0", "mlx5_0 (ens1)"]
     nearest = [found.nearest(gpu) for gpu in found.gpus]
@@ -87,7 +88,28 @@ def test_gpus_are_placed_beside_interfaces_and_cores(server: Path) -> None:
     assert shown["mlx5_0 (ens1)"] == "200 Gbit/s, 0000:3e:00.0, NUMA node 0"
     assert shown["cuda:2"] == "NVIDIA A100, 0000:d8:00.0, NUMA node 1"
     neighbours = [text for part, text in lines(found) if not part]
-    assert neighbours[0] == "its worker runs on cores 0-3,8-11; mlx5_0 (ens1) is behind the same PCIe switch"
+    assert neighbours[0] == (
+        "its worker runs on cores 0-3,8-11; mlx5_0 (ens1) is behind the same PCIe switch; it writes into the memory of "
+        "cuda:1, cuda:2"
+    )
+    assert neighbours[2].endswith("; it writes into the memory of no other GPU")
+
+
+def test_the_driver_says_which_gpus_write_into_each_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def status(one: str, other: str, index: int) -> int:
+        asked.append((one, other, index))
+        if other == "c":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+        return int(pynvml.NVML_P2P_STATUS_OK if one != "c" else pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED)
+
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    assert reach([Gpu("", 80, uuid=uuid) for uuid in "abc"]) == {(0, 1), (1, 0)}
+    assert len(asked) == 6 and {index for *_, index in asked} == {pynvml.NVML_P2P_CAPS_INDEX_WRITE}
 
 
 def test_a_machine_that_says_little_is_described_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from lamina.compute.links import Mail
 from lamina.errors import DeadlineError
 from lamina.pipeline import Pipeline
 from lamina.protocol.channel import Arrival, Channel
-from lamina.protocol.leases import SLOTS, ArenaPlan
+from lamina.protocol.leases import SLOTS, ArenaPlan, lease_nbytes
 from lamina.transport.null import NullEndpoint
 from tests.channels import Station, link
 
 SLOT, LARGEST = 64 + 64, 400
-PLAN = ArenaPlan(landing_nbytes=150, stages=False, pool_nbytes=LARGEST + 64, leased_nbytes=8000, links=8)
+PLAN = ArenaPlan(
+    landing_nbytes=150, stages=False, pool_nbytes=LARGEST + 64, leased_nbytes=8 * lease_nbytes(128), links=8
+)
 
 
 def content(kind: int, lane: int, turn: int, nbytes: int) -> np.ndarray:

@@ -1,6 +1,8 @@
 """Finds this machine's NVIDIA GPUs and checks whether kernels can run on one. Imports neither CuPy nor Triton."""
 
+import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,6 +121,29 @@ def find_gpus() -> tuple[Gpu, ...] | None:
         return visible(tuple(map(_gpu, handles)), os.environ.get("CUDA_VISIBLE_DEVICES"))
     finally:
         pynvml.nvmlShutdown()
+
+
+def reach(gpus: Sequence[Gpu]) -> frozenset[tuple[int, int]]:
+    """The pairs of these GPUs, by their places, of which the first can write into the other's memory."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+        pairs = itertools.permutations(range(len(gpus)), 2)
+        return frozenset(pair for pair in pairs if _writes(*(handles[place] for place in pair)))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _writes(one: Any, other: Any) -> bool:
+    import pynvml
+
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
+    except pynvml.NVMLError:  # what a driver cannot tell, it hardly supports
+        return False
+    return bool(status == pynvml.NVML_P2P_STATUS_OK)
 
 
 def _gpu(handle: Any) -> Gpu:
