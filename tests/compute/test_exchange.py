@@ -1,5 +1,6 @@
 """Scatter, attend, gather and merge over real slots against attention over the whole history in float64."""
 
+import contextlib
 import functools
 import itertools
 import threading
@@ -43,6 +44,7 @@ from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, S
 from lamina.transport.shm import ShmEndpoint, ShmPeer
 from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.channels import Station, link
+from tests.late import LateKit
 
 ROWS = 24
 TIMEOUT_S = 20.0
@@ -72,6 +74,8 @@ def free_what_was_read(arrival: Arrival) -> None:
 
 FREE = Arrival.free
 NATIVE, CARD = NativeRunner(DType.FLOAT32), GpuCarrier(Behind(), DType.FLOAT32)
+LATE_KIT = LateKit()
+LATE = GpuCarrier(LATE_KIT, DType.FLOAT32)
 SPECS = [
     AttentionSpec(layer=0, query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, scale=0.35),
     AttentionSpec(layer=1, query_heads=4, kv_heads=4, qk_dim=12, v_dim=6, scale=0.3, window=5, softcap=4.0, sinks=True),
@@ -215,7 +219,7 @@ def attend(
     cluster.mail.expect(0, exchange.peers)
     while missing := cluster.mail.missing[0]:
         cluster.mail.wait(cluster.compute.endpoint.wait, missing, TIMEOUT_S)
-    out = exchange.gather(spec, chunks, sinks).numpy()
+    out = exchange.gather(spec, chunks, sinks).clone().numpy()
     if layer == len(cluster.specs) - 1:
         exchange.finish()
     cluster.mail.flush()
@@ -258,7 +262,7 @@ overlaps = st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1,
     overlap=overlaps,
     padding=st.integers(0, 3),
     most_products=st.sampled_from([1, MOST_PRODUCTS]),
-    carrier=st.sampled_from([NATIVE, CARD]),
+    carrier=st.sampled_from([NATIVE, CARD, LATE]),
     seed=st.integers(0, 9),
 )
 def test_steps_of_any_mix_equal_whole_attention(
@@ -294,6 +298,7 @@ def test_steps_of_any_mix_equal_whole_attention(
         mock.patch.object(cpu, "MOST_PRODUCTS", most_products),
         mock.patch.object(Arrival, "free", free_what_was_read),
         connected(names, overlap) as cluster,
+        LATE_KIT.mode if carrier is LATE else contextlib.nullcontext(),
     ):
         for number, counts in enumerate(steps):
             taken = [SequenceStep(s, lengths[s], [0] * count, []) for s, count in enumerate(counts) if count]
@@ -301,7 +306,7 @@ def test_steps_of_any_mix_equal_whole_attention(
             threads = [memory.serve(plan) for memory in cluster.memories.values()]
             total = sum(counts)
             rows = total + padding
-            if carrier is CARD:
+            if isinstance(carrier, GpuCarrier):
                 cluster.map_peers()
             exchange = StepExchange(plan, segments, cluster.mail, overlap, carrier, rows)
             turn += len(SPECS) if total else 0

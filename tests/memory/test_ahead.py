@@ -16,8 +16,9 @@ from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
 from lamina.memory import ahead, worker
-from lamina.memory.device import polling
+from lamina.memory.device import gpu, polling
 from lamina.memory.device.select import gpu_polls
+from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.setup import polling_of
 from lamina.pipeline import Pipeline
 from lamina.protocol.messages import EndEpoch, EpochEnded
@@ -27,6 +28,7 @@ from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from lamina.transport.device.slots import Outcome
 from lamina.transport.device.threads import ThreadSlots, ThreadStream
 from lamina.types import AttentionSpec, Polling
+from tests.late import LateBackend
 from tests.memory.test_worker import TIMEOUT_S, Pair
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
@@ -55,8 +57,13 @@ def pair(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ite
     yield from make(monkeypatch, 2, Inboxes(SharedMaker()) if request.param == "inboxes" else None)
 
 
-@pytest.fixture
-def served_by_the_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+@pytest.fixture(params=["at once", "late"])
+def served_by_the_host(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """By a GPU that works at once, or as late as it may."""
+    if request.param == "late":
+        backend = LateBackend()
+        monkeypatch.setattr(gpu, "backend", lambda name: backend)
+        monkeypatch.setattr(gpu, "workspaces", lambda name: Workspaces(backend))
     yield from make(monkeypatch, 2, Inboxes(SharedMaker()), "host")
 
 

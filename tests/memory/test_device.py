@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lamina.errors import ConfigError
 from lamina.kernels import reference
+from lamina.memory.device import select
 from lamina.memory.device.base import Device, New, Pairs, Table
 from lamina.memory.device.gpu import Gpu
-from lamina.memory.device.select import make
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab import Slab
 from lamina.memory.store import KvStore
@@ -22,6 +22,7 @@ from lamina.protocol.wire import body_nbytes
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 from tests.kernels.cases import Pair, decode, make_case
+from tests.late import LateBackend
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
@@ -29,12 +30,19 @@ from lamina.kernels.gpu.interpreter import Interpreter
 from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.specialize import sees_all
 
-DEVICES = ("cpu", "emulated")
+DEVICES = ("cpu", "emulated", "late")
 SPECS = [
     AttentionSpec(0, 4, 2, 16, 16, 0.25),
     AttentionSpec(1, 6, 2, 24, 16, 0.2, window=9, softcap=5.0),
     AttentionSpec(2, 4, 4, 16, 16, 0.25, alibi_slopes=(0.5, 0.25, 0.125, 0.0625)),
 ]
+
+
+def make(name: str, attentions: Sequence[AttentionSpec], element: KvElement, capacity: int, threads: int = 1) -> Device:
+    """As ``select.make``; "late": a GPU that works late."""
+    if name == "late":
+        return Gpu(LateBackend(), attentions, element, capacity)
+    return select.make(name, attentions, element, capacity, threads)
 
 
 @pytest.mark.parametrize("name", DEVICES)
