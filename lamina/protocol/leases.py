@@ -25,6 +25,7 @@ SLOT_ROWS = 256  # most rows that a slot has room for; larger messages are fetch
 LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL = 64, 4096  # the fewest; those of all links of a worker together, if there are many
 HEADER_NBYTES = 64  # in front of the message in every slot
 PROOF_NBYTES = 64  # at the beginning of every lease
+VERDICT = PROOF_NBYTES - 1  # the owner's byte in there: 1 if the proof of the peer's device has arrived in the inbox
 DOORBELLS = 2 * SLOTS + 2  # of a lease, see protocol.channel
 POOLED_MESSAGES = 4  # of the largest size that the pool has room for
 LANDINGS = 4  # fetches that a worker has in flight at once

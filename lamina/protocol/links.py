@@ -21,7 +21,7 @@ from lamina.protocol.channel import PROOF, Channel, Hub
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.protocol.direct import Direct
-from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, SLOTS, ArenaPlan, Lease, Leases
+from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, SLOTS, VERDICT, ArenaPlan, Lease, Leases
 from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Register, Registered
 from lamina.protocol.outbox import Outbox, Slot
 from lamina.topology import Topology
@@ -209,10 +209,10 @@ class Links:
                 if (endpoint := self._endpoints.get(way.transport)) is None:
                     raise TransportError(f"{self.name} has closed its {way.transport} endpoint, which no link used")
                 peer = endpoint.connect(way.descriptor, CONNECT_TIMEOUT_S)
-                self._links[name] = _Link(endpoint, peer, way.lease)
+                self._links[name], proof = _Link(endpoint, peer, way.lease), _proof(link.round, way.transport)
                 if self.inboxes is not None and isinstance(peer, ShmPeer):
-                    self.inboxes.open(name, way.lease.inbox, SLOTS * way.lease.body_nbytes)
-                self.outbox(name, _place(way.lease)).send([_proof(link.round, way.transport)], link.round)
+                    self.inboxes.open(name, way.lease.inbox, SLOTS * way.lease.body_nbytes, proof)
+                self.outbox(name, _place(way.lease)).send([proof], link.round)
             except TransportError as error:
                 failures[name] = str(error)
         waiting = {name: way.transport for name, way in link.peers.items() if name not in failures}
@@ -258,8 +258,14 @@ class Links:
             expected = _proof(current.number, waiting.pop(name))
             if bytes(self.arena.view(places[name].offset, len(expected))) != expected:
                 failures[name] = f"the write of {name} reached {self.name} with other bytes"
+            self._judge_inbox(name, expected)
         self._round = None
         return Linked(failures)
+
+    def _judge_inbox(self, name: str, proof: bytes) -> None:
+        """Let a peer that shares memory know whether what its device writes arrives in the inbox for it."""
+        arrived = self.inboxes is not None and self.inboxes.has(name, proof)
+        self.arena.view(self._leases[name].offset + VERDICT, 1)[0] = arrived
 
     def settle(self) -> Wait:
         """The first links stand: close endpoints that none uses, unless later workers may. Returns how to wait for
@@ -354,7 +360,8 @@ class Links:
         link = self._links.get(name)
         if link is None or not isinstance(link.peer, ShmPeer):
             return None
-        theirs = None if self.inboxes is None else self.inboxes.theirs(name)
+        arrives = memoryview(link.peer.native)[link.lease.offset + VERDICT]
+        theirs = self.inboxes.theirs(name) if self.inboxes is not None and arrives else None
         return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, self.inbox(name), theirs)
 
     def leased(self, name: str) -> Buffer:

@@ -3,6 +3,7 @@
 Over shared memory, the device writes into peers' slots or inboxes itself.
 """
 
+import logging
 from collections.abc import Collection, Iterable
 from typing import Any, Protocol
 
@@ -11,6 +12,13 @@ from lamina.protocol.leases import SLOTS
 from lamina.protocol.links import Links
 from lamina.transport.base import Buffer
 from lamina.transport.device.inboxes import Inboxes
+
+logger = logging.getLogger(__name__)
+
+_ASTRAY = (
+    "what the device of %s writes into the memory of that of %s does not arrive, so messages go through the host's "
+    "memory. Check whether the IOMMU or PCIe's access control keeps GPUs from writing to each other"
+)
 
 
 class Mapper(Protocol):
@@ -58,9 +66,16 @@ class Slots:
             channel.writes_inbox = direct.their_inbox is not None
             if channel.writes_inbox:
                 channel.bodies = direct.bodies
-            elif self._device.map(channel.name, direct.their_memory):
+                continue
+            self._warn_if_astray(channel.name)
+            if self._device.map(channel.name, direct.their_memory):
                 self._mapped.add(channel.name)
                 channel.bodies = direct.bodies
+
+    def _warn_if_astray(self, peer: str) -> None:
+        inboxes = self._links.inboxes
+        if inboxes is not None and inboxes.theirs(peer) is not None:
+            logger.warning(_ASTRAY, self._links.name, peer)
 
     def keep(self, names: Collection[str]) -> None:
         """The links to all other peers have ended."""

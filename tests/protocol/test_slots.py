@@ -9,7 +9,7 @@ import pytest
 from lamina.protocol.choice import Transport
 from lamina.protocol.leases import HEADER_NBYTES, SLOTS
 from lamina.protocol.slots import Slots
-from lamina.transport.device.inboxes import Inboxes, SharedMaker
+from lamina.transport.device.inboxes import Inboxes, Opened, SharedMaker
 from tests.protocol.test_links import Cluster
 
 TIMEOUT_S = 5.0
@@ -159,3 +159,25 @@ def test_an_inbox_lasts_as_long_as_its_lease(on_devices: tuple[Cluster, dict[str
     assert cluster.links["near"].direct("far") is None
     cluster.links["near"].release("far")
     assert near.own("far") is None and far.theirs("near") is not None
+
+
+class Astray(SharedMaker):
+    """Writes of other processes' devices do not arrive, although nothing fails."""
+
+    def open(self, handle: bytes, nbytes: int) -> Opened:
+        self.elsewhere = self.make(nbytes)
+        return super().open(self.elsewhere.handle, nbytes)
+
+
+def test_a_device_whose_writes_do_not_arrive_writes_into_slots(caplog: pytest.LogCaptureFixture) -> None:
+    inboxes = {"near": Inboxes(Astray()), "far": Inboxes(SharedMaker())}
+    cluster = Cluster(["near", "far"], inboxes)
+    cluster.link({("near", "far"): Transport.SHM})
+    channels = {name: cluster.links[name].channel(peer) for name, peer in (("near", "far"), ("far", "near"))}
+    for name, channel in channels.items():
+        Slots(cluster.links[name], Device(inboxes=inboxes[name])).add([channel])
+    assert not channels["near"].writes_inbox and channels["near"].place(3) is not None
+    assert channels["far"].writes_inbox, "the other direction is another matter"
+    assert "what the device of near writes into the memory of that of far does not arrive" in caplog.text
+    for links in cluster.links.values():
+        links.close()

@@ -16,7 +16,7 @@ WRITER = """
 import sys
 from lamina.transport.device.inboxes import Inboxes, SharedMaker
 inboxes = Inboxes(SharedMaker())
-inboxes.open("reader", bytes.fromhex(sys.argv[1]), int(sys.argv[2]))
+inboxes.open("reader", bytes.fromhex(sys.argv[1]), int(sys.argv[2]), b"proof")
 inboxes.theirs("reader").array[100:104] = list(b"body")
 inboxes.leave("reader")
 assert inboxes.theirs("reader") is None
@@ -31,7 +31,8 @@ def test_another_process_writes_into_an_inbox() -> None:
     assert inbox is held.inbox and not inbox.array.any()
     subprocess.run([sys.executable, "-c", WRITER, handle.hex(), str(NBYTES)], check=True, timeout=TIMEOUT_S)
     assert inbox.address == inbox.array.ctypes.data and inbox.array.shape == (NBYTES,)
-    assert bytes(inbox.array[100:104]) == b"body" and np.count_nonzero(inbox.array) == 4
+    assert bytes(inbox.array[100:104]) == b"body" and np.count_nonzero(inbox.array) == 4 + len(b"proof")
+    assert inboxes.has("writer", b"proof") and not inboxes.has("writer", b"other") and not inboxes.has("x", b"proof")
     inboxes.close("writer")
     assert inboxes.own("writer") is None
     with pytest.raises(TransportError, match="cannot open the inbox"):
@@ -58,7 +59,7 @@ class Lacking:
 def test_without_an_inbox_there_is_no_handle_and_nothing_to_write_into(caplog: pytest.LogCaptureFixture) -> None:
     inboxes = Inboxes(Lacking())
     assert inboxes.make("peer", NBYTES) is None and inboxes.own("peer") is None
-    inboxes.open("peer", b"1 2", NBYTES)
+    inboxes.open("peer", b"1 2", NBYTES, b"proof")
     assert inboxes.theirs("peer") is None
     assert "messages of peer go through the host's memory: no memory" in caplog.text
     inboxes.leave("peer")
@@ -71,7 +72,7 @@ def test_none_is_made_or_opened_once_they_are_fixed() -> None:
     assert held is not None
     inboxes.fixed = True
     assert inboxes.make("after", NBYTES) is None and inboxes.own("after") is None
-    inboxes.open("after", held.handle, NBYTES)
+    inboxes.open("after", held.handle, NBYTES, b"proof")
     assert inboxes.theirs("after") is None and inboxes.own("before") is not None
     inboxes.close_all()
     assert inboxes.own("before") is None

@@ -23,7 +23,10 @@ class CudaMaker:
         try:
             with cupy.cuda.Device(self._index):
                 memory = PeerMemory(nbytes)
-                return Held(Inbox(memory.address, memory.bytes, memory.settle), memory.handle(), memory, lambda: None)
+                inbox = Inbox(memory.address, memory.bytes, memory.settle)
+                return Held(
+                    inbox, memory.handle(), memory, lambda count: bytes(inbox.array[:count].get()), lambda: None
+                )
         except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
             raise TransportError(f"cuda:{self._index} cannot share {nbytes} bytes of its memory: {error}") from error
 
@@ -39,4 +42,12 @@ class CudaMaker:
         # Of this GPU, for CuPy, which else refuses to launch kernels on it; opening it has enabled the access.
         memory = cupy.cuda.UnownedMemory(arena.address, nbytes, arena, self._index)
         array = cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
-        return Opened(Inbox(arena.address, array), arena.close)
+
+        def write(content: bytes) -> None:
+            try:
+                array[: len(content)] = cupy.array(list(content), np.uint8)
+                cupy.cuda.get_current_stream().synchronize()
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                raise TransportError(f"cuda:{self._index} cannot write there: {error}") from error
+
+        return Opened(Inbox(arena.address, array), write, arena.close)

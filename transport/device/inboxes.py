@@ -39,20 +39,26 @@ class Inbox:
 
 @dataclass(frozen=True)
 class Held:
-    """An inbox of this process. ``handle``: what another process opens it with; ``memory``: that it is in, for NICs;
-    ``close`` frees it."""
+    """An inbox of this process.
+
+    Attributes:
+        handle: what another process opens it with. memory: that it is in, for NICs.
+        read: its first bytes, so many. close: frees it.
+    """
 
     inbox: Inbox
     handle: bytes
     memory: DeviceMemory
+    read: Callable[[int], bytes]
     close: Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An inbox of another process. ``close`` unmaps it."""
+    """An inbox of another process. ``write`` writes its first bytes; complete on return. ``close`` unmaps it."""
 
     inbox: Inbox
+    write: Callable[[bytes], None]
     close: Callable[[], None]
 
 
@@ -101,14 +107,20 @@ class Inboxes:
             return None
         return self._own[peer]
 
-    def open(self, peer: str, handle: bytes, nbytes: int) -> None:
-        """Open a peer's inbox, if this device can reach it; ``theirs`` tells."""
+    def open(self, peer: str, handle: bytes, nbytes: int, proof: bytes) -> None:
+        """Open a peer's inbox and write a proof there, if this device can reach it; ``theirs`` tells."""
         if self.fixed or not handle:
             return
         try:
             self._theirs[peer] = self.maker.open(handle, nbytes)
+            self._theirs[peer].write(proof)
         except TransportError as error:
             logger.info("messages to %s go through the host's memory: %s", peer, error)
+            self.leave(peer)
+
+    def has(self, peer: str, proof: bytes) -> bool:
+        """True if a peer's device has written this proof here."""
+        return peer in self._own and self._own[peer].read(len(proof)) == proof
 
     def own(self, peer: str) -> Inbox | None:
         """What a peer writes into here."""
@@ -146,7 +158,8 @@ class SharedMaker:
         file = os.fdopen(os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC), "rb+")
         file.truncate(nbytes)
         inbox, handle = _mapped(file, nbytes), f"{os.getpid()} {file.fileno()}".encode()
-        return Held(inbox, handle, _SharedMemory(inbox.address, nbytes), file.close)
+        memory, read = _SharedMemory(inbox.address, nbytes), lambda count: bytes(inbox.array[:count])
+        return Held(inbox, handle, memory, read, file.close)
 
     def open(self, handle: bytes, nbytes: int) -> Opened:
         """See ``Maker``."""
@@ -156,9 +169,14 @@ class SharedMaker:
             if f"memfd:{MEMFD_NAME}" not in os.readlink(path):
                 raise TransportError(f"{path} is no inbox")
             with open(path, "rb+") as file:
-                return Opened(_mapped(file, nbytes), lambda: None)
+                inbox = _mapped(file, nbytes)
         except OSError as error:
             raise TransportError(f"cannot open the inbox {path}: {error}") from error
+
+        def write(content: bytes) -> None:
+            inbox.array[: len(content)] = list(content)
+
+        return Opened(inbox, write, lambda: None)
 
 
 @dataclass
