@@ -3,8 +3,9 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from lamina.protocol.channel import Channel, Hub
+from lamina.protocol.channel import Channel
 from lamina.protocol.fetching import Fetcher
+from lamina.protocol.hub import Hub
 from lamina.protocol.leases import ArenaPlan, Lease, Leases
 from lamina.transport.base import Arena, Endpoint, Fetch, Peer
 

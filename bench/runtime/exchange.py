@@ -24,8 +24,9 @@ from lamina.compute.device.kit import Cut, Replay
 from lamina.compute.exchange import StepExchange
 from lamina.compute.links import Mail
 from lamina.compute.runner import NativeRunner
-from lamina.protocol.channel import Body, Channel, Hub
+from lamina.protocol.channel import Body, Channel
 from lamina.protocol.fetching import Fetcher
+from lamina.protocol.hub import Hub
 from lamina.protocol.leases import SLOTS, ArenaPlan, Lease, Leases, messages
 from lamina.splitter import SliceOutput
 from lamina.steps import DecodeRows, StepPlan

@@ -32,8 +32,8 @@ from lamina.memory.migrations import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
 from lamina.profiling.transports import SPINS, make_endpoint
-from lamina.protocol.channel import Target
 from lamina.protocol.choice import Transport
+from lamina.protocol.hub import Target
 from lamina.protocol.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
 from lamina.protocol.outbox import Outbox, Slot
 from lamina.protocol.secret import Secret, new

@@ -9,8 +9,9 @@ one whose lane can run without waiting.
 from collections.abc import Collection, Mapping
 
 from lamina.errors import DeadlineError
-from lamina.protocol.channel import Arrival, Channel, Hub, Target
+from lamina.protocol.channel import Arrival, Channel
 from lamina.protocol.fetching import Fetcher
+from lamina.protocol.hub import Hub, Target
 from lamina.protocol.links import Wait
 from lamina.topology import Topology
 

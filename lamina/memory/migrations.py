@@ -26,8 +26,9 @@ import numpy.typing as npt
 
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.protocol.channel import ARRIVED, FETCHED, Target, first_use
+from lamina.protocol.channel import ARRIVED, FETCHED
 from lamina.protocol.fetching import Piece
+from lamina.protocol.hub import Target, first_use
 from lamina.protocol.leases import STAGING_SLOTS, ArenaPlan, Lease
 from lamina.protocol.outbox import Outbox, Slot
 from lamina.protocol.wire import migrated_pieces

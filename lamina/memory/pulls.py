@@ -16,8 +16,8 @@ import numpy.typing as npt
 from lamina.errors import DeadlineError
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.protocol.channel import Target
 from lamina.protocol.fetching import Fetcher, FetchFrom, Piece
+from lamina.protocol.hub import Target
 from lamina.protocol.leases import ArenaPlan
 from lamina.protocol.wire import pulled_pieces
 from lamina.transport.base import Arena

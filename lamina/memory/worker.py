@@ -24,9 +24,10 @@ from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.memory.tier import Tier
-from lamina.protocol.channel import Arrival, Target
+from lamina.protocol.channel import Arrival
 from lamina.protocol.control import ControlClient
 from lamina.protocol.fence import Fence
+from lamina.protocol.hub import Target
 from lamina.protocol.leases import SLOTS, Lease
 from lamina.protocol.links import Links, Wait, set_up_links
 from lamina.protocol.messages import (

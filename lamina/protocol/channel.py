@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 from lamina.protocol.credits import SlotCredits
 from lamina.protocol.header import HEADER, Place, lane_of, pack
-from lamina.protocol.leases import ALIGNMENT, DOORBELLS, HEADER_NBYTES, SLOTS, Lease, Space, aligned
+from lamina.protocol.hub import Hub, Target, buffer_of
+from lamina.protocol.leases import DOORBELLS, HEADER_NBYTES, SLOTS, Lease, aligned
 from lamina.protocol.wire import MOST_PIECES, slot_number
-from lamina.topology import Epoch, Topology
 from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer, part_nbytes
 
 # Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
@@ -34,81 +34,6 @@ ARRIVED = 1  # by slot: a piece of a message is in it
 GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses given back
 FETCHED = GIVEN_BACK + SLOTS  # regions fetched
 assert FETCHED < DOORBELLS
-
-Target = tuple[int, int]
-"""A doorbell and the number that it has to reach."""
-
-
-class Hub:
-    """What all links of a worker share: the pool of regions that peers fetch from, and who has something to do.
-
-    Attributes:
-        channels: all of them. keeping: those with messages that wait for a slot or a region. owing: those whose peer
-            may wait for a slot or a region of which it has not been told.
-        sequence: what a doorbell of this worker was last rung with.
-    """
-
-    def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
-        self.channels: list[Channel] = []
-        self.keeping: set[Channel] = set()
-        self.owing: set[Channel] = set()
-        self.sequence = arena.sequence
-        self._arena = arena
-        self._space = Space(*pool, ALIGNMENT)
-        self.nbytes = pool[1] - pool[0]
-
-    def flush(self) -> None:
-        """Tell peers what they are owed. Raises PeerLostError."""
-        while self.owing:
-            next(iter(self.owing)).flush()
-
-    @property
-    def credits(self) -> list[Target]:
-        """What may let a kept message be sent; empty without one."""
-        # A region that any peer has fetched makes room for a message to any other.
-        return [target for channel in self.channels for target in channel.credits] if self.keeping else []
-
-    def go_on(self) -> None:
-        """Take in credits and send the kept messages that can be sent now. Raises PeerLostError."""
-        if not self.keeping:
-            return
-        for channel in self.channels:
-            channel.read_credits()
-        for channel in [channel for channel in self.channels if channel in self.keeping]:
-            channel.go_on()
-
-    def forget(self, channel: "Channel") -> None:
-        """The link has ended: drop what was kept for it, and release what its peer has not fetched."""
-        self.channels.remove(channel)
-        self.keeping.discard(channel)
-        self.owing.discard(channel)
-        channel.drop()
-
-    def restart(self, topology: Topology) -> None:
-        """Restart counting, above all earlier numbers: all messages have been dropped, also by the peers that stay."""
-        self.keeping.clear()
-        self.owing.clear()
-        for channel in list(self.channels):
-            if channel.name in topology.names:
-                channel.restart(first_use(topology.epoch))
-            else:
-                self.forget(channel)
-
-    def take(self, nbytes: int) -> int | None:
-        """Take a free region: its offset, or None while all are in use."""
-        return self._space.take(nbytes)
-
-    def give(self, offset: int, nbytes: int) -> None:
-        """Give back a region."""
-        self._space.give(offset, nbytes)
-
-    def write(self, offset: int, parts: Sequence[Part]) -> int:
-        """Copy parts to ``offset`` of the arena, one after another; returns where they end."""
-        for part in parts:
-            if nbytes := part_nbytes(part):
-                self._arena.view(offset, nbytes)[:] = _view(part).cast("B")
-                offset += nbytes
-        return offset
 
 
 class Body(NamedTuple):
@@ -208,7 +133,7 @@ class Message:
         self._sent = parts
 
     def _kept(self, parts: Sequence[Part]) -> Sequence[Part]:
-        return [_view(part).tobytes() for part in parts] if self._copies else parts
+        return [buffer_of(part).tobytes() for part in parts] if self._copies else parts
 
     def go_on(self) -> None:
         """Send what was kept, now that there is a slot."""
@@ -501,15 +426,5 @@ class Channel:
         self.hub.owing.discard(self)
 
 
-def first_use(epoch: Epoch) -> int:
-    """Above the numbers of all earlier epochs, with room for 2^40 uses of a slot in each. A doorbell has 64 bits, which
-    are enough for 500,000 epochs."""
-    return epoch.number << 40
-
-
 def _nothing() -> None:
     pass
-
-
-def _view(part: Any) -> memoryview:  # Any: numpy declares its buffer protocol from Python 3.12 on only
-    return memoryview(part)

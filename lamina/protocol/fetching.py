@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lamina.protocol.channel import Target
+from lamina.protocol.hub import Target
 from lamina.protocol.leases import LANDINGS, ArenaPlan
 from lamina.transport.base import Arena, Fetch
 

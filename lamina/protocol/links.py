@@ -17,10 +17,11 @@ import msgspec
 
 from lamina._native import Arena as NativeArena
 from lamina.errors import DeadlineError, PeerLostError, TransportError, WorkerError
-from lamina.protocol.channel import PROOF, Channel, Hub
+from lamina.protocol.channel import PROOF, Channel
 from lamina.protocol.choice import Offer, Transport
 from lamina.protocol.control import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.protocol.direct import Direct
+from lamina.protocol.hub import Hub
 from lamina.protocol.leases import DOORBELLS, PROOF_NBYTES, SLOTS, VERDICT, ArenaPlan, Lease, Leases
 from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Register, Registered
 from lamina.protocol.outbox import Outbox, Slot
