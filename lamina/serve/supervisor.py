@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -48,6 +49,7 @@ from lamina.protocol.supervision import (
     receive_from_engine,
     send,
 )
+from lamina.serve.signals import collected
 from lamina.transport.listener import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -92,11 +94,17 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="lamina-supervisor", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start the engine and its workers. Raises what the engine raised if they cannot be started."""
+        """Start the engine and its workers. A signal is raised again once this wait has ended.
+
+        Raises what the engine raised if they cannot be started.
+        """
         try:
-            self._thread.start()
-            while not self._begun.wait(POLL_S):
-                pass  # in between, signals are handled
+            with collected() as signals:
+                self._thread.start()
+                while not signals and not self._begun.wait(POLL_S):
+                    pass
+            if signals:
+                signal.raise_signal(signals[0])
             if self._refusal is not None:
                 raise _error(self._refusal)
             if self.dead is not None:
