@@ -107,7 +107,7 @@ def test_an_engine_that_was_stopped_itself_goes_on() -> None:
     for client in clients:
         client.join(2 * RUN_S)
     assert [answer.status_code for answer in answers] == [200] * 4
-    assert not any('"error"' in answer.text for answer in answers)
+    assert not any('"error":' in answer.text for answer in answers)  # the model may write "error" itself
     assert httpx.get(f"{running.url}/health").status_code == 200
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(END_S) == 0
