@@ -178,9 +178,10 @@ class Supervisor:
                         self._take(message)
                 if self._closing.is_set() and told_to_close is None:
                     told_to_close = time.monotonic()
-                    self._tell(Close())
                     if self.serving is before and not self._elsewhere:
                         engine.kill()  # it still loads, and its workers belong to this process
+                    else:
+                        self._tell(Close())
                 elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
                     engine.kill()
             while ours.poll() and (message := self._read(ours)) is not None:
