@@ -1,11 +1,15 @@
 """The process of a server's engine: ``python -m lamina.serve.engine DESCRIPTOR``, which leads to the supervisor."""
 
+import _thread
 import contextlib
 import logging
+import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from lamina.cluster.launchers.supervised import SupervisedWorkers
 from lamina.config import EngineConfig
@@ -46,14 +50,19 @@ class EngineProcess:
         self._workers = SupervisedWorkers(line, bootstrap.exited)
         self._frontends: Frontends | None = None
         self._closing = threading.Event()
+        self._loading = True
         threading.Thread(target=self._read, name="supervisor", daemon=True).start()
         # From the start: loading may take longer than the supervisor waits for a process that does not run.
         threading.Thread(target=self._beat, name="beats", daemon=True).start()
 
     def run(self) -> None:
-        """Serve until told to close, or until the engine has stopped by itself."""
+        """Serve until told to close, or until the engine has stopped by itself.
+
+        Raises KeyboardInterrupt if told to close while it loads: all workers have been ended.
+        """
         try:
             engine = self._start()
+            self._loading = False
         except Exception as error:
             if not isinstance(error, LaminaError):
                 log.exception("the engine cannot start")
@@ -119,6 +128,8 @@ class EngineProcess:
                     self._frontends.leave(message.frontend)
             elif isinstance(message, Close):
                 self._closing.set()
+                if self._loading:  # which may take half an hour, if workers of other machines do not come
+                    _thread.interrupt_main()
 
 
 def describe(engine: Engine) -> str:
@@ -134,6 +145,10 @@ def describe(engine: Engine) -> str:
     )
 
 
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt("the server is stopped")
+
+
 def main() -> None:
     """Body of the process."""
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
@@ -142,7 +157,9 @@ def main() -> None:
     if not isinstance(bootstrap, EngineBootstrap):
         raise SystemExit(f"expected EngineBootstrap from the supervisor, got {type(bootstrap).__name__}")
     exit_with(bootstrap.supervisor_pid)
-    EngineProcess(line, bootstrap).run()
+    signal.signal(signal.SIGINT, _interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        EngineProcess(line, bootstrap).run()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from lamina.protocol.liveness import Liveness
 from lamina.protocol.supervision import Serving
 from lamina.serve.errors import first_line
 from lamina.serve.server import GRACE_S, TELL_S
+from lamina.serve.signals import collected
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ class FrontendProcesses:
             WorkerError: a frontend cannot start, or frontends end again and again.
         """
         try:
-            with self._own_signals():
+            with collected() as self._signals:
                 for process in self._running:
                     self._introduce(process, supervisor)
                 self._await_ready(supervisor)
@@ -246,19 +247,6 @@ class FrontendProcesses:
             process.popen.kill()
         for process in self._running:
             process.popen.wait(STOP_TIMEOUT_S)
-
-    @contextlib.contextmanager
-    def _own_signals(self) -> Iterator[None]:
-        """Collect signals rather than raise exceptions: what ends the server must go on to its end."""
-        before = {
-            number: signal.signal(number, lambda number, _: self._signals.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def __enter__(self) -> Self:
         return self

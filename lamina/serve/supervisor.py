@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import selectors
+import signal
 import socket
 import subprocess
 import sys
@@ -48,6 +49,7 @@ from lamina.protocol.supervision import (
     receive_from_engine,
     send,
 )
+from lamina.serve.signals import collected
 from lamina.transport.listener import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -92,11 +94,17 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="lamina-supervisor", daemon=True)
 
     def __enter__(self) -> Self:
-        """Start the engine and its workers. Raises what the engine raised if they cannot be started."""
+        """Start the engine and its workers. A signal is raised again once this wait has ended.
+
+        Raises what the engine raised if they cannot be started.
+        """
         try:
-            self._thread.start()
-            while not self._begun.wait(POLL_S):
-                pass  # in between, signals are handled
+            with collected() as signals:
+                self._thread.start()
+                while not signals and not self._begun.wait(POLL_S):
+                    pass
+            if signals:
+                signal.raise_signal(signals[0])
             if self._refusal is not None:
                 raise _error(self._refusal)
             if self.dead is not None:
@@ -170,9 +178,10 @@ class Supervisor:
                         self._take(message)
                 if self._closing.is_set() and told_to_close is None:
                     told_to_close = time.monotonic()
-                    self._tell(Close())
                     if self.serving is before and not self._elsewhere:
                         engine.kill()  # it still loads, and its workers belong to this process
+                    else:
+                        self._tell(Close())
                 elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
                     engine.kill()
             while ours.poll() and (message := self._read(ours)) is not None:

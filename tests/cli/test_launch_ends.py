@@ -107,7 +107,7 @@ def test_an_engine_that_was_stopped_itself_goes_on() -> None:
     for client in clients:
         client.join(2 * RUN_S)
     assert [answer.status_code for answer in answers] == [200] * 4
-    assert not any('"error"' in answer.text for answer in answers)
+    assert not any('"error":' in answer.text for answer in answers)  # the model may write "error" itself
     assert httpx.get(f"{running.url}/health").status_code == 200
     running.process.send_signal(signal.SIGTERM)
     assert running.process.wait(END_S) == 0
@@ -137,6 +137,23 @@ def test_a_signal_while_loading_leaves_nothing(command: tuple[str, ...], sent: s
         process.send_signal(sent)
     _, said = process.communicate(timeout=END_S)
     assert (process.returncode, said) == (status, b"")
+    assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+def test_a_signal_while_it_waits_for_another_machine_leaves_nothing() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        where = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [*LAMINA, "launch", "--port", "0", "--listen", where, "--memory", "remote:1"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=os.environ | {"LAMINA_SECRET": "5a" * 32}
+    )
+    deadline = time.monotonic() + RUN_S
+    while len(workers := psutil.Process(process.pid).children()) != 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=END_S)
+    assert process.returncode == 130 and b"Traceback" not in said, said
     assert psutil.wait_procs(workers, END_S)[1] == []
 
 

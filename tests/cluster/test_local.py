@@ -3,15 +3,15 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from lamina.cluster.launchers import local
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.launchers.local import LocalWorkers, start_process
 from lamina.errors import ConfigError
 from lamina.protocol.control import Bootstrap
 
@@ -79,18 +79,23 @@ def test_a_worker_is_replaced_on_the_gpu_of_the_one_that_was_ended(monkeypatch: 
 def test_a_memory_worker_on_a_gpu_that_computes_knows_it(
     mps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And who started it, whether they take turns."""
+    """And who started it, whether they take turns; if not, it gets a part of the GPU."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    monkeypatch.delenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", raising=False)
     if mps:
         (tmp_path / "control").touch()
     started: list[Bootstrap] = []
 
-    def start(command: list[str], bootstrap: Bootstrap, shared_cores: bool) -> subprocess.Popen[bytes]:
+    class Printing(LocalWorkers):
+        def command(self, name: str, module: str) -> list[str]:
+            return ["sh", "-c", f'echo "$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" > {tmp_path}/{name}']
+
+    def start(command: list[str], bootstrap: Bootstrap, *others: Any) -> subprocess.Popen[bytes]:
         started.append(bootstrap)
-        return subprocess.Popen([sys.executable, "-c", ""])
+        return start_process(command, bootstrap, *others)
 
     monkeypatch.setattr(local, "start_process", start)
-    workers, cores = LocalWorkers(), frozenset(os.sched_getaffinity(0))
+    workers, cores = Printing(), frozenset(os.sched_getaffinity(0))
     try:
         for name, module, device in [
             ("compute0", local.COMPUTE, "cuda:0"),
@@ -104,4 +109,7 @@ def test_a_memory_worker_on_a_gpu_that_computes_knows_it(
     finally:
         workers.close()
     assert [one.name for one in started if one.shares_gpu] == ["memory0", "memory3"]
+    limited = [one.name for one in started if (tmp_path / one.name).read_text() == "60\n"]
+    assert limited == (["memory0", "memory3"] if mps else [])
+    assert all((tmp_path / one.name).read_text() == "\n" for one in started if one.name not in limited)
     assert caplog.text.count("nvidia-cuda-mps-control") == (0 if mps else 1)

@@ -7,14 +7,16 @@ import selectors
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Wish
 from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, require_kind
+from lamina.cluster.sharing import mps_runs, parts
 from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
@@ -37,11 +39,6 @@ def allocation_variables() -> dict[str, str]:
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
 
 
-def mps_runs(variables: Mapping[str, str]) -> bool:
-    """Whether CUDA's Multi-Process Service runs, through which processes use a GPU at the same time."""
-    return Path(variables.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control").exists()
-
-
 COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
 MODULES: Mapping[Role, str] = {"compute": COMPUTE, "memory": MEMORY}
 
@@ -51,12 +48,16 @@ def worker_command(module: str) -> list[str]:
     return [sys.executable, "-P", "-m", module]
 
 
-def start_process(command: list[str], bootstrap: Bootstrap, shared_cores: bool) -> subprocess.Popen[bytes]:
-    """Start a worker. Its keys go through a pipe, not the command line. ``shared_cores``: others compute on its cores.
+def start_process(
+    command: list[str], bootstrap: Bootstrap, shared_cores: bool, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[bytes]:
+    """Start a worker. Its keys go through a pipe, not the command line.
 
+    ``shared_cores``: others compute on its cores. ``variables``: of its environment, besides those of every worker.
     The process may have ended when this returns.
     """
     environment = os.environ | allocation_variables() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    environment |= variables
     environment.pop("LAMINA_SECRET", None)  # workers have keys of their own
     if shared_cores:
         environment["GOMP_SPINCOUNT"] = OPENMP_SPIN_COUNT
@@ -88,7 +89,7 @@ class LocalWorkers:
         self._closing = False
         self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
         self.devices: dict[str, str] = {}
-        self._computing = set[str]()  # devices of compute workers
+        self._roles = defaultdict[str, list[Role]](list)  # of all workers so far, by device
         self._hinted = set[str]()  # devices that both roles share
         self._shared_cores = False
 
@@ -104,22 +105,29 @@ class LocalWorkers:
 
     def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
         """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too. Compute workers come first."""
-        if module == COMPUTE:
-            self._computing.add(bootstrap.device)
-        elif bootstrap.device.startswith(CUDA) and bootstrap.device in self._computing:
-            bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
-            self._hint(bootstrap.device)
+        bootstrap, variables = self._share(module, bootstrap)
         self._cores[module] = self._cores.get(module, frozenset()) | cores
         self._shared_cores = shared_cores
         own = os.sched_getaffinity(0)
         os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
         try:
-            process = start_process(self.command(name, module), bootstrap, shared_cores)
+            process = start_process(self.command(name, module), bootstrap, shared_cores, variables)
         finally:
             os.sched_setaffinity(0, own)
         self._processes[name] = process
         self.devices[name] = bootstrap.device
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
+
+    def _share(self, module: str, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
+        """What a worker has to know of those on its GPU, and its environment variables."""
+        if not bootstrap.device.startswith(CUDA):
+            return bootstrap, {}
+        roles = self._roles[bootstrap.device]
+        roles.append("compute" if module == COMPUTE else "memory")
+        if module != COMPUTE and "compute" in roles:
+            bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
+            self._hint(bootstrap.device)
+        return bootstrap, parts(roles, mps_runs(os.environ), os.environ)[-1]
 
     def _hint(self, device: str) -> None:
         """Say how processes that share a GPU run at once, if they do not."""
