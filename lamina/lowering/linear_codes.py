@@ -71,7 +71,7 @@ class PackedExperts:
 def can_pack(codes: Codes) -> bool:
     """Whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too short:
     a group has a scale and maybe a zero point of 4 bytes each."""
-    return codes.values.dtype in (torch.int8, torch.uint8) and (codes.group or 0) >= _LEAST_GROUP
+    return codes.values.dtype in (torch.int8, torch.uint8) and codes.group >= _LEAST_GROUP
 
 
 def pack_experts(codes: ExpertCodes) -> PackedExperts:
@@ -83,7 +83,6 @@ def pack_codes(codes: Codes) -> PackedCodes:
     """The form that ``linear_codes`` takes; the original can then be freed."""
     outputs, inputs = codes.values.shape
     group, bits = codes.group, codes.bits
-    assert group is not None
     # The product takes codes of 8 bits as signed ones, and those of 4 bits as 0 to 15.
     shift = 128 * (codes.values.dtype == torch.uint8) if bits == 8 else -8 * (codes.values.dtype == torch.int8)
     places = codes.columns[::group]

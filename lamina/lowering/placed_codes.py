@@ -15,7 +15,16 @@ from lamina.errors import ConfigError
 from lamina.lowering.grouped import linear_stacked
 from lamina.lowering.lowered import LoweredModel
 from lamina.lowering.quantised import chosen, expert_weights, linear_weights
-from lamina.models.codes import GROUPS, Codes, ExpertCodes, Held, StackedCodes, group_size, quantise, quantise_experts
+from lamina.models.codes import (
+    Codes,
+    ExpertCodes,
+    Held,
+    StackedCodes,
+    group_size,
+    quantise,
+    quantise_experts,
+    stacked_group,
+)
 from lamina.splitter.split_model import Shard, cut
 from lamina.types import DType, Quantization
 
@@ -25,8 +34,8 @@ class PlacedForm:
     """A ``Form`` of weights on a GPU, or on an emulated one.
 
     Codes that a checkpoint stores stay as they are if a product keeps their values. torchao has those of int8 and fp8
-    with a scale for each output or for all; Lamina has that of 4 bits with groups of 32 to 128 inputs, and that of
-    experts in int8 with a scale for each output.
+    with a scale for each output or for all; Lamina has that of 4 and 8 bits with groups of 32 inputs or more, and that
+    of experts in int8 with a scale for each output.
     """
 
     held: frozenset[str]
@@ -72,18 +81,14 @@ class PlacedForm:
         """See ``Form``."""
         if name not in self.held:
             return None
-        if codes.bits == 4:
-            return StackedCodes.of([codes], 1) if codes.group in GROUPS else None
-        of_outputs = codes.zeros is None and codes.scales.shape[1] == 1
-        return _held(codes, dtype) if self.installed and of_outputs and codes.values.dtype != torch.uint8 else None
+        of_outputs = codes.zeros is None and codes.scales.shape[1] == 1 and codes.values.dtype != torch.uint8
+        if self.installed and of_outputs and codes.bits == 8:
+            return _held(codes, dtype)
+        return None if stacked_group(codes) is None else StackedCodes.of([codes], 1)
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> StackedCodes | None:
         """See ``Form``."""
-        first = codes.each[0]
-        fits = first.bits == 4 and first.group in GROUPS
-        if first.bits == 8:
-            fits = first.values.dtype == torch.int8 and first.zeros is None and first.group == first.values.shape[1]
-        return StackedCodes.of(codes.each, len(codes.each)) if fits else None
+        return None if stacked_group(codes.each[0]) is None else StackedCodes.of(codes.each, len(codes.each))
 
 
 def _held(codes: Codes, dtype: torch.dtype) -> Held:

@@ -173,7 +173,7 @@ def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family
         if isinstance(weight, ExpertCodes):
             plain[key] = torch.stack([dense(one).bfloat16() for one in weight.each])
         elif isinstance(weight, StackedCodes):
-            plain[key] = (weight.values * weight.scales).bfloat16()
+            plain[key] = dense_experts(weight).bfloat16()
         elif isinstance(weight, Held):
             plain[key] = dense(weight).bfloat16()
     for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
@@ -191,6 +191,9 @@ def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family
         ("cpu", checkpoints.gptq(4, symmetric=False, ordered=True, group=32), False),
         ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=32), True),
         ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=16), False),
+        ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=-1), True),
+        ("emulated", checkpoints.gptq(8, symmetric=False, ordered=False, group=32), True),
+        ("emulated", checkpoints.pack_quantized(8, symmetric=True, group=32), True),
     ],
 )
 @pytest.mark.parametrize("family", sweep(["qwen3_moe", "mixtral", "deepseek_v3"], ["qwen3_moe"]))
@@ -257,7 +260,8 @@ def dense_experts(weight: Weight) -> Tensor:
     assert isinstance(weight, StackedCodes)
     halves = weight.values.view(*weight.scales.shape, -1)
     values = torch.cat([halves & 15, halves >> 4], 3) if weight.values.dtype == torch.uint8 else halves
-    return ((values.double() - weight.zeros[..., None]) * weight.scales[..., None]).flatten(2)
+    zeros = 0.0 if weight.zeros is None else weight.zeros[..., None]
+    return ((values.double() - zeros) * weight.scales[..., None]).flatten(2)
 
 
 @needs_kernels

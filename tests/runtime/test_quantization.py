@@ -30,14 +30,14 @@ needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="run pip install torchao")
 
 
-def tokens(folder: Path, **settings: Any) -> list[list[int]]:
+def tokens(folder: Path, held: str = "", **settings: Any) -> list[list[int]]:
     sizes = {"max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20}
     given: dict[str, Any] = {"memory": "cpu:1"} | sizes | settings
     engine = launch(EngineConfig(model=str(folder), **given))
     try:
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         outputs = run_all(engine, PROMPTS, params)
-        assert engine.cluster.weights
+        assert engine.cluster.weights and held in engine.cluster.weights
     finally:
         engine.close()
     return [output.outputs[0].token_ids for output in outputs]
@@ -156,8 +156,8 @@ def test_ranks_have_the_same_quantised_weights(tmp_path: Path, compute: str, to:
 def test_experts_are_quantised_at_load(tmp_path: Path, ranks: int) -> None:
     """What chooses them is not. Ranks have the codes of whole weights."""
     reference = quantised_model(tmp_path, "int8", "deepseek_v3")
-    settings = {"compute": f"cpu:{ranks}", "tensor_parallel": ranks}
-    got = tokens(tmp_path, **settings, dtype=DType.BFLOAT16, quantization="int8")
+    cut: dict[str, Any] = {"compute": f"cpu:{ranks}", "tensor_parallel": ranks}
+    got = tokens(tmp_path, **cut, dtype=DType.BFLOAT16, quantization="int8")
     assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
 
 
@@ -169,6 +169,20 @@ def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
     checkpoints.quantise(tmp_path, FORMATS[form], model)
     got = tokens(tmp_path, compute="cpu:1", dtype=DType.BFLOAT16)
     assert all(is_nearly_greedy(model, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
+ON_GPUS = {
+    "gptq-8": checkpoints.gptq(8, symmetric=False, ordered=False, group=32),
+    "pack-8": checkpoints.pack_quantized(8, symmetric=True, group=64),
+}
+
+
+@pytest.mark.parametrize("form", sweep(ON_GPUS, ["gptq-8"]))
+def test_codes_on_a_gpu_give_the_tokens_of_their_weights(tmp_path: Path, form: checkpoints.Format) -> None:
+    model = write_checkpoint(served("llama"), tmp_path)
+    exact = checkpoints.quantise(tmp_path, form, model)
+    got = tokens(tmp_path, f"{len(exact)} matrices as stored", compute="emulated:1", dtype=DType.FLOAT32)
+    assert got == [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.slow
