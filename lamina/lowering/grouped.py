@@ -23,14 +23,27 @@ def is_grouped(node: fx.Node) -> bool:
 
 def experts_stacked(x: Tensor, codes: StackedCodes, ends: Tensor) -> Tensor:
     """As ``multiply``, with weights in codes."""
+    if codes.order is not None:
+        x = _reordered(x, codes.order, ends)
     result: Tensor = _multiply_codes(x, codes.values, codes.scales, codes.zeros, ends, codes.group)
     return result
 
 
 def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
     """Rows x [T, inputs] times the only weight in ``codes``: [T, outputs]."""
+    if codes.order is not None:
+        x = x.index_select(1, codes.order[0])
     result: Tensor = _multiply_by_codes(x, codes.values, codes.scales, codes.zeros, codes.group)
     return result
+
+
+def _reordered(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """Rows x, sorted by expert, with their inputs in the order of each one's expert, see ``StackedCodes``."""
+    if len(order) == 1:
+        return x.index_select(1, order[0])
+    rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
+    experts = torch.searchsorted(ends, rows, right=True).clamp_max(len(order) - 1)  # rows after all have none
+    return x.gather(1, order[experts])
 
 
 @torch.library.custom_op("lamina::grouped_product", mutates_args=())

@@ -34,8 +34,8 @@ class PlacedForm:
     """A ``Form`` of weights on a GPU, or on an emulated one.
 
     Codes that a checkpoint stores stay as they are if a product keeps their values. torchao has those of int8 and fp8
-    with a scale for each output or for all; Lamina has that of 4 and 8 bits with groups of 32 inputs or more, and that
-    of experts in int8 with a scale for each output.
+    with a scale for each output or for all; Lamina has that of 4 and 8 bits with groups of 32 inputs or more, which may
+    be scattered (``desc_act``), and that of experts in int8 with a scale for each output.
     """
 
     held: frozenset[str]
@@ -88,7 +88,8 @@ class PlacedForm:
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> StackedCodes | None:
         """See ``Form``."""
-        return None if stacked_group(codes.each[0]) is None else StackedCodes.of(codes.each, len(codes.each))
+        groups = set(map(stacked_group, codes.each))
+        return StackedCodes.of(codes.each, len(codes.each)) if len(groups) == 1 and None not in groups else None
 
 
 def _held(codes: Codes, dtype: torch.dtype) -> Held:

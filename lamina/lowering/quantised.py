@@ -112,7 +112,7 @@ class HostForm:
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> ExpertCodes | None:
         """See ``Form``."""
-        return codes if dtype == torch.bfloat16 and can_pack(codes.each[0]) else None
+        return codes if dtype == torch.bfloat16 and all(map(can_pack, codes.each)) else None
 
 
 def chosen(model: LoweredModel, linear: Collection[str], to: Quantization) -> frozenset[str]:

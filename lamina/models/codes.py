@@ -43,8 +43,7 @@ class Codes:
     def group(self) -> int:
         """How many neighbouring inputs share a scale: the largest number such that all inputs are runs of so many; 1
         where groups are scattered."""
-        starts = (self.columns[1:] != self.columns[:-1]).nonzero().flatten() + 1
-        return math.gcd(len(self.columns), *starts.tolist())
+        return _runs(self.columns)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Codes":
         """The same with other tensors of equal values."""
@@ -71,6 +70,12 @@ class Codes:
                 part -= self.zeros[rows].float()[:, self.columns]
             result[block] = part * self.scales[rows].float()[:, self.columns]
         return result
+
+
+def _runs(columns: Tensor) -> int:
+    """The largest number such that ``columns`` is runs of so many equal ones."""
+    starts = (columns[1:] != columns[:-1]).nonzero().flatten() + 1
+    return math.gcd(len(columns), *starts.tolist())
 
 
 @dataclass(frozen=True)
@@ -100,17 +105,20 @@ class StackedCodes:
         scales, zeros: float32 [experts, outputs, inputs / group]; zeros None: all are 0. A weight is
             (value - zero) * scale.
         group: inputs that share a scale, see ``stacked_group``.
+        order: int64 [experts, inputs], or [1, inputs] for all experts: which input of x each of these is; None: the
+            same. It makes runs of scattered groups.
     """
 
     values: Tensor
     scales: Tensor
     zeros: Tensor | None
     group: int
+    order: Tensor | None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """All that it holds."""
-        return self.values, self.scales, self.zeros
+        return self.values, self.scales, self.zeros, self.order
 
     @classmethod
     def of(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
@@ -125,31 +133,42 @@ class StackedCodes:
             for stack, part in zip(stacks, parts, strict=True):
                 stack[number] = part
         assert group is not None
-        values, scales, zeros = stacks
-        return cls(values, scales, zeros if bool(zeros.any()) else None, group)
+        values, scales, zeros, order = stacks
+        return cls(values, scales, zeros if bool(zeros.any()) else None, group, _least_order(order))
 
 
 def stacked_group(codes: Codes) -> int | None:
-    """The inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be."""
+    """The inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be, even
+    with their inputs in another order."""
     if codes.values.dtype not in (torch.int8, torch.uint8):
         return None
-    group, inputs = codes.group, codes.values.shape[1]
+    group, inputs = _runs(codes.columns.sort().values), codes.values.shape[1]
     if codes.bits == 8 and codes.zeros is None and group == inputs:
         return inputs
     return next((size for size in GROUPS if group % size == 0), None)
 
 
-def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The values, scales and zeros of one expert, see ``StackedCodes``."""
-    places = codes.columns[::group]
+def _least_order(order: Tensor) -> Tensor | None:
+    """[1, inputs], or None, if that says as much as ``order`` [experts, inputs]."""
+    if not torch.equal(order, order[:1].expand_as(order)):
+        return order
+    return None if torch.equal(order[0], torch.arange(order.shape[1], device=order.device)) else order[:1].clone()
+
+
+def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The values, scales, zeros and order of one expert, see ``StackedCodes``."""
+    columns, order = codes.columns.sort(stable=True)
+    places = columns[::group]
+    values = codes.values if torch.equal(columns, codes.columns) else codes.values[:, order]
     scales = codes.scales[codes.rows][:, places].float()
     zeros = torch.zeros_like(scales) if codes.zeros is None else codes.zeros[codes.rows][:, places].float()
-    signed = codes.values.dtype == torch.int8
-    if codes.bits == 8:
-        return (codes.values, scales, zeros) if signed else ((codes.values ^ 128).view(torch.int8), scales, zeros - 128)
-    middle = 8 if signed else 0
-    halves = (codes.values + middle).to(torch.uint8).view(len(codes.values), -1, 2, group // 2)
-    return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1), scales, zeros + middle
+    if codes.bits == 4:
+        middle = 8 if values.dtype == torch.int8 else 0
+        halves = (values + middle).to(torch.uint8).view(len(values), -1, 2, group // 2)
+        return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1), scales, zeros + middle, order
+    if values.dtype == torch.uint8:
+        values, zeros = (values ^ 128).view(torch.int8), zeros - 128
+    return values, scales, zeros, order
 
 
 @dataclass(frozen=True)

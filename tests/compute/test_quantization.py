@@ -21,7 +21,7 @@ from lamina.errors import ConfigError, ModelError
 from lamina.lowering import LoweredModel, lower
 from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights
 from lamina.models import tensors, weights
-from lamina.models.codes import Codes, ExpertCodes, Held, StackedCodes, Weight
+from lamina.models.codes import Codes, ExpertCodes, Held, StackedCodes, Weight, plain
 from lamina.models.config import load_config
 from lamina.models.directory import find
 from lamina.splitter import split
@@ -150,8 +150,8 @@ def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tupl
     exact = {
         key: dense(weight).float() if not isinstance(weight, Tensor) else weight.float() for key, weight in held.items()
     }
-    plain = logits(make(name), wide, exact)
-    for ours, theirs in zip(actual, plain, strict=True):
+    wanted = logits(make(name), wide, exact)
+    for ours, theirs in zip(actual, wanted, strict=True):
         assert (ours.float() - theirs).abs().max() <= 0.03 * theirs.abs().max()
 
 
@@ -168,15 +168,15 @@ def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family
     codes = {key for key, weight in held.items() if not isinstance(weight, Tensor)}
     assert expert_weights(model) and codes >= expert_weights(model)
     assert router_weights(model) and not codes & router_weights(model)
-    plain: dict[str, Weight] = dict(held)
+    made_dense: dict[str, Weight] = dict(held)
     for key, weight in held.items():
         if isinstance(weight, ExpertCodes):
-            plain[key] = torch.stack([dense(one).bfloat16() for one in weight.each])
+            made_dense[key] = torch.stack([dense(one).bfloat16() for one in weight.each])
         elif isinstance(weight, StackedCodes):
-            plain[key] = dense_experts(weight).bfloat16()
+            made_dense[key] = dense_experts(weight).bfloat16()
         elif isinstance(weight, Held):
-            plain[key] = dense(weight).bfloat16()
-    for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
+            made_dense[key] = dense(weight).bfloat16()
+    for ours, theirs in zip(logits(device, model, held), logits(device, model, made_dense), strict=True):
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
         undecided = 0 if name == "cpu" else 1
         assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= undecided
@@ -193,6 +193,8 @@ def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family
         ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=16), False),
         ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=-1), True),
         ("emulated", checkpoints.gptq(8, symmetric=False, ordered=False, group=32), True),
+        ("emulated", checkpoints.gptq(4, symmetric=False, ordered=True, group=32), True),
+        ("emulated", checkpoints.gptq(8, symmetric=True, ordered=True, group=32), True),
         ("emulated", checkpoints.pack_quantized(8, symmetric=True, group=32), True),
     ],
 )
@@ -201,7 +203,7 @@ def test_experts_that_are_stored_as_codes_stay_codes(
     tmp_path: Path, family: str, name: str, form: checkpoints.Format, kept: bool
 ) -> None:
     """Where the product keeps their values. They mean what they mean if they are made dense."""
-    linear = write_codes(tmp_path, family, form)
+    linear, ordered = write_codes(tmp_path, family, form), form.config.get("desc_act", False)
     device, model = make(name), lowered(tmp_path, name)
     held, names = load(tmp_path, device, model), expert_weights(model)
     assert names and all(isinstance(held[key], ExpertCodes | StackedCodes) == kept for key in names)
@@ -212,15 +214,18 @@ def test_experts_that_are_stored_as_codes_stay_codes(
         part = lowered(tmp_path, name, rank=Rank(number, 2))
         own = load(tmp_path, device, part)
         for key in names if kept else ():
-            wanted = cut(exact[key], part.shards[key]).double()
-            torch.testing.assert_close(dense_experts(own[key]), wanted, rtol=0, atol=1e-6)
-    plain = dict(held)
+            wanted = cut(exact[key], part.shards[key])
+            if ordered and any(dim > 1 for dim in part.shards[key]):  # a rank has unequal parts of the groups
+                assert torch.equal(plain(own[key]), wanted.bfloat16())
+            else:
+                torch.testing.assert_close(dense_experts(own[key]), wanted.double(), rtol=0, atol=1e-6)
+    made_dense = dict(held)
     for key in (*names, *linear) if kept else ():
         found = dense_experts(held[key])
         found = found if key in names else found.view(exact[key].shape)
         torch.testing.assert_close(found, exact[key].double(), rtol=0, atol=1e-6)
-        plain[key] = found.bfloat16()
-    for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
+        made_dense[key] = found.bfloat16()
+    for ours, theirs in zip(logits(device, model, held), logits(device, model, made_dense), strict=True):
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
         assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= 1  # that is undecided between experts
 
@@ -247,6 +252,8 @@ def write_codes(folder: Path, family: str, form: checkpoints.Format) -> list[str
     for key in [*linear, *(key for key in stored if ".experts." in key)]:
         written = form.write(draw, *stored.pop(key).shape)
         stored |= {f"{key.removesuffix('.weight')}.{suffix}": each for suffix, each in written.tensors.items()}
+    for key in [key for key in stored if key.endswith("up_proj.g_idx")]:  # of the same inputs
+        stored[key] = stored[key.replace("up_proj", "gate_proj")].clone()
     save_file(stored, file, metadata={"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": dict(form.config)}))
@@ -261,7 +268,11 @@ def dense_experts(weight: Weight) -> Tensor:
     halves = weight.values.view(*weight.scales.shape, -1)
     values = torch.cat([halves & 15, halves >> 4], 3) if weight.values.dtype == torch.uint8 else halves
     zeros = 0.0 if weight.zeros is None else weight.zeros[..., None]
-    return ((values.double() - zeros) * weight.scales[..., None]).flatten(2)
+    in_order = ((values.double() - zeros) * weight.scales[..., None]).flatten(2)
+    if weight.order is None:
+        return in_order
+    places = weight.order[:, None].expand_as(in_order)
+    return torch.empty_like(in_order).scatter_(2, places, in_order)
 
 
 @needs_kernels

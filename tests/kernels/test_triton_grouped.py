@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from lamina.kernels.gpu.specialize import GroupedTile, GroupedWeights, grouped_program, grouped_tile
-from lamina.lowering.grouped import experts_stacked
+from lamina.lowering.grouped import experts_stacked, linear_stacked
 from lamina.models.codes import Codes, StackedCodes, quantise
 from tests.kernels.device import BACKEND, give, take
 
@@ -112,6 +113,23 @@ def test_codes_are_multiplied_as_the_weights_that_they_are(form, element):
     tolerance = TOLERANCE[element] * float(wanted.abs().max())
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     torch.testing.assert_close(experts_stacked(x, stacked, ends).double(), wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_inputs_of_scattered_groups_are_gathered(bits, shared):
+    draw = torch.Generator().manual_seed(6)
+    counts, outputs, inputs = [3, 0, 18, 1], 24, 96
+    ends = torch.tensor(counts).cumsum(0).int()
+    x = torch.randn(sum(counts), inputs, generator=draw)
+    codes = [stored(torch.uint8, bits, 32, True, outputs, inputs, draw) for _ in counts]
+    orders = [torch.randperm(inputs, generator=draw) for _ in counts]
+    codes = [replace(one, columns=one.columns[orders[0 if shared else n]]) for n, one in enumerate(codes)]
+    found = experts_stacked(x, StackedCodes.of(codes, len(counts)), ends)
+    wanted = expected(x, dense(codes).mT, ends)
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4)
+    alone = linear_stacked(x, StackedCodes.of(codes[1:2], 1))
+    torch.testing.assert_close(alone.double(), x.double() @ dense(codes[1:2])[0].mT, rtol=0, atol=1e-4)
 
 
 def dense(codes: Sequence[Codes]) -> torch.Tensor:

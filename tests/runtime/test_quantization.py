@@ -174,10 +174,12 @@ def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
 ON_GPUS = {
     "gptq-8": checkpoints.gptq(8, symmetric=False, ordered=False, group=32),
     "pack-8": checkpoints.pack_quantized(8, symmetric=True, group=64),
+    "gptq-4-ordered": checkpoints.gptq(4, symmetric=False, ordered=True, group=32),
+    "gptq-8-ordered": checkpoints.gptq(8, symmetric=True, ordered=True, group=32),
 }
 
 
-@pytest.mark.parametrize("form", sweep(ON_GPUS, ["gptq-8"]))
+@pytest.mark.parametrize("form", sweep(ON_GPUS, ["gptq-8", "gptq-4-ordered"]))
 def test_codes_on_a_gpu_give_the_tokens_of_their_weights(tmp_path: Path, form: checkpoints.Format) -> None:
     model = write_checkpoint(served("llama"), tmp_path)
     exact = checkpoints.quantise(tmp_path, form, model)
