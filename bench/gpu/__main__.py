@@ -89,10 +89,12 @@ SPECS = {
 of_experts = partial(GroupedWeights, 64, 2048, 1536, True)
 GROUPED = {
     "dense": of_experts(),
-    "int8": of_experts(8, 2048),
-    **{f"int8 in {group}s": of_experts(8, group) for group in GROUPS},
-    **{f"int8 in {group}s with zeros": of_experts(8, group, True) for group in GROUPS},
-    **{f"int4 in {group}s": of_experts(4, group, True) for group in GROUPS},
+    "int8": of_experts("int8", 2048),
+    "fp8": of_experts("fp8", 2048),
+    **{f"fp8 in {group}s": of_experts("fp8", group) for group in GROUPS},
+    **{f"int8 in {group}s": of_experts("int8", group) for group in GROUPS},
+    **{f"int8 in {group}s with zeros": of_experts("int8", group, True) for group in GROUPS},
+    **{f"int4 in {group}s": of_experts("int4", group, True) for group in GROUPS},
 }
 
 
@@ -127,7 +129,10 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
     yield "", write_words_program()
     for form, weights in GROUPED.items():
         for rows in (64, 4096):
-            yield f"{rows} rows, {form}", grouped_program(np.uint16, weights, grouped_tile(rows, 2, weights))
+            yield (
+                f"{rows} rows, {form}",
+                grouped_program(np.uint16, weights, grouped_tile(rows, 2, weights), capability),
+            )
     yield "K, V and Q of 8 and 32 heads of 128", write_rows_program(np.uint16, 4096, 2048)
 
 

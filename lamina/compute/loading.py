@@ -98,8 +98,7 @@ def _check_quantization(
     if experts is not None:
         raise ConfigError(
             f"--quantization {to} covers linear layers, but most weights of this {prepared.weights.family} model "
-            f"are of experts ({experts}), which are not quantised to {to} on {device}: "
-            f"{'give int8 or int4' if to == 'fp8' else 'leave it out'}"
+            f"are of experts ({experts}), which are not quantised to {to} on {device}: leave it out"
         )
 
 

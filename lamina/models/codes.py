@@ -100,8 +100,8 @@ class StackedCodes:
     """Weights of a layer's experts as a GPU multiplies by them; also that of a linear layer, as the only expert.
 
     Attributes:
-        values: int8 [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first inputs of each
-            group are the low halves of its bytes, and the others the high ones.
+        values: int8 or fp8 (e4m3) [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first
+            inputs of each group are the low halves of its bytes, and the others the high ones.
         scales, zeros: float32 [experts, outputs, inputs / group]; zeros None: all are 0. A weight is
             (value - zero) * scale.
         group: inputs that share a scale, see ``stacked_group``.
@@ -140,8 +140,6 @@ class StackedCodes:
 def stacked_group(codes: Codes) -> int | None:
     """The inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be, even
     with their inputs in another order."""
-    if codes.values.dtype not in (torch.int8, torch.uint8):
-        return None
     group, inputs = _runs(codes.columns.sort().values), codes.values.shape[1]
     if codes.bits == 8 and codes.zeros is None and group == inputs:
         return inputs

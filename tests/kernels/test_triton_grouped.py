@@ -1,7 +1,7 @@
 """The product of experts in Triton against its definition in float64."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
+from lamina.kernels.gpu import grouped
 from lamina.kernels.gpu.specialize import GroupedTile, GroupedWeights, grouped_program, grouped_tile
 from lamina.lowering.grouped import experts_stacked, linear_stacked
 from lamina.models.codes import Codes, StackedCodes, quantise
@@ -27,9 +28,9 @@ def bits_of(tensor):
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def multiply(element, x, weight, scales, zeros, ends, weights, tile):
+def multiply(element, x, weight, scales, zeros, ends, weights, tile, capability=90):
     rows = len(x)
-    program = grouped_program(NUMPY[element], weights, tile)
+    program = grouped_program(NUMPY[element], weights, tile, capability)
     out = BACKEND.empty((rows, weights.outputs), NUMPY[element])
     given_ends = give(ends.numpy())
     numbers = [given_ends if each is None else give(each.numpy()) for each in (scales, zeros)]
@@ -80,24 +81,41 @@ def stored(kind, bits, group, has_zeros, outputs, inputs, draw):
     return Codes(bits, values, scales, zeros if has_zeros else None, torch.arange(outputs), columns)
 
 
+def fp8_blocks(outputs, inputs, draw):
+    """Of 32 outputs and 64 inputs that share a scale; values of all sizes, subnormal ones too."""
+    values = torch.randn(outputs, inputs, generator=draw) * 2.0 ** torch.randint(
+        -9, 7, (outputs, inputs), generator=draw
+    )
+    values[0, :2] = torch.tensor([448.0, -(2.0**-9)])
+    scales = torch.rand(-(-outputs // 32), -(-inputs // 64), generator=draw) / 64
+    rows, columns = torch.arange(outputs) // 32, torch.arange(inputs) // 64
+    return Codes(8, values.clamp(-448, 448).to(torch.float8_e4m3fn), scales, None, rows, columns)
+
+
 def rounded(to, outputs, inputs, draw):
     return quantise("weight", torch.randn(outputs, inputs, generator=draw), to, {})
 
 
-CODES = {
+CODES: dict[str, tuple[int, Callable[..., Codes]]] = {
     "int8": (160, functools.partial(rounded, "int8")),
     "int4 in 32s": (160, functools.partial(rounded, "int4")),
     "int4 in 128s": (256, functools.partial(rounded, "int4")),
     "int8 in 32s": (160, functools.partial(stored, torch.int8, 8, 32, False)),
     "int8 in 64s with zeros": (192, functools.partial(stored, torch.int8, 8, 64, True)),
     "unsigned int8 in 128s": (256, functools.partial(stored, torch.uint8, 8, 128, True)),
+    "fp8": (160, functools.partial(rounded, "fp8")),
+    "fp8 in blocks": (192, fp8_blocks),
     "int8 with a zero for each output": (160, functools.partial(stored, torch.uint8, 8, 160, True)),
 }
 
 
 @pytest.mark.parametrize("form", CODES)
-@pytest.mark.parametrize("element", ["fp32", "bf16"])
-def test_codes_are_multiplied_as_the_weights_that_they_are(form, element):
+@pytest.mark.parametrize("element", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_codes_are_multiplied_as_the_weights_that_they_are(form, element, capability):
+    """fp8 is converted in software, or as the hardware does."""
+    if capability == 80 and not form.startswith("fp8"):
+        pytest.skip("as on all")
     inputs, make = CODES[form]
     draw = torch.Generator().manual_seed(5)
     counts, outputs = [3, 0, 18, 1], 48
@@ -105,10 +123,11 @@ def test_codes_are_multiplied_as_the_weights_that_they_are(form, element):
     x = torch.randn(sum(counts), inputs, generator=draw).to(TORCH[element])
     codes = [make(outputs, inputs, draw) for _ in counts]
     stacked = StackedCodes.of(codes, len(counts))
-    bits, has_zeros = codes[0].bits, stacked.zeros is not None
-    weights = GroupedWeights(len(counts), inputs, outputs, True, bits, stacked.group, has_zeros)
+    held, has_zeros = grouped.CODES[stacked.values.dtype], stacked.zeros is not None
+    weights = GroupedWeights(len(counts), inputs, outputs, True, held, stacked.group, has_zeros)
     tile = grouped_tile(len(x), x.element_size(), weights)
-    found = multiply(element, x, stacked.values, stacked.scales, stacked.zeros, ends, weights, tile)
+    values = stacked.values.view(torch.uint8) if held == "fp8" else stacked.values
+    found = multiply(element, x, values, stacked.scales, stacked.zeros, ends, weights, tile, capability)
     wanted = expected(x, dense(codes).mT, ends)
     tolerance = TOLERANCE[element] * float(wanted.abs().max())
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)

@@ -1,6 +1,5 @@
 """The whole runtime with quantised weights, at load and in checkpoints, against Hugging Face with the same weights."""
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -27,7 +26,6 @@ from tests.sweep import sweep
 TOKENS = 10
 PROMPTS = [[random.Random(length).randrange(3, 90) for _ in range(length)] for length in (1, 7, 20, 33)]
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="run pip install torchao")
 
 
 def tokens(folder: Path, held: str = "", **settings: Any) -> list[list[int]]:
@@ -123,7 +121,6 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # two ra
 
 @pytest.mark.slow
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize(("compute", "to"), [("cpu:1", "int8"), ("cpu:1", "int4"), ("emulated:1", "int8")])
 def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> None:
     reference = quantised_model(tmp_path, to, "llama", **SIZES)
@@ -132,17 +129,18 @@ def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> No
 
 
 @pytest.mark.slow
-@needs_torchao
-@pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_weights_of_a_gpu_quantised_in_float32_give_the_tokens_of_their_codes(tmp_path: Path, to: Quantization) -> None:
-    reference = quantised_model(tmp_path, to, "llama", torch.float32, **SIZES)
+@pytest.mark.parametrize(("family", "to"), [("llama", "int8"), ("llama", "fp8"), ("qwen3_moe", "fp8")])
+def test_weights_of_a_gpu_quantised_in_float32_give_the_tokens_of_their_codes(
+    tmp_path: Path, family: str, to: Quantization
+) -> None:
+    sizes = SIZES if family == "llama" else {}
+    reference = quantised_model(tmp_path, to, family, torch.float32, **sizes)
     got = tokens(tmp_path, compute="emulated:1", dtype=DType.FLOAT32, quantization=to)
     assert got == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.slow
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize(("compute", "to"), [("cpu:2", "int8"), ("cpu:2", "int4"), ("emulated:2", "int8")])
 def test_ranks_have_the_same_quantised_weights(tmp_path: Path, compute: str, to: Quantization) -> None:
     """Their scales are those of whole outputs, not of a rank's part of the inputs."""
@@ -174,12 +172,14 @@ def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
 ON_GPUS = {
     "gptq-8": checkpoints.gptq(8, symmetric=False, ordered=False, group=32),
     "pack-8": checkpoints.pack_quantized(8, symmetric=True, group=64),
+    "fp8-blocks": checkpoints.fp8_blocks(24, 32),
+    "fp8-channel": checkpoints.float_quantized("channel"),
     "gptq-4-ordered": checkpoints.gptq(4, symmetric=False, ordered=True, group=32),
     "gptq-8-ordered": checkpoints.gptq(8, symmetric=True, ordered=True, group=32),
 }
 
 
-@pytest.mark.parametrize("form", sweep(ON_GPUS, ["gptq-8", "gptq-4-ordered"]))
+@pytest.mark.parametrize("form", sweep(ON_GPUS, ["gptq-8", "gptq-4-ordered", "fp8-blocks"]))
 def test_codes_on_a_gpu_give_the_tokens_of_their_weights(tmp_path: Path, form: checkpoints.Format) -> None:
     model = write_checkpoint(served("llama"), tmp_path)
     exact = checkpoints.quantise(tmp_path, form, model)

@@ -5,9 +5,13 @@ import torch
 from torch import Tensor
 
 from lamina.kernels.gpu.specialize import GroupedWeights, grouped_program, grouped_tile
+from lamina.types import Quantization
 
 ELEMENTS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 """The types of arrays that hold the elements of tensors."""
+
+CODES: dict[torch.dtype, Quantization] = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+"""What the types of ``StackedCodes.values`` hold."""
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -21,8 +25,9 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int) -> Tensor:
     """See ``models.codes.StackedCodes``."""
-    bits, inputs = 4 if values.dtype == torch.uint8 else 8, x.shape[1]
-    weights = GroupedWeights(len(ends), inputs, values.shape[1], True, bits, group, zeros is not None)
+    held, inputs = CODES[values.dtype], x.shape[1]
+    weights = GroupedWeights(len(ends), inputs, values.shape[1], True, held, group, zeros is not None)
+    values = values.view(torch.uint8) if held == "fp8" else values
     return _launch(x, values, scales, zeros, ends, weights)
 
 
@@ -37,7 +42,8 @@ def _launch(
     if not rows:
         return out
     tile = grouped_tile(rows, x.element_size(), weights)
-    program = grouped_program(ELEMENTS[x.dtype], weights, tile)
+    major, minor = torch.cuda.get_device_capability(x.device)
+    program = grouped_program(ELEMENTS[x.dtype], weights, tile, 10 * major + minor)
     options = {"num_warps": program.warps, "num_stages": program.stages}
     arguments = x, weight, scales, scales if zeros is None else zeros, ends, out, weights.experts
     kernel[tile.grid(rows, weights)](*arguments, **dict(program.constants), **options)

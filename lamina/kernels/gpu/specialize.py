@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from lamina.kernels.gpu.choice import Tiling
 from lamina.kernels.gpu.program import ALIGNMENT, SLAB_NAMES, TRITON_NAMES, Constant, Program
-from lamina.types import AttentionSpec, KvElement
+from lamina.types import AttentionSpec, KvElement, Quantization
 
 LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
@@ -152,22 +152,22 @@ class GroupedWeights:
 
     Attributes:
         experts, inputs, outputs: how many there are. inner: inputs are side by side, as those of codes always are.
-        bits: of a code; 0: elements like those of x. group: inputs that share a scale. shifted: there are zero points,
-            which codes of 8 bits in one group cannot have.
+        codes: what they are held as; "none": elements like those of x. group: inputs that share a scale. shifted: there
+            are zero points, which codes of 8 bits in one group cannot have.
     """
 
     experts: int
     inputs: int
     outputs: int
     inner: bool = True
-    bits: int = 0
+    codes: Quantization = "none"
     group: int = 0
     shifted: bool = False
 
     @property
     def in_groups(self) -> bool:
         """True if the product goes group by group; otherwise scales are those of outputs, if there are any."""
-        return self.bits == 4 or (self.bits == 8 and self.group < self.inputs)
+        return self.codes == "int4" or (self.codes != "none" and self.group < self.inputs)
 
 
 @dataclass(frozen=True)
@@ -191,17 +191,19 @@ def grouped_tile(rows: int, itemsize: int, weights: GroupedWeights) -> GroupedTi
     if itemsize == 2:
         in_groups = 32 if height == 64 else 128 if weights.group == 32 else 64
         return GroupedTile(height, in_groups if weights.in_groups else 128, 64)
-    return GroupedTile(height, 32 if weights.bits else 64, 32)
+    return GroupedTile(height, 64 if weights.codes == "none" else 32, 32)
 
 
-def grouped_program(element: npt.DTypeLike, weights: GroupedWeights, tile: GroupedTile) -> Program:
-    """``triton_grouped.multiply`` of x of type ``element``."""
+def grouped_program(element: npt.DTypeLike, weights: GroupedWeights, tile: GroupedTile, capability: int) -> Program:
+    """``triton_grouped.multiply`` of x of type ``element``; fp8 is passed as bytes."""
     name = TRITON_NAMES[np.dtype(element)]
-    weight = {0: f"*{name}", 4: "*u8", 8: "*i8"}[weights.bits]
-    of_groups = "*fp32" if weights.bits else "*i32"
+    weight = {"none": f"*{name}", "int8": "*i8"}.get(weights.codes, "*u8")
+    of_groups = "*i32" if weights.codes == "none" else "*fp32"
+    of_codes = _element_code(KvElement.FP8, capability) if weights.codes == "fp8" else 0
     constants: dict[str, Constant] = {
         "inputs": weights.inputs, "outputs": weights.outputs, "inner": weights.inner,
-        "bits": weights.bits, "group": weights.group, "in_groups": weights.in_groups, "shifted": weights.shifted,
+        "bits": {"none": 0, "int4": 4}.get(weights.codes, 8), "element": of_codes,
+        "group": weights.group, "in_groups": weights.in_groups, "shifted": weights.shifted,
         "block_e": power_of_two(weights.experts),
         "block_m": tile.rows, "block_n": tile.outputs, "block_k": tile.inputs,
     }  # fmt: skip

@@ -7,12 +7,14 @@ and those beyond the last one end at once.
 import triton
 import triton.language as tl
 
+from lamina.kernels.gpu.triton_attend import widen
+
 
 @triton.jit
 def multiply(
     x, weight, scales, zeros, ends, out, experts,
     inputs: tl.constexpr, outputs: tl.constexpr, inner: tl.constexpr,
-    bits: tl.constexpr, group: tl.constexpr, in_groups: tl.constexpr, shifted: tl.constexpr,
+    bits: tl.constexpr, element: tl.constexpr, group: tl.constexpr, in_groups: tl.constexpr, shifted: tl.constexpr,
     block_e: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """out [rows, outputs]: rows of x [rows, inputs] times the weights of their experts, summed in float32.
@@ -20,9 +22,10 @@ def multiply(
     ends int32 [experts]: the row after the last one of each. Grid (tiles, blocks of outputs).
 
     Weights of all ``experts``, by ``bits``: 0, elements like those of x, with inputs side by side if ``inner``, else
-    outputs. 8, int8 [outputs, inputs]. 4, two to a byte [outputs, inputs / 2]: bytes of a group have its first inputs
-    in their low halves. Codes have scales float32 [outputs, inputs / group]; ``in_groups``, they are multiplied group
-    by group, and have zeros alike if they are ``shifted``. Otherwise there is one group.
+    outputs. 8, int8 or, by ``element``, fp8 as bytes [outputs, inputs]. 4, two to a byte [outputs, inputs / 2]: bytes
+    of a group have its first inputs in their low halves. Codes have scales float32 [outputs, inputs / group];
+    ``in_groups``, they are multiplied group by group, and have zeros alike if they are ``shifted``. Otherwise there is
+    one group.
     """
     tile = tl.program_id(0)
     each = tl.arange(0, block_e)
@@ -41,7 +44,7 @@ def multiply(
     acc = tl.zeros([block_m, block_n], tl.float32)
     if in_groups:
         for number in range(0, inputs // group):
-            part, total = _of_group(x, row, stop, weight, at + n, n < outputs, number, inputs, bits, group)
+            part, total = _of_group(x, row, stop, weight, at + n, n < outputs, number, inputs, bits, element, group)
             of_group = (at + n) * (inputs // group) + number
             scale = tl.load(scales + of_group, mask=n < outputs, other=0.0)
             if shifted:
@@ -56,7 +59,8 @@ def multiply(
             else:
                 places = at * inputs + k[:, None].to(tl.int64) * outputs + n[None, :]
             values = tl.load(weight + places, mask=there, other=0)
-            acc = tl.dot(_rows(x, row, stop, k, inputs), values.to(x.dtype.element_ty), acc, input_precision="ieee")
+            values = widen(values, x.dtype.element_ty, element)
+            acc = tl.dot(_rows(x, row, stop, k, inputs), values, acc, input_precision="ieee")
         if bits == 8:
             acc *= tl.load(scales + at + n, mask=n < outputs, other=0.0)[None, :]
     target = out + row[:, None].to(tl.int64) * outputs + n[None, :]
@@ -65,8 +69,9 @@ def multiply(
 
 @triton.jit
 def _of_group(
-    x, row, stop, weight, output, there, number, inputs: tl.constexpr, bits: tl.constexpr, group: tl.constexpr
-):
+    x, row, stop, weight, output, there, number,
+    inputs: tl.constexpr, bits: tl.constexpr, element: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
     """Rows of x times the codes of group ``number``, without zeros and scales, and the sums of x over its inputs."""
     if bits == 4:
         half: tl.constexpr = group // 2
@@ -82,7 +87,8 @@ def _of_group(
         k = number * group + tl.arange(0, group)
         own_x = _rows(x, row, stop, k, inputs)
         codes = tl.load(weight + output[None, :] * inputs + k[:, None], mask=there[None, :], other=0)
-        return tl.dot(own_x, codes.to(x.dtype.element_ty), input_precision="ieee"), tl.sum(own_x.to(tl.float32), 1)
+        part = tl.dot(own_x, widen(codes, x.dtype.element_ty, element), input_precision="ieee")
+        return part, tl.sum(own_x.to(tl.float32), 1)
 
 
 @triton.jit
