@@ -13,7 +13,7 @@ from torch import Tensor
 from lamina.errors import ConfigError
 from lamina.lowering.grouped import linear_stacked
 from lamina.lowering.lowered import LoweredModel
-from lamina.lowering.quantised import chosen, expert_weights, linear_weights
+from lamina.lowering.quantised import chosen, expert_weights, linear_weights, turned_weights
 from lamina.models.codes import (
     Codes,
     ExpertCodes,
@@ -23,6 +23,7 @@ from lamina.models.codes import (
     quantise,
     quantise_experts,
     stacked_group,
+    turned,
 )
 from lamina.splitter.split_model import Shard, cut
 from lamina.types import DType, Quantization
@@ -39,6 +40,7 @@ class PlacedForm:
     held: frozenset[str]
     experts: frozenset[str]
     names: frozenset[str]
+    inputs_first: frozenset[str]
     to: Quantization
 
     @classmethod
@@ -56,11 +58,14 @@ class PlacedForm:
             )
         if to == "int4" and importlib.util.find_spec("torchao") is None:
             raise ConfigError("--quantization int4 on a GPU needs torchao: run pip install torchao")
-        linear, experts = linear_weights(model), expert_weights(model)
-        return cls(linear, experts, chosen(model, linear, to) | (frozenset() if to == "none" else experts), to)
+        linear, experts, inputs_first = linear_weights(model), expert_weights(model), turned_weights(model)
+        names = chosen(model, linear, to) | (frozenset() if to == "none" else experts)
+        return cls(linear, experts - inputs_first, names, inputs_first, to)
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
         """See ``Form``."""
+        if name in self.inputs_first:
+            weight, shard = turned(weight, shard)
         if weight.dim() == 3:
             experts = cut(weight, {0: shard[0]} if 0 in shard else {})
             return StackedCodes.of(quantise_experts(name, weight, self.to, shard), len(experts))

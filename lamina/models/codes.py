@@ -227,6 +227,11 @@ class Dense:
 DENSE = Dense()
 
 
+def turned(weight: Tensor, shard: Shard) -> tuple[Tensor, Shard]:
+    """The whole weights [experts, inputs, outputs] of a layer, and the part of them, as [experts, outputs, inputs]."""
+    return weight.mT, {(0, 2, 1)[dim]: ranges for dim, ranges in shard.items()}
+
+
 def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Iterator[Codes]:
     """As ``quantise``, for each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises
     ConfigError."""

@@ -19,7 +19,7 @@ from lamina.compute.rows import Rows
 from lamina.errors import ConfigError, ModelError
 from lamina.lowering import LoweredModel, lower
 from lamina.lowering.placed_codes import PlacedForm
-from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights
+from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights, turned_weights
 from lamina.models import tensors, weights
 from lamina.models.codes import Codes, ExpertCodes, StackedCodes, Weight, plain
 from lamina.models.config import load_config
@@ -151,7 +151,13 @@ def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tupl
 
 
 @needs_kernels
-@pytest.mark.parametrize("family", sweep(["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe"], ["mixtral"]))
+@pytest.mark.parametrize(
+    "family",
+    sweep(
+        ["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss", "llama4_text"],
+        ["mixtral", "gpt_oss", "llama4_text"],
+    ),
+)
 @pytest.mark.parametrize(("name", "to"), [("cpu", "int8"), ("emulated", "int8"), ("emulated", "fp8")])
 def test_experts_compute_what_their_dense_weights_compute(
     tmp_path: Path, family: str, name: str, to: Quantization
@@ -165,12 +171,13 @@ def test_experts_compute_what_their_dense_weights_compute(
     assert expert_weights(model) and codes >= expert_weights(model)
     assert router_weights(model) and not codes & router_weights(model)
     made_dense: dict[str, Weight] = dict(held)
+    experts, inputs_first = expert_weights(model), turned_weights(model)
     for key, weight in held.items():
-        if isinstance(weight, ExpertCodes):
-            made_dense[key] = torch.stack([dense(one).bfloat16() for one in weight.each])
-        elif isinstance(weight, StackedCodes):
+        if isinstance(weight, ExpertCodes) or (isinstance(weight, StackedCodes) and key in experts):
             found = dense_experts(weight).bfloat16()
-            made_dense[key] = found if key in expert_weights(model) else found[0]
+            made_dense[key] = found.mT if key in inputs_first else found
+        elif isinstance(weight, StackedCodes):
+            made_dense[key] = dense(weight).bfloat16()
     for ours, theirs in zip(logits(device, model, held), logits(device, model, made_dense), strict=True):
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
         undecided = 0 if name == "cpu" else 1
@@ -316,6 +323,20 @@ def test_ranks_have_parts_of_the_same_codes(tmp_path: Path, name: str, to: Quant
                 assert dense(codes).shape == part.shape
             else:
                 assert torch.equal(dense(codes), part), weight
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", DEVICES)
+def test_ranks_have_parts_of_experts_whose_inputs_come_first(tmp_path: Path, name: str) -> None:
+    write_checkpoint(variant("gpt_oss"), tmp_path)
+    device = make(name)
+    whole = load(tmp_path, device, lowered(tmp_path, name), "int8")
+    for number in range(2):
+        model = lowered(tmp_path, name, rank=Rank(number, 2))
+        own = load(tmp_path, device, model, "int8")
+        assert expert_weights(model) == turned_weights(model) and set(model.shards) >= turned_weights(model)
+        for key in expert_weights(model):
+            assert torch.equal(dense_experts(own[key]).mT, cut(dense_experts(whole[key]).mT, model.shards[key])), key
 
 
 @pytest.mark.parametrize(
