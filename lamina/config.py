@@ -77,8 +77,8 @@ class EngineConfig:
         Meaning(
             "Quantise the weights of linear layers and experts while they are loaded, for less memory: to a byte with "
             "a scale for each output (int8, fp8), or to half a byte with a scale and a zero point for every 128 inputs "
-            "(int4). Embeddings, the head and activations keep dtype. CPUs have int8 and int4, in bfloat16; so have "
-            "experts. Not for checkpoints that are quantised already."
+            "(int4). Embeddings, the head and activations keep dtype. CPUs have int8 and int4, in bfloat16. "
+            "Not for checkpoints that are quantised already."
         ),
     ] = "none"
     kv_cache_dtype: Annotated[

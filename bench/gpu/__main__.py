@@ -39,6 +39,7 @@ from lamina.kernels.gpu.choice import REGISTERS, SHARED_BYTES, Context, Shape, d
 from lamina.kernels.gpu.device import find, require
 from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.specialize import (
+    GroupedWeights,
     append_program,
     attend_program,
     combine_program,
@@ -51,6 +52,7 @@ from lamina.kernels.gpu.specialize import (
     write_rows_program,
     write_words_program,
 )
+from lamina.models.codes import GROUPS
 from lamina.types import AttentionSpec, KvElement
 
 CAPABILITIES = (80, 86, 89, 90)
@@ -84,6 +86,18 @@ SPECS = {
 }
 
 
+of_experts = partial(GroupedWeights, 64, 2048, 1536, True)
+GROUPED = {
+    "dense": of_experts(),
+    "int8": of_experts("int8", 2048),
+    "fp8": of_experts("fp8", 2048),
+    **{f"fp8 in {group}s": of_experts("fp8", group) for group in GROUPS},
+    **{f"int8 in {group}s": of_experts("int8", group) for group in GROUPS},
+    **{f"int8 in {group}s with zeros": of_experts("int8", group, True) for group in GROUPS},
+    **{f"int4 in {group}s": of_experts("int4", group, True) for group in GROUPS},
+}
+
+
 def attend_programs(
     title: str, spec: AttentionSpec, element: KvElement, capability: int
 ) -> Iterator[tuple[str, Program]]:
@@ -113,11 +127,12 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
     for element in (KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8):
         yield f"{element.name.lower()}, 8 heads of 128", append_program(element, np.uint16, 8, 128, 128)
     yield "", write_words_program()
-    for bits, form in ((0, "dense"), (8, "int8"), (4, "int4")):
+    for form, weights in GROUPED.items():
         for rows in (64, 4096):
-            tile = grouped_tile(rows, 64, 2, bits)
-            group = 128 if bits == 4 else 2048
-            yield f"{rows} rows, {form}", grouped_program(np.uint16, 64, 2048, 1536, True, bits, group, tile)
+            yield (
+                f"{rows} rows, {form}",
+                grouped_program(np.uint16, weights, grouped_tile(rows, 2, weights), capability),
+            )
     yield "K, V and Q of 8 and 32 heads of 128", write_rows_program(np.uint16, 4096, 2048)
 
 

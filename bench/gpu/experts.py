@@ -1,4 +1,4 @@
-"""The product of experts on a GPU: Lamina's kernel, with weights in bfloat16, int8 and int4, and torch's.
+"""The product of experts on a GPU: Lamina's kernel, with weights in bfloat16, int8, int4 and fp8, and torch's.
 
 Experts as in Qwen3-30B-A3B: 8 of 128 to a token, gate and up of 2048 x 1536. Weights of all that some token has chosen
 are read once: ``share`` is how much of the device's copy bandwidth that takes.
@@ -20,7 +20,7 @@ from lamina.types import Quantization
 EXPERTS, CHOSEN, INPUTS, OUTPUTS = 128, 8, 2048, 1536
 TOKENS = (1, 16, 64, 256, 1024)
 COPY_BYTES = 2 << 30
-QUANTISED: tuple[Quantization, ...] = ("int8", "int4")
+QUANTISED: tuple[Quantization, ...] = ("int8", "int4", "fp8")
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
@@ -32,10 +32,11 @@ def products(weights: Tensor) -> dict[str, tuple[Product, float]]:
     def stacked(codes: StackedCodes) -> Product:
         return lambda x, ends: experts_stacked(x, codes, ends)
 
-    int8, int4 = (StackedCodes.of(quantise_experts("experts", weights, to, {}), EXPERTS) for to in QUANTISED)
+    int8, int4, fp8 = (StackedCodes.of(quantise_experts("experts", weights, to, {}), EXPERTS) for to in QUANTISED)
     found: dict[str, tuple[Product, float]] = {
         "bfloat16": (lambda x, ends: multiply(x, turned, ends), 2.0),
         "int8": (stacked(int8), 1.0),
+        "fp8": (stacked(fp8), 1.0),
         "int4": (stacked(int4), 0.5 + 8 / int4.group),
     }
     if torch.cuda.get_device_capability(weights.device)[0] in (9, 10):

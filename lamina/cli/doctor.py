@@ -98,7 +98,7 @@ def _quantisation() -> Finding:
     try:
         return Finding("quantised weights", f"on CPUs and GPUs (torchao {metadata.version('torchao')})")
     except metadata.PackageNotFoundError:
-        return Finding("quantised weights", "on CPUs; on GPUs, --quantization needs torchao: pip install torchao")
+        return Finding("quantised weights", "on CPUs and GPUs, but int4 on GPUs needs torchao: pip install torchao")
 
 
 def _native() -> Finding:

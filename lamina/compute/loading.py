@@ -13,7 +13,7 @@ from lamina.compute.step import context_nbytes_per_token
 from lamina.errors import ConfigError, is_out_of_memory
 from lamina.heads import HeadShards
 from lamina.models import directory, tensors
-from lamina.models.codes import ExpertCodes, StackedCodes, Weight
+from lamina.models.codes import Weight
 from lamina.models.digest import checkpoint_digest
 from lamina.models.directory import ModelDirectory
 from lamina.protocol.control import ControlClient
@@ -98,8 +98,7 @@ def _check_quantization(
     if experts is not None:
         raise ConfigError(
             f"--quantization {to} covers linear layers, but most weights of this {prepared.weights.family} model "
-            f"are of experts ({experts}), which are not quantised to {to} on {device}: "
-            f"{'give int8 or int4' if to == 'fp8' else 'leave it out'}"
+            f"are of experts ({experts}), which are not quantised to {to} on {device}: leave it out"
         )
 
 
@@ -107,7 +106,10 @@ def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantizat
     """How the weights are held, in words; "" if they are tensors as the checkpoint has them. Codes that had to be made
     dense are reported in the log."""
     if to != "none":
-        experts = any(isinstance(weight, ExpertCodes | StackedCodes) for weight in loaded.values())
+        expected = prepared.weights.expected
+        experts = any(
+            expected[name].dim() == 3 for name, weight in loaded.items() if not isinstance(weight, torch.Tensor)
+        )
         return f"linear layers{' and experts' if experts else ''} in {to}"
     if place.scheme is None:
         return ""

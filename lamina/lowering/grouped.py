@@ -23,14 +23,27 @@ def is_grouped(node: fx.Node) -> bool:
 
 def experts_stacked(x: Tensor, codes: StackedCodes, ends: Tensor) -> Tensor:
     """As ``multiply``, with weights in codes."""
+    if codes.order is not None:
+        x = _reordered(x, codes.order, ends)
     result: Tensor = _multiply_codes(x, codes.values, codes.scales, codes.zeros, ends, codes.group)
     return result
 
 
 def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
     """Rows x [T, inputs] times the only weight in ``codes``: [T, outputs]."""
+    if codes.order is not None:
+        x = x.index_select(1, codes.order[0])
     result: Tensor = _multiply_by_codes(x, codes.values, codes.scales, codes.zeros, codes.group)
     return result
+
+
+def _reordered(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """Rows x, sorted by expert, with their inputs in the order of each one's expert, see ``StackedCodes``."""
+    if len(order) == 1:
+        return x.index_select(1, order[0])
+    rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
+    experts = torch.searchsorted(ends, rows, right=True).clamp_max(len(order) - 1)  # rows after all have none
+    return x.gather(1, order[experts])
 
 
 @torch.library.custom_op("lamina::grouped_product", mutates_args=())
@@ -50,31 +63,36 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("lamina::grouped_product_of_codes", mutates_args=())
-def _multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor, group: int) -> Tensor:
+def _multiply_codes(
+    x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int
+) -> Tensor:
     """See ``models.codes.StackedCodes``."""
     if x.is_cuda:
         return on_gpu.multiply_codes(x, values, scales, zeros, ends, group)
     if values.dtype == torch.uint8:
         split = values.view(*scales.shape, group // 2)
         values = torch.stack([split & 15, split >> 4], 3)
-    dense = (values.view(*scales.shape, group) - zeros[..., None]) * scales[..., None]
+    dense = values.view(*scales.shape, group).float()
+    if zeros is not None:
+        dense -= zeros[..., None]
+    dense *= scales[..., None]
     return _one_by_one(x.float(), dense.flatten(2).mT, ends).to(x.dtype)
 
 
 @_multiply_codes.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor, group: int) -> Tensor:
+def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int) -> Tensor:
     return x.new_empty(x.shape[0], values.shape[1])
 
 
 @torch.library.custom_op("lamina::product_of_codes", mutates_args=())
-def _multiply_by_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
+def _multiply_by_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Tensor:
     """See ``linear_stacked``."""
     result: Tensor = _multiply_codes(x, values, scales, zeros, _all_rows(len(x), x.device), group)
     return result
 
 
 @_multiply_by_codes.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
+def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Tensor:
     return x.new_empty(x.shape[0], values.shape[1])
 
 

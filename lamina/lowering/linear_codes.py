@@ -29,6 +29,7 @@ Experts = Callable[[Tensor, Any, Tensor], Tensor]
 PRODUCTS = (torch.ops.aten.linear.default, linear_native, linear_onednn)
 """The linear layers of lowered graphs."""
 
+_BATCHED = torch.ops.aten.bmm.default  # each expert takes all rows of a batch: [experts, rows, inputs]
 _TURNS = "transpose", torch.ops.aten.transpose.int  # on a CPU, and on a GPU
 _PANEL = 32  # outputs
 _LEAST_GROUP = 16
@@ -71,7 +72,7 @@ class PackedExperts:
 def can_pack(codes: Codes) -> bool:
     """Whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too short:
     a group has a scale and maybe a zero point of 4 bytes each."""
-    return codes.values.dtype in (torch.int8, torch.uint8) and (codes.group or 0) >= _LEAST_GROUP
+    return codes.values.dtype in (torch.int8, torch.uint8) and codes.group >= _LEAST_GROUP
 
 
 def pack_experts(codes: ExpertCodes) -> PackedExperts:
@@ -83,7 +84,6 @@ def pack_codes(codes: Codes) -> PackedCodes:
     """The form that ``linear_codes`` takes; the original can then be freed."""
     outputs, inputs = codes.values.shape
     group, bits = codes.group, codes.bits
-    assert group is not None
     # The product takes codes of 8 bits as signed ones, and those of 4 bits as 0 to 15.
     shift = 128 * (codes.values.dtype == torch.uint8) if bits == 8 else -8 * (codes.values.dtype == torch.int8)
     places = codes.columns[::group]
@@ -168,13 +168,25 @@ def linear_experts(
 
 
 def grouped_by(weight: fx.Node) -> list[fx.Node]:
-    """The grouped products that are all that uses a weight [experts, outputs, inputs]; empty if there are others."""
-    turned = list(weight.users)
-    products = [user for node in turned for user in node.users]
-    fits = all(node.target in _TURNS and node.args[1:] == (-2, -1) for node in turned) and all(
-        is_grouped(user) and user.args[1] in turned and user.args[0] not in turned for user in products
+    """The products that are all that uses the weights of experts; empty if there are others.
+
+    Weights are [experts, outputs, inputs] and transposed first, or [experts, inputs, outputs] (``is_turned``).
+    """
+    sides = {weight} if is_turned(weight) else set(weight.users)
+    products = [user for side in sides for user in side.users]
+    fits = all(side is weight or (side.target in _TURNS and side.args[1:] == (-2, -1)) for side in sides) and all(
+        _multiplies_experts(user) and user.args[1] in sides and user.args[0] not in sides for user in products
     )
     return products if fits else []
+
+
+def is_turned(weight: fx.Node) -> bool:
+    """True for the weights of experts that products use as they are, [experts, inputs, outputs]."""
+    return any(_multiplies_experts(user) for user in weight.users)
+
+
+def _multiplies_experts(node: fx.Node) -> bool:
+    return is_grouped(node) or node.target is _BATCHED
 
 
 def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, experts: Experts) -> fx.GraphModule:
@@ -184,8 +196,11 @@ def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, 
     weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
     for weight in weights:
         for product in grouped_by(weight):
-            x, _, ends = product.args
-            product.target, product.args, product.kwargs = experts, (x, weight, ends), {}
+            x, _, ends = (*product.args, None)[:3]
+            if ends is None:
+                _unbatch(product, weight, experts)
+            else:
+                product.target, product.args, product.kwargs = experts, (x, weight, ends), {}
         for turned in [node for node in weight.users if not node.users]:
             changed.graph.erase_node(turned)
     for node in changed.graph.nodes:
@@ -194,3 +209,23 @@ def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, 
             node.target, node.args, node.kwargs = linear, (x, weight, bias, outputs), {}
     changed.recompile()
     return changed
+
+
+def _unbatch(product: fx.Node, weight: fx.Node, experts: Experts) -> None:
+    """Make a product of a batch with the weights of experts one of rows that are sorted by expert."""
+    x, graph = product.args[0], product.graph
+    with graph.inserting_before(product):
+        rows = graph.call_function(torch.flatten, (x, 0, 1))
+        out = graph.call_function(experts, (rows, weight, graph.call_function(_batch_ends, (x,))))
+    product.target, product.args, product.kwargs = _batch_of, (out, x), {}
+
+
+def _batch_ends(x: Tensor) -> Tensor:
+    """int32 [experts]: the row after the last one of each expert, of x [experts, rows, inputs] without dimensions."""
+    experts, rows, _ = x.shape
+    return torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * rows
+
+
+def _batch_of(out: Tensor, x: Tensor) -> Tensor:
+    """Rows ``out`` as a batch like x: [experts, rows, outputs]."""
+    return out.view(*x.shape[:2], out.shape[1])

@@ -59,9 +59,11 @@ class PlacedSlice:
     @property
     def fixed(self) -> list[Tensor]:
         """Its weights, but for those in a library's own form."""
-        codes = [weight for weight in self._weights if isinstance(weight, StackedCodes)]
-        tensors = [each for one in codes for each in (one.values, one.scales, one.zeros)]
-        return [*tensors, *(weight for weight in self._weights if isinstance(weight, Tensor))]
+        found: list[Tensor] = []
+        for weight in self._weights:
+            parts = weight.tensors if isinstance(weight, StackedCodes) else (weight,)
+            found += [part for part in parts if isinstance(part, Tensor)]
+        return found
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """The values that depend on positions int64 [T], in host memory, alone."""
@@ -122,7 +124,8 @@ def place(
 def _like(weight: Weight) -> tuple[str, ...]:
     """What a weight is, without its values."""
     if isinstance(weight, StackedCodes):
-        return str(weight.values.dtype), str(tuple(weight.values.shape)), str(weight.group)
+        shapes = [None if part is None else tuple(part.shape) for part in weight.tensors]
+        return str(weight.values.dtype), str(shapes), str(weight.group)
     tensor = inner = weight.weight if isinstance(weight, Held) else plain(weight)
     return type(inner).__name__, str(tensor.dtype), str(tuple(tensor.shape))
 

@@ -1,6 +1,6 @@
 """Which weights of a lowered model become codes, on a CPU."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,9 @@ from torch import fx
 
 from lamina import _native
 from lamina.errors import ConfigError
-from lamina.lowering.linear_codes import PRODUCTS, can_pack, grouped_by
+from lamina.lowering.linear_codes import PRODUCTS, can_pack, grouped_by, is_turned
 from lamina.lowering.lowered import LoweredModel, LoweredPart
-from lamina.models.codes import Codes, ExpertCodes, quantise, quantise_experts
+from lamina.models.codes import Codes, ExpertCodes, quantise, quantise_experts, turned
 from lamina.splitter.split_model import Shard
 from lamina.types import DType, Quantization
 
@@ -25,11 +25,13 @@ def linear_weights(model: LoweredModel) -> frozenset[str]:
 
 
 def expert_weights(model: LoweredModel) -> frozenset[str]:
-    """The weights [experts, outputs, inputs] that grouped products use, and nothing else does."""
-    found: set[str] = set()
-    for part in model.parts:
-        found |= {name for name, node in zip(part.weights, _inputs(part), strict=False) if grouped_by(node)}
-    return frozenset(found)
+    """The weights that products of experts use, and nothing else does."""
+    return frozenset(name for part in model.parts for name, node in _named_inputs(part) if grouped_by(node))
+
+
+def turned_weights(model: LoweredModel) -> frozenset[str]:
+    """Those of ``expert_weights`` that are [experts, inputs, outputs]; the others are [experts, outputs, inputs]."""
+    return frozenset(name for part in model.parts for name, node in _named_inputs(part) if is_turned(node))
 
 
 def head_weights(model: LoweredModel) -> frozenset[str]:
@@ -62,6 +64,10 @@ def _last_before(part: LoweredPart, nodes: Sequence[fx.Node]) -> set[str]:
     return found
 
 
+def _named_inputs(part: LoweredPart) -> Iterator[tuple[str, fx.Node]]:
+    return zip(part.weights, _inputs(part), strict=False)
+
+
 def _inputs(part: LoweredPart) -> list[fx.Node]:
     return [node for node in part.graphs.main.graph.nodes if node.op == "placeholder"]
 
@@ -80,6 +86,7 @@ class HostForm:
     held: frozenset[str]
     experts: frozenset[str]
     names: frozenset[str]
+    inputs_first: frozenset[str]
     to: Quantization
 
     @classmethod
@@ -98,10 +105,14 @@ class HostForm:
             )
         linear = linear_weights(model) if runs else frozenset()
         experts = expert_weights(model) if runs else frozenset()
-        return cls(linear, experts, chosen(model, linear, to) | (frozenset() if to == "none" else experts), to)
+        names = chosen(model, linear, to) | (frozenset() if to == "none" else experts)
+        inputs_first = turned_weights(model)
+        return cls(linear, experts - inputs_first, names, inputs_first, to)
 
     def quantise(self, name: str, weight: torch.Tensor, shard: Shard) -> Codes | ExpertCodes:
         """See ``Form``."""
+        if name in self.inputs_first:
+            weight, shard = turned(weight, shard)
         if weight.dim() == 3:
             return ExpertCodes(tuple(quantise_experts(name, weight, self.to, shard)))
         return quantise(name, weight, self.to, shard)
@@ -112,7 +123,7 @@ class HostForm:
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> ExpertCodes | None:
         """See ``Form``."""
-        return codes if dtype == torch.bfloat16 and can_pack(codes.each[0]) else None
+        return codes if dtype == torch.bfloat16 and all(map(can_pack, codes.each)) else None
 
 
 def chosen(model: LoweredModel, linear: Collection[str], to: Quantization) -> frozenset[str]:

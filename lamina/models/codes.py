@@ -1,5 +1,6 @@
 """Weights as codes of few bits: made of dense weights, cut for ranks, made dense again."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol, Union
@@ -39,13 +40,10 @@ class Codes:
     columns: Tensor
 
     @property
-    def group(self) -> int | None:
-        """How many neighbouring inputs share a scale; None if the groups are not runs of equal length."""
-        same = self.columns == self.columns[0]
-        size = len(same) if bool(same.all()) else int(same.int().argmin())
-        if len(same) % size or not torch.equal(self.columns, self.columns[::size].repeat_interleave(size)):
-            return None
-        return size
+    def group(self) -> int:
+        """How many neighbouring inputs share a scale: the largest number such that all inputs are runs of so many; 1
+        where groups are scattered."""
+        return _runs(self.columns)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Codes":
         """The same with other tensors of equal values."""
@@ -74,6 +72,12 @@ class Codes:
         return result
 
 
+def _runs(columns: Tensor) -> int:
+    """The largest number such that ``columns`` is runs of so many equal ones."""
+    starts = (columns[1:] != columns[:-1]).nonzero().flatten() + 1
+    return math.gcd(len(columns), *starts.tolist())
+
+
 @dataclass(frozen=True)
 class ExpertCodes:
     """Weights [experts, outputs, inputs] of a layer with experts: the codes of each."""
@@ -96,46 +100,73 @@ class StackedCodes:
     """Weights of a layer's experts as a GPU multiplies by them; also that of a linear layer, as the only expert.
 
     Attributes:
-        values: int8 [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first inputs of each
-            group are the low halves of its bytes, and the others the high ones.
-        scales, zeros: float32 [experts, outputs, inputs / group]. A weight is (value - zero) * scale.
-        group: inputs that share a scale; codes of 8 bits have one group, and zeros of 0.
+        values: int8 or fp8 (e4m3) [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first
+            inputs of each group are the low halves of its bytes, and the others the high ones.
+        scales, zeros: float32 [experts, outputs, inputs / group]; zeros None: all are 0. A weight is
+            (value - zero) * scale.
+        group: inputs that share a scale, see ``stacked_group``.
+        order: int64 [experts, inputs], or [1, inputs] for all experts: which input of x each of these is; None: the
+            same. It makes runs of scattered groups.
     """
 
     values: Tensor
     scales: Tensor
-    zeros: Tensor
+    zeros: Tensor | None
     group: int
+    order: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that it holds."""
+        return self.values, self.scales, self.zeros, self.order
 
     @classmethod
     def of(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
-        """Codes that ``quantise_experts`` makes, of 8 bits as int8 or of 4 bits; taken one by one, as all would need
-        much memory besides."""
+        """Codes with a ``stacked_group``, the same for all; taken one by one, as all would need much memory besides."""
         stacks: tuple[Tensor, ...] = ()
         group: int | None = None
         for number, one in enumerate(codes):
-            group = one.group
+            group = stacked_group(one)
             assert group is not None
-            parts = _packed(one, group)
+            parts = _stacked(one, group)
             stacks = stacks or tuple(part.new_empty(experts, *part.shape) for part in parts)
             for stack, part in zip(stacks, parts, strict=True):
                 stack[number] = part
         assert group is not None
-        values, scales, zeros = stacks
-        return cls(values, scales, zeros, group)
+        values, scales, zeros, order = stacks
+        return cls(values, scales, zeros if bool(zeros.any()) else None, group, _least_order(order))
 
 
-def _packed(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The values, scales and zeros of one expert, see ``StackedCodes``."""
-    places = codes.columns[::group]
+def stacked_group(codes: Codes) -> int | None:
+    """The inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be, even
+    with their inputs in another order."""
+    group, inputs = _runs(codes.columns.sort().values), codes.values.shape[1]
+    if codes.bits == 8 and codes.zeros is None and group == inputs:
+        return inputs
+    return next((size for size in GROUPS if group % size == 0), None)
+
+
+def _least_order(order: Tensor) -> Tensor | None:
+    """[1, inputs], or None, if that says as much as ``order`` [experts, inputs]."""
+    if not torch.equal(order, order[:1].expand_as(order)):
+        return order
+    return None if torch.equal(order[0], torch.arange(order.shape[1], device=order.device)) else order[:1].clone()
+
+
+def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The values, scales, zeros and order of one expert, see ``StackedCodes``."""
+    columns, order = codes.columns.sort(stable=True)
+    places = columns[::group]
+    values = codes.values if torch.equal(columns, codes.columns) else codes.values[:, order]
     scales = codes.scales[codes.rows][:, places].float()
-    if codes.bits == 8:
-        return codes.values, scales, torch.zeros_like(scales)
-    middle = 8 if codes.values.dtype == torch.int8 else 0  # of signed codes
-    halves = (codes.values + middle).to(torch.uint8).view(len(codes.values), -1, 2, group // 2)
-    values = (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1)
     zeros = torch.zeros_like(scales) if codes.zeros is None else codes.zeros[codes.rows][:, places].float()
-    return values, scales, zeros + middle
+    if codes.bits == 4:
+        middle = 8 if values.dtype == torch.int8 else 0
+        halves = (values + middle).to(torch.uint8).view(len(values), -1, 2, group // 2)
+        return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1), scales, zeros + middle, order
+    if values.dtype == torch.uint8:
+        values, zeros = (values ^ 128).view(torch.int8), zeros - 128
+    return values, scales, zeros, order
 
 
 @dataclass(frozen=True)
@@ -194,6 +225,11 @@ class Dense:
 
 
 DENSE = Dense()
+
+
+def turned(weight: Tensor, shard: Shard) -> tuple[Tensor, Shard]:
+    """The whole weights [experts, inputs, outputs] of a layer, and the part of them, as [experts, outputs, inputs]."""
+    return weight.mT, {(0, 2, 1)[dim]: ranges for dim, ranges in shard.items()}
 
 
 def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Iterator[Codes]:

@@ -1,7 +1,6 @@
 """Weights held as codes: what devices take, and the logits of slices that run with them, on CPUs and emulated GPUs."""
 
 import functools
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,9 +18,10 @@ from lamina.compute.device.select import make
 from lamina.compute.rows import Rows
 from lamina.errors import ConfigError, ModelError
 from lamina.lowering import LoweredModel, lower
-from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights
+from lamina.lowering.placed_codes import PlacedForm
+from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights, turned_weights
 from lamina.models import tensors, weights
-from lamina.models.codes import Codes, ExpertCodes, Held, StackedCodes, Weight
+from lamina.models.codes import Codes, ExpertCodes, StackedCodes, Weight, plain
 from lamina.models.config import load_config
 from lamina.models.directory import find
 from lamina.splitter import split
@@ -41,7 +41,6 @@ WAYS: dict[str, tuple[str, Quantization]] = {
     "emulated-fp8": ("emulated", "fp8"),
 }
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="run pip install torchao")
 
 
 @functools.cache
@@ -75,18 +74,15 @@ def codes_of(held: Mapping[str, Weight]) -> dict[str, Weight]:
 
 
 def dense(weight: Weight) -> Tensor:
-    """What a device's codes mean, in float64."""
-    if isinstance(weight, Held):
-        inner = vars(weight.weight)
-        result: Tensor = inner["qdata"].double() * inner["scale"].double()
-        return result
+    """What a device's codes of a linear layer mean, in float64."""
+    if isinstance(weight, StackedCodes):
+        return dense_experts(weight)[0]
     assert isinstance(weight, Codes)
     zeros = 0.0 if weight.zeros is None else weight.zeros[weight.rows][:, weight.columns].double()
     return (weight.values.double() - zeros) * weight.scales[weight.rows][:, weight.columns].double()
 
 
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize("way", sweep(WAYS, ["cpu-int4", "emulated-int8"]))
 def test_linear_layers_become_codes_and_nothing_else(folder: Path, way: tuple[str, Quantization]) -> None:
     name, to = way
@@ -137,7 +133,6 @@ def logits(device: Device, model: LoweredModel, held: Mapping[str, Weight]) -> l
 
 
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize("way", sweep(WAYS, ["cpu-int4", "emulated-int8"]))
 def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tuple[str, Quantization]) -> None:
     """The same codes made dense in float32 and multiplied in float32: apart by bfloat16's rounding alone."""
@@ -150,40 +145,46 @@ def test_slices_compute_what_their_dense_weights_compute(folder: Path, way: tupl
     exact = {
         key: dense(weight).float() if not isinstance(weight, Tensor) else weight.float() for key, weight in held.items()
     }
-    plain = logits(make(name), wide, exact)
-    for ours, theirs in zip(actual, plain, strict=True):
+    wanted = logits(make(name), wide, exact)
+    for ours, theirs in zip(actual, wanted, strict=True):
         assert (ours.float() - theirs).abs().max() <= 0.03 * theirs.abs().max()
 
 
 @needs_kernels
-@needs_torchao
-@pytest.mark.parametrize("family", sweep(["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe"], ["mixtral"]))
-@pytest.mark.parametrize("name", DEVICES)
-def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family: str, name: str) -> None:
+@pytest.mark.parametrize(
+    "family",
+    sweep(
+        ["mixtral", "qwen3_moe", "qwen2_moe", "granitemoe", "gpt_oss", "llama4_text"],
+        ["mixtral", "gpt_oss", "llama4_text"],
+    ),
+)
+@pytest.mark.parametrize(("name", "to"), [("cpu", "int8"), ("emulated", "int8"), ("emulated", "fp8")])
+def test_experts_compute_what_their_dense_weights_compute(
+    tmp_path: Path, family: str, name: str, to: Quantization
+) -> None:
     """In bfloat16 too: the same experts are chosen, but for a row between two that are nearly equal."""
     write_checkpoint(variant(family), tmp_path)
     device = make(name)
     model = lower(split(load_config(find(tmp_path, tokenizer=False)), DType.BFLOAT16), device.target)
-    held = load(tmp_path, device, model, "int8")
+    held = load(tmp_path, device, model, to)
     codes = {key for key, weight in held.items() if not isinstance(weight, Tensor)}
     assert expert_weights(model) and codes >= expert_weights(model)
     assert router_weights(model) and not codes & router_weights(model)
-    plain: dict[str, Weight] = dict(held)
+    made_dense: dict[str, Weight] = dict(held)
+    experts, inputs_first = expert_weights(model), turned_weights(model)
     for key, weight in held.items():
-        if isinstance(weight, ExpertCodes):
-            plain[key] = torch.stack([dense(one).bfloat16() for one in weight.each])
+        if isinstance(weight, ExpertCodes) or (isinstance(weight, StackedCodes) and key in experts):
+            found = dense_experts(weight).bfloat16()
+            made_dense[key] = found.mT if key in inputs_first else found
         elif isinstance(weight, StackedCodes):
-            plain[key] = (weight.values * weight.scales).bfloat16()
-        elif isinstance(weight, Held):
-            plain[key] = dense(weight).bfloat16()
-    for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
+            made_dense[key] = dense(weight).bfloat16()
+    for ours, theirs in zip(logits(device, model, held), logits(device, model, made_dense), strict=True):
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
         undecided = 0 if name == "cpu" else 1
         assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= undecided
 
 
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize(
     ("name", "form", "kept"),
     [
@@ -191,6 +192,13 @@ def test_experts_compute_what_their_dense_weights_compute(tmp_path: Path, family
         ("cpu", checkpoints.gptq(4, symmetric=False, ordered=True, group=32), False),
         ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=32), True),
         ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=16), False),
+        ("emulated", checkpoints.gptq(4, symmetric=False, ordered=False, group=-1), True),
+        ("emulated", checkpoints.gptq(8, symmetric=False, ordered=False, group=32), True),
+        ("emulated", checkpoints.fp8_blocks(48, 32), True),
+        ("emulated", checkpoints.fp8_blocks(), False),
+        ("emulated", checkpoints.gptq(4, symmetric=False, ordered=True, group=32), True),
+        ("emulated", checkpoints.gptq(8, symmetric=True, ordered=True, group=32), True),
+        ("emulated", checkpoints.pack_quantized(8, symmetric=True, group=32), True),
     ],
 )
 @pytest.mark.parametrize("family", sweep(["qwen3_moe", "mixtral", "deepseek_v3"], ["qwen3_moe"]))
@@ -198,7 +206,7 @@ def test_experts_that_are_stored_as_codes_stay_codes(
     tmp_path: Path, family: str, name: str, form: checkpoints.Format, kept: bool
 ) -> None:
     """Where the product keeps their values. They mean what they mean if they are made dense."""
-    linear = write_codes(tmp_path, family, form)
+    linear, ordered = write_codes(tmp_path, family, form), form.config.get("desc_act", False)
     device, model = make(name), lowered(tmp_path, name)
     held, names = load(tmp_path, device, model), expert_weights(model)
     assert names and all(isinstance(held[key], ExpertCodes | StackedCodes) == kept for key in names)
@@ -209,15 +217,18 @@ def test_experts_that_are_stored_as_codes_stay_codes(
         part = lowered(tmp_path, name, rank=Rank(number, 2))
         own = load(tmp_path, device, part)
         for key in names if kept else ():
-            wanted = cut(exact[key], part.shards[key]).double()
-            torch.testing.assert_close(dense_experts(own[key]), wanted, rtol=0, atol=1e-6)
-    plain = dict(held)
+            wanted = cut(exact[key], part.shards[key])
+            if ordered and any(dim > 1 for dim in part.shards[key]):  # a rank has unequal parts of the groups
+                assert torch.equal(plain(own[key]), wanted.bfloat16())
+            else:
+                torch.testing.assert_close(dense_experts(own[key]), wanted.double(), rtol=0, atol=1e-6)
+    made_dense = dict(held)
     for key in (*names, *linear) if kept else ():
         found = dense_experts(held[key])
         found = found if key in names else found.view(exact[key].shape)
         torch.testing.assert_close(found, exact[key].double(), rtol=0, atol=1e-6)
-        plain[key] = found.bfloat16()
-    for ours, theirs in zip(logits(device, model, held), logits(device, model, plain), strict=True):
+        made_dense[key] = found.bfloat16()
+    for ours, theirs in zip(logits(device, model, held), logits(device, model, made_dense), strict=True):
         of_rows = (ours.float() - theirs.float()).abs().flatten(1).amax(1)
         assert (of_rows > 0.03 * theirs.float().abs().max()).sum() <= 1  # that is undecided between experts
 
@@ -244,6 +255,8 @@ def write_codes(folder: Path, family: str, form: checkpoints.Format) -> list[str
     for key in [*linear, *(key for key in stored if ".experts." in key)]:
         written = form.write(draw, *stored.pop(key).shape)
         stored |= {f"{key.removesuffix('.weight')}.{suffix}": each for suffix, each in written.tensors.items()}
+    for key in [key for key in stored if key.endswith("up_proj.g_idx")]:  # of the same inputs
+        stored[key] = stored[key.replace("up_proj", "gate_proj")].clone()
     save_file(stored, file, metadata={"format": "pt"})
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"quantization_config": dict(form.config)}))
@@ -257,7 +270,12 @@ def dense_experts(weight: Weight) -> Tensor:
     assert isinstance(weight, StackedCodes)
     halves = weight.values.view(*weight.scales.shape, -1)
     values = torch.cat([halves & 15, halves >> 4], 3) if weight.values.dtype == torch.uint8 else halves
-    return ((values.double() - weight.zeros[..., None]) * weight.scales[..., None]).flatten(2)
+    zeros = 0.0 if weight.zeros is None else weight.zeros[..., None]
+    in_order = ((values.double() - zeros) * weight.scales[..., None]).flatten(2)
+    if weight.order is None:
+        return in_order
+    places = weight.order[:, None].expand_as(in_order)
+    return torch.empty_like(in_order).scatter_(2, places, in_order)
 
 
 @needs_kernels
@@ -270,7 +288,6 @@ def test_slices_with_codes_run_as_native_programs(folder: Path) -> None:
 
 
 @needs_kernels
-@needs_torchao
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("form", ["gptq-4", "gptq-4-ordered", "awq", "pack-4-asymmetric", "int-8", "fp8-channel"])
@@ -280,8 +297,8 @@ def test_stored_codes_stay_where_the_product_keeps_their_values(tmp_path: Path, 
     device = make(name)
     held = load(tmp_path, device, lowered(tmp_path, name))
     kept = codes_of(held)
-    on_cpu = form not in ("gptq-4-ordered", "fp8-channel")
-    assert kept.keys() == (exact.keys() if (on_cpu if name == "cpu" else form in ("int-8", "fp8-channel")) else set())
+    stays = form not in ("gptq-4-ordered", "fp8-channel") if name == "cpu" else form in ("int-8", "fp8-channel")
+    assert kept.keys() == (exact.keys() if stays else set())
     for weight, values in exact.items():
         if weight in kept:
             assert (dense(kept[weight]) - values).abs().max() < 1e-12
@@ -291,7 +308,6 @@ def test_stored_codes_stay_where_the_product_keeps_their_values(tmp_path: Path, 
 
 @pytest.mark.slow
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize(("name", "to"), [("cpu", "int8"), ("cpu", "int4"), ("emulated", "fp8")])
 def test_ranks_have_parts_of_the_same_codes(tmp_path: Path, name: str, to: Quantization) -> None:
     write(tmp_path, intermediate_size=128)
@@ -309,6 +325,20 @@ def test_ranks_have_parts_of_the_same_codes(tmp_path: Path, name: str, to: Quant
                 assert torch.equal(dense(codes), part), weight
 
 
+@needs_kernels
+@pytest.mark.parametrize("name", DEVICES)
+def test_ranks_have_parts_of_experts_whose_inputs_come_first(tmp_path: Path, name: str) -> None:
+    write_checkpoint(variant("gpt_oss"), tmp_path)
+    device = make(name)
+    whole = load(tmp_path, device, lowered(tmp_path, name), "int8")
+    for number in range(2):
+        model = lowered(tmp_path, name, rank=Rank(number, 2))
+        own = load(tmp_path, device, model, "int8")
+        assert expert_weights(model) == turned_weights(model) and set(model.shards) >= turned_weights(model)
+        for key in expert_weights(model):
+            assert torch.equal(dense_experts(own[key]).mT, cut(dense_experts(whole[key]).mT, model.shards[key])), key
+
+
 @pytest.mark.parametrize(
     ("name", "to", "dtype", "why"),
     [
@@ -322,12 +352,13 @@ def test_what_does_not_run_is_refused(folder: Path, name: str, to: Quantization,
         make(name).form(lowered(folder, name, dtype), to)
 
 
-def test_without_torchao_gpus_quantise_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_need_torchao_for_int4_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device, model = make("emulated"), lowered(folder, "emulated")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert all(isinstance(weight, StackedCodes) for weight in codes_of(load(folder, device, model, "fp8")).values())
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda place: (8, 0))
     with pytest.raises(ConfigError, match="pip install torchao"):
-        device.form(model, "int8")
-    assert device.form(model, "none").names == frozenset()
+        PlacedForm.of(model, "int4", torch.device("cuda"))
 
 
 def test_models_without_linear_layers_are_refused(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tests.splitter import test_variants
 
 pytestmark = pytest.mark.gpu
 
-QUANTISED: tuple[Quantization, ...] = ("int8", "int4")
+QUANTISED: tuple[Quantization, ...] = ("int8", "int4", "fp8")
 TOLERANCE = 1e-4  # of logits in float32, whose products add up in another order than on the CPU
 
 

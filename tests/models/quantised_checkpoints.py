@@ -156,9 +156,8 @@ def float_quantized(strategy: str) -> Format:
     return compressed("float-quantized", weights, write, dynamic=True)
 
 
-def fp8_blocks() -> Format:
-    """Blocks that do not divide the weight's sides."""
-    rows, columns = 24, 20
+def fp8_blocks(rows: int = 24, columns: int = 20) -> Format:
+    """By default, of blocks that do not divide the weight's sides."""
 
     def write(draw: np.random.Generator, outputs: int, inputs: int) -> Written:
         codes = fp8_codes(draw, outputs, inputs)

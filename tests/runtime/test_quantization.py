@@ -1,6 +1,5 @@
 """The whole runtime with quantised weights, at load and in checkpoints, against Hugging Face with the same weights."""
 
-import importlib.util
 import json
 import random
 from pathlib import Path
@@ -27,17 +26,16 @@ from tests.sweep import sweep
 TOKENS = 10
 PROMPTS = [[random.Random(length).randrange(3, 90) for _ in range(length)] for length in (1, 7, 20, 33)]
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")
-needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="run pip install torchao")
 
 
-def tokens(folder: Path, **settings: Any) -> list[list[int]]:
+def tokens(folder: Path, held: str = "", **settings: Any) -> list[list[int]]:
     sizes = {"max_model_len": 64, "max_num_batched_tokens": 24, "max_num_seqs": 4, "kv_cache_memory_bytes": 4 << 20}
     given: dict[str, Any] = {"memory": "cpu:1"} | sizes | settings
     engine = launch(EngineConfig(model=str(folder), **given))
     try:
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         outputs = run_all(engine, PROMPTS, params)
-        assert engine.cluster.weights
+        assert engine.cluster.weights and held in engine.cluster.weights
     finally:
         engine.close()
     return [output.outputs[0].token_ids for output in outputs]
@@ -102,6 +100,9 @@ def test_experts_of_quantised_checkpoints(tmp_path: Path) -> None:
     assert got == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
 
 
+TURNED = ("gpt_oss",)  # whose experts are [experts, inputs, outputs]
+
+
 def quantised_model(
     folder: Path, to: Quantization, family: str, dtype: torch.dtype = torch.bfloat16, /, **sizes: int
 ) -> PreTrainedModel:
@@ -113,8 +114,10 @@ def quantised_model(
             module.weight.data = quantise(name, weight, to, {}).dense(torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3:  # of experts
-            codes = quantise_experts(name, parameter.data.to(dtype), to, {})
-            parameter.data = torch.stack([one.dense(torch.float32) for one in codes])
+            weight = parameter.data.to(dtype)
+            codes = quantise_experts(name, weight.mT if family in TURNED else weight, to, {})
+            found = torch.stack([one.dense(torch.float32) for one in codes])
+            parameter.data = found.mT.contiguous() if family in TURNED else found
     return model
 
 
@@ -123,7 +126,6 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # two ra
 
 @pytest.mark.slow
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize(("compute", "to"), [("cpu:1", "int8"), ("cpu:1", "int4"), ("emulated:1", "int8")])
 def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> None:
     reference = quantised_model(tmp_path, to, "llama", **SIZES)
@@ -131,18 +133,23 @@ def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> No
     assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
 
 
+QUANTISED_ON_GPUS = [("llama", "int8"), ("llama", "fp8"), ("deepseek_v3", "fp8"), ("gpt_oss", "int8")]
+
+
 @pytest.mark.slow
-@needs_torchao
-@pytest.mark.parametrize("to", ["int8", "fp8"])
-def test_weights_of_a_gpu_quantised_in_float32_give_the_tokens_of_their_codes(tmp_path: Path, to: Quantization) -> None:
-    reference = quantised_model(tmp_path, to, "llama", torch.float32, **SIZES)
-    got = tokens(tmp_path, compute="emulated:1", dtype=DType.FLOAT32, quantization=to)
+@pytest.mark.parametrize(("family", "to"), QUANTISED_ON_GPUS)
+def test_weights_of_a_gpu_quantised_in_float32_give_the_tokens_of_their_codes(
+    tmp_path: Path, family: str, to: Quantization
+) -> None:
+    sizes = SIZES if family == "llama" else {}
+    reference = quantised_model(tmp_path, to, family, torch.float32, **sizes)
+    held = f"linear layers in {to}" if family == "llama" else f"linear layers and experts in {to}"
+    got = tokens(tmp_path, held, compute="emulated:1", dtype=DType.FLOAT32, quantization=to)
     assert got == [greedy(reference, prompt, TOKENS) for prompt in PROMPTS]
 
 
 @pytest.mark.slow
 @needs_kernels
-@needs_torchao
 @pytest.mark.parametrize(("compute", "to"), [("cpu:2", "int8"), ("cpu:2", "int4"), ("emulated:2", "int8")])
 def test_ranks_have_the_same_quantised_weights(tmp_path: Path, compute: str, to: Quantization) -> None:
     """Their scales are those of whole outputs, not of a rank's part of the inputs."""
@@ -156,8 +163,8 @@ def test_ranks_have_the_same_quantised_weights(tmp_path: Path, compute: str, to:
 def test_experts_are_quantised_at_load(tmp_path: Path, ranks: int) -> None:
     """What chooses them is not. Ranks have the codes of whole weights."""
     reference = quantised_model(tmp_path, "int8", "deepseek_v3")
-    settings = {"compute": f"cpu:{ranks}", "tensor_parallel": ranks}
-    got = tokens(tmp_path, **settings, dtype=DType.BFLOAT16, quantization="int8")
+    cut: dict[str, Any] = {"compute": f"cpu:{ranks}", "tensor_parallel": ranks}
+    got = tokens(tmp_path, **cut, dtype=DType.BFLOAT16, quantization="int8")
     assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
 
 
@@ -171,14 +178,27 @@ def test_codes_in_checkpoints_stay_codes(tmp_path: Path, form: str) -> None:
     assert all(is_nearly_greedy(model, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
 
 
+ON_GPUS = {
+    "gptq-8": checkpoints.gptq(8, symmetric=False, ordered=False, group=32),
+    "pack-8": checkpoints.pack_quantized(8, symmetric=True, group=64),
+    "fp8-blocks": checkpoints.fp8_blocks(24, 32),
+    "fp8-channel": checkpoints.float_quantized("channel"),
+    "gptq-4-ordered": checkpoints.gptq(4, symmetric=False, ordered=True, group=32),
+    "gptq-8-ordered": checkpoints.gptq(8, symmetric=True, ordered=True, group=32),
+}
+
+
+@pytest.mark.parametrize("form", sweep(ON_GPUS, ["gptq-8", "gptq-4-ordered", "fp8-blocks"]))
+def test_codes_on_a_gpu_give_the_tokens_of_their_weights(tmp_path: Path, form: checkpoints.Format) -> None:
+    model = write_checkpoint(served("llama"), tmp_path)
+    exact = checkpoints.quantise(tmp_path, form, model)
+    got = tokens(tmp_path, f"{len(exact)} matrices as stored", compute="emulated:1", dtype=DType.FLOAT32)
+    assert got == [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "form", "why"),
-    [("llama", "awq", "quantised already"), ("gpt_oss", None, "of experts .*which are not quantised to int8 on cpu")],
-)
-def test_what_is_not_quantised_at_load(tmp_path: Path, family: str, form: str | None, why: str) -> None:
-    model = write_checkpoint(served(family), tmp_path)
-    if form is not None:
-        checkpoints.quantise(tmp_path, FORMATS[form], model)
-    with pytest.raises(ConfigError, match=why):
+def test_codes_are_not_quantised_again(tmp_path: Path) -> None:
+    model = write_checkpoint(served("llama"), tmp_path)
+    checkpoints.quantise(tmp_path, FORMATS["awq"], model)
+    with pytest.raises(ConfigError, match="quantised already"):
         launch(EngineConfig(model=str(tmp_path), quantization="int8", dtype=DType.BFLOAT16))

@@ -4,10 +4,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.kernels.gpu.specialize import grouped_program, grouped_tile
+from lamina.kernels.gpu.specialize import GroupedWeights, grouped_program, grouped_tile
+from lamina.types import Quantization
 
 ELEMENTS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
 """The types of arrays that hold the elements of tensors."""
+
+CODES: dict[torch.dtype, Quantization] = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+"""What the types of ``StackedCodes.values`` hold."""
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -16,36 +20,31 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     inner = weight.mT.is_contiguous()
     if not inner and not weight.is_contiguous():
         raise ValueError(f"weights of experts {tuple(weight.shape)} with strides {weight.stride()} are not contiguous")
-    return _launch(x, weight, ends, ends, ends, outputs, inner, 0, inputs)
+    return _launch(x, weight, ends, None, ends, GroupedWeights(len(ends), inputs, outputs, inner))
 
 
-def multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor, ends: Tensor, group: int) -> Tensor:
+def multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int) -> Tensor:
     """See ``models.codes.StackedCodes``."""
-    return _launch(
-        x, values, scales, zeros, ends, values.shape[1], True, 4 if values.dtype == torch.uint8 else 8, group
-    )
+    held, inputs = CODES[values.dtype], x.shape[1]
+    weights = GroupedWeights(len(ends), inputs, values.shape[1], True, held, group, zeros is not None)
+    values = values.view(torch.uint8) if held == "fp8" else values
+    return _launch(x, values, scales, zeros, ends, weights)
 
 
 def _launch(
-    x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    ends: Tensor,
-    outputs: int,
-    inner: bool,
-    bits: int,
-    group: int,
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, weights: GroupedWeights
 ) -> Tensor:
+    """``scales`` of weights without codes are not read, nor are missing ``zeros``."""
     from lamina.kernels.gpu.triton_grouped import multiply as kernel  # needs Triton
 
-    x, (rows, inputs), experts = x.contiguous(), x.shape, len(ends)
-    out = x.new_empty(rows, outputs)
+    x, rows = x.contiguous(), len(x)
+    out = x.new_empty(rows, weights.outputs)
     if not rows:
         return out
-    tile = grouped_tile(rows, experts, x.element_size(), bits)
-    program = grouped_program(ELEMENTS[x.dtype], experts, inputs, outputs, inner, bits, group, tile)
+    tile = grouped_tile(rows, x.element_size(), weights)
+    major, minor = torch.cuda.get_device_capability(x.device)
+    program = grouped_program(ELEMENTS[x.dtype], weights, tile, 10 * major + minor)
     options = {"num_warps": program.warps, "num_stages": program.stages}
-    arguments = x, weight, scales, zeros, ends, out, experts
-    kernel[tile.grid(rows, experts, outputs)](*arguments, **dict(program.constants), **options)
+    arguments = x, weight, scales, scales if zeros is None else zeros, ends, out, weights.experts
+    kernel[tile.grid(rows, weights)](*arguments, **dict(program.constants), **options)
     return out

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from lamina.kernels.gpu.choice import Tiling
 from lamina.kernels.gpu.program import ALIGNMENT, SLAB_NAMES, TRITON_NAMES, Constant, Program
-from lamina.types import AttentionSpec, KvElement
+from lamina.types import AttentionSpec, KvElement, Quantization
 
 LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
@@ -147,44 +147,65 @@ def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> 
 
 
 @dataclass(frozen=True)
+class GroupedWeights:
+    """The weights of experts that ``triton_grouped.multiply`` takes.
+
+    Attributes:
+        experts, inputs, outputs: how many there are. inner: inputs are side by side, as those of codes always are.
+        codes: what they are held as; "none": elements like those of x. group: inputs that share a scale. shifted: there
+            are zero points, which codes of 8 bits in one group cannot have.
+    """
+
+    experts: int
+    inputs: int
+    outputs: int
+    inner: bool = True
+    codes: Quantization = "none"
+    group: int = 0
+    shifted: bool = False
+
+    @property
+    def in_groups(self) -> bool:
+        """True if the product goes group by group; otherwise scales are those of outputs, if there are any."""
+        return self.codes == "int4" or (self.codes != "none" and self.group < self.inputs)
+
+
+@dataclass(frozen=True)
 class GroupedTile:
-    """The rows, outputs and inputs that a program of ``triton_grouped.multiply`` takes at once."""
+    """The rows, outputs and inputs that a program of ``triton_grouped.multiply`` takes at once; of weights in groups,
+    it takes a group's inputs at once."""
 
     rows: int
     outputs: int
     inputs: int
 
-    def grid(self, rows: int, experts: int, outputs: int) -> tuple[int, int]:
+    def grid(self, rows: int, weights: GroupedWeights) -> tuple[int, int]:
         """A program for every tile that there may be: each expert may have one that is not full."""
-        return min(rows, -(-rows // self.rows) + experts), -(-outputs // self.outputs)
+        return min(rows, -(-rows // self.rows) + weights.experts), -(-weights.outputs // self.outputs)
 
 
-def grouped_tile(rows: int, experts: int, itemsize: int, bits: int) -> GroupedTile:
+def grouped_tile(rows: int, itemsize: int, weights: GroupedWeights) -> GroupedTile:
     """The tile for so many rows, of elements of ``itemsize`` bytes: as few rows as experts have in steps that decode,
     where weights are read once, and more in larger ones. Narrower where more registers are needed."""
-    height = 16 if rows <= 16 * experts else 64
+    height = 16 if rows <= 16 * weights.experts else 64
     if itemsize == 2:
-        return GroupedTile(height, 128 if bits != 4 else 64 if height == 16 else 32, 64)
-    return GroupedTile(height, 32 if bits else 64, 32)
+        in_groups = 32 if height == 64 else 128 if weights.group == 32 else 64
+        return GroupedTile(height, in_groups if weights.in_groups else 128, 64)
+    return GroupedTile(height, 64 if weights.codes == "none" else 32, 32)
 
 
-def grouped_program(
-    element: npt.DTypeLike,
-    experts: int,
-    inputs: int,
-    outputs: int,
-    inner: bool,
-    bits: int,
-    group: int,
-    tile: GroupedTile,
-) -> Program:
-    """``triton_grouped.multiply`` of x of type ``element``."""
+def grouped_program(element: npt.DTypeLike, weights: GroupedWeights, tile: GroupedTile, capability: int) -> Program:
+    """``triton_grouped.multiply`` of x of type ``element``; fp8 is passed as bytes."""
     name = TRITON_NAMES[np.dtype(element)]
-    weight = {0: f"*{name}", 4: "*u8", 8: "*i8"}[bits]
-    of_groups = "*fp32" if bits else "*i32"
+    weight = {"none": f"*{name}", "int8": "*i8"}.get(weights.codes, "*u8")
+    of_groups = "*i32" if weights.codes == "none" else "*fp32"
+    of_codes = _element_code(KvElement.FP8, capability) if weights.codes == "fp8" else 0
     constants: dict[str, Constant] = {
-        "inputs": inputs, "outputs": outputs, "inner": inner, "bits": bits, "group": group,
-        "block_e": power_of_two(experts), "block_m": tile.rows, "block_n": tile.outputs, "block_k": tile.inputs,
+        "inputs": weights.inputs, "outputs": weights.outputs, "inner": weights.inner,
+        "bits": {"none": 0, "int4": 4}.get(weights.codes, 8), "element": of_codes,
+        "group": weights.group, "in_groups": weights.in_groups, "shifted": weights.shifted,
+        "block_e": power_of_two(weights.experts),
+        "block_m": tile.rows, "block_n": tile.outputs, "block_k": tile.inputs,
     }  # fmt: skip
     types = [f"*{name}", weight, of_groups, of_groups, "*i32", f"*{name}", "i32"]
     return _program("triton_grouped.multiply", types, 4, 3, **constants)

@@ -96,13 +96,13 @@ def plan(
 
 @triton.jit
 def widen(stored, to: tl.constexpr, element: tl.constexpr):
-    """Values of a slab's elements, without their scales, in a type for products: exact in bfloat16 and float16."""
+    """Values of stored elements, without their scales, in a type for products: exact in bfloat16 and float16."""
     if element == FP8:
         # Through float32: float16 to bfloat16 directly is a slow instruction per element, these two are fast.
         return stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(to)
     elif element == FP8_BY_BITS:
         # e4m3's exponent counts from 7 and float16's from 15: shifted into place it is 2**8 too small. Codes 0x7f and
-        # 0xff are NaN by the format and 480 here: append never writes them.
+        # 0xff are NaN by the format and 480 here: append never writes them, nor does anything that rounds weights.
         code = stored.to(tl.uint16)
         half = ((code & 0x80) << 8) | ((code & 0x7F) << 7)
         return (half.to(tl.float16, bitcast=True) * 256.0).to(to)

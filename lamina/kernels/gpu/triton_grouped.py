@@ -7,11 +7,14 @@ and those beyond the last one end at once.
 import triton
 import triton.language as tl
 
+from lamina.kernels.gpu.triton_attend import widen
+
 
 @triton.jit
 def multiply(
     x, weight, scales, zeros, ends, out, experts,
-    inputs: tl.constexpr, outputs: tl.constexpr, inner: tl.constexpr, bits: tl.constexpr, group: tl.constexpr,
+    inputs: tl.constexpr, outputs: tl.constexpr, inner: tl.constexpr,
+    bits: tl.constexpr, element: tl.constexpr, group: tl.constexpr, in_groups: tl.constexpr, shifted: tl.constexpr,
     block_e: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """out [rows, outputs]: rows of x [rows, inputs] times the weights of their experts, summed in float32.
@@ -19,8 +22,10 @@ def multiply(
     ends int32 [experts]: the row after the last one of each. Grid (tiles, blocks of outputs).
 
     Weights of all ``experts``, by ``bits``: 0, elements like those of x, with inputs side by side if ``inner``, else
-    outputs. 8, int8 [outputs, inputs] and scales float32 [outputs]. 4, two to a byte [outputs, inputs / 2], and scales
-    and zeros float32 [outputs, inputs / group]: bytes of a group have its first inputs in their low halves.
+    outputs. 8, int8 or, by ``element``, fp8 as bytes [outputs, inputs]. 4, two to a byte [outputs, inputs / 2]: bytes
+    of a group have its first inputs in their low halves. Codes have scales float32 [outputs, inputs / group];
+    ``in_groups``, they are multiplied group by group, and have zeros alike if they are ``shifted``. Otherwise there is
+    one group.
     """
     tile = tl.program_id(0)
     each = tl.arange(0, block_e)
@@ -37,21 +42,14 @@ def multiply(
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     at = expert.to(tl.int64) * outputs
     acc = tl.zeros([block_m, block_n], tl.float32)
-    if bits == 4:
-        half: tl.constexpr = group // 2
-        k = tl.arange(0, half)
+    if in_groups:
         for number in range(0, inputs // group):
-            low_x = _rows(x, row, stop, number * group + k, inputs)
-            high_x = _rows(x, row, stop, number * group + half + k, inputs)
-            places = (at + n)[None, :] * (inputs // 2) + (number * half + k)[:, None]
-            codes = tl.load(weight + places, mask=(n < outputs)[None, :], other=0)
-            part = tl.dot(low_x, (codes & 15).to(x.dtype.element_ty), input_precision="ieee")
-            part = tl.dot(high_x, (codes >> 4).to(x.dtype.element_ty), part, input_precision="ieee")
-            total = tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
+            part, total = _of_group(x, row, stop, weight, at + n, n < outputs, number, inputs, bits, element, group)
             of_group = (at + n) * (inputs // group) + number
             scale = tl.load(scales + of_group, mask=n < outputs, other=0.0)
-            zero = tl.load(zeros + of_group, mask=n < outputs, other=0.0)
-            acc += (part - total[:, None] * zero[None, :]) * scale[None, :]
+            if shifted:
+                part -= total[:, None] * tl.load(zeros + of_group, mask=n < outputs, other=0.0)[None, :]
+            acc += part * scale[None, :]
     else:
         for start in range(0, inputs, block_k):
             k = start + tl.arange(0, block_k)
@@ -61,11 +59,36 @@ def multiply(
             else:
                 places = at * inputs + k[:, None].to(tl.int64) * outputs + n[None, :]
             values = tl.load(weight + places, mask=there, other=0)
-            acc = tl.dot(_rows(x, row, stop, k, inputs), values.to(x.dtype.element_ty), acc, input_precision="ieee")
+            values = widen(values, x.dtype.element_ty, element)
+            acc = tl.dot(_rows(x, row, stop, k, inputs), values, acc, input_precision="ieee")
         if bits == 8:
             acc *= tl.load(scales + at + n, mask=n < outputs, other=0.0)[None, :]
     target = out + row[:, None].to(tl.int64) * outputs + n[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=(row < stop)[:, None] & (n < outputs)[None, :])
+
+
+@triton.jit
+def _of_group(
+    x, row, stop, weight, output, there, number,
+    inputs: tl.constexpr, bits: tl.constexpr, element: tl.constexpr, group: tl.constexpr,
+):  # fmt: skip
+    """Rows of x times the codes of group ``number``, without zeros and scales, and the sums of x over its inputs."""
+    if bits == 4:
+        half: tl.constexpr = group // 2
+        k = tl.arange(0, half)
+        low_x = _rows(x, row, stop, number * group + k, inputs)
+        high_x = _rows(x, row, stop, number * group + half + k, inputs)
+        places = output[None, :] * (inputs // 2) + (number * half + k)[:, None]
+        codes = tl.load(weight + places, mask=there[None, :], other=0)
+        part = tl.dot(low_x, (codes & 15).to(x.dtype.element_ty), input_precision="ieee")
+        part = tl.dot(high_x, (codes >> 4).to(x.dtype.element_ty), part, input_precision="ieee")
+        return part, tl.sum(low_x.to(tl.float32), 1) + tl.sum(high_x.to(tl.float32), 1)
+    else:
+        k = number * group + tl.arange(0, group)
+        own_x = _rows(x, row, stop, k, inputs)
+        codes = tl.load(weight + output[None, :] * inputs + k[:, None], mask=there[None, :], other=0)
+        part = tl.dot(own_x, widen(codes, x.dtype.element_ty, element), input_precision="ieee")
+        return part, tl.sum(own_x.to(tl.float32), 1)
 
 
 @triton.jit
