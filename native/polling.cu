@@ -136,9 +136,8 @@ extern "C" __global__ void lamina_receive(const Word *slot0, const Word *slot1, 
     for (int look = 1;; ++look) {
         for (int slot = 0; slot < kSlots; ++slot) {
             const Word number = load_acquire(bells[slot]);
-            if (number < floors[slot] ||
-                (load_acquire(slots[slot]) & ~(Word(0xff) << kPlaceShift)) !=
-                    (stamp | (number & 0xffff) << kNumberShift))
+            if (number < floors[slot] || (load_acquire(slots[slot]) & ~(Word(0xff) << kPlaceShift)) !=
+                                             (stamp | (number & 0xffff) << kNumberShift))
                 continue;
             for (int word = 0; word < kHeaderWords; ++word)
                 found->header[word] = load_acquire(slots[slot] + word);

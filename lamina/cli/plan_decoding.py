@@ -99,18 +99,22 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 
 def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     """The `lamina launch` command that starts these pools."""
-    from lamina.cli.ways import kv_option
+    from lamina.cli.ways import kv_option, quantization_option
     from lamina.plan.planner import Partition
 
     compute, memory = _typed_kinds(plan)
     pools = plan.pools
     pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
+    order = f"--lanes {pools.lanes} --pipelining {pipelining}"
+    if pools.tensor_parallel > 1:  # one lane for each copy of the weights
+        order = f"--tensor-parallel {pools.tensor_parallel}"
     return (
         f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
-        f"--memory {memory}:{pools.memory_workers} --lanes {pools.lanes} --pipelining {pipelining}"
+        f"--memory {memory}:{pools.memory_workers} {order}"
         + (" --partition head" if pools.partition is Partition.HEAD else "")
         + _batch_options(plan)
         + kv_option(shape)
+        + quantization_option(shape, model)
     )
 
 
@@ -133,7 +137,8 @@ def _not_launched(plan: "Plan") -> list[str]:
 
     pools = plan.pools
     missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
-    return missing + ([f"tensor parallelism {pools.tensor_parallel}"] if pools.tensor_parallel > 1 else [])
+    shared = pools.tensor_parallel > 1 and pools.lanes > pools.replicas
+    return missing + ([f"{pools.lanes} lanes with tensor parallelism {pools.tensor_parallel}"] if shared else [])
 
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:

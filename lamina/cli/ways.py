@@ -228,14 +228,10 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     typed = {entry: name for name, entry in ALIASES.items()}
     kinds = [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
     missing = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
-    if way.kind is Kind.LOCAL and way.compute.kind != CPU:
-        missing += ["local memory of GPUs"]
     if way.tensor_parallel > 1:
         missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
         missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
-    missing += (
-        [] if shape.weight_dtype == "auto" else [f"products that read {shape.weight_dtype} weights as they are stored"]
-    )
+    missing += ["products of fp8 weights on CPUs"] if (way.compute.kind, shape.weight_dtype) == (CPU, "fp8") else []
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
     memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"
@@ -247,12 +243,20 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
         f"--memory {memory}{order} --max-num-batched-tokens {way.chunk}"
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)
+        + quantization_option(shape, model)
     ]
 
 
 def kv_option(shape: "ModelShape") -> str:
     """The option of ``lamina launch`` for the KV type of a plan."""
     return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
+
+
+def quantization_option(shape: "ModelShape", model: str) -> str:
+    """The option of ``lamina launch`` for weights that a plan quantises; none for those that the checkpoint has so."""
+    from lamina.plan.models import find
+
+    return "" if shape.weight_dtype == find(model).weight_dtype else f" --quantization {shape.weight_dtype}"
 
 
 def type_options(shape: "ModelShape") -> str:

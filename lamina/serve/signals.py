@@ -10,7 +10,7 @@ def collected() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM for now, in the order in which they come. Main thread only.
 
     Otherwise their handlers raise exceptions wherever this thread is. One that is raised between two steps of a lock
-    leaves it locked, and other threads wait for it in vain; one that is raised in a finalizer is lost.
+    leaves it locked, and other threads wait for it forever; one that is raised in a finalizer is lost.
     """
     received: list[int] = []
     before = {

@@ -75,17 +75,24 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
         assert settings["model"] == result["model"]
         assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
         assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
-        assert settings["lanes"] == one["lanes"]
+        degree, replicas = one["compute"]["tensor_parallel"], one["compute"]["replicas"]
+        assert settings["tensor_parallel"] == degree
         # The runtime's own pipeline accepts these lanes in this order, and admits the whole batch.
-        pipeline = Pipeline(one["lanes"], one["compute"]["replicas"], settings["pipelining"] == "rotational")
+        if degree > 1:
+            assert settings["lanes"] is None
+            pipeline = Pipeline(replicas, replicas, ranks=degree)
+        else:
+            assert settings["lanes"] == one["lanes"]
+            pipeline = Pipeline(one["lanes"], replicas, settings["pipelining"] == "rotational")
         names = ("max_num_seqs", "max_num_batched_tokens")
         config = EngineConfig(**{name: settings[name] for name in names})
         assert sizing.most_sequences(config, pipeline) >= one["batch"]
     printed = plan(arguments)
     launched = next(line.strip() for line in printed.splitlines() if line.strip().startswith("lamina launch"))
     assert launched == result["recommended"]["launch"]
-    degree = result["recommended"]["compute"]["tensor_parallel"]
-    assert ("lamina launch lacks yet" in printed) == (degree > 1)
+    best = result["recommended"]
+    has_lanes = best["compute"]["tensor_parallel"] > 1 and best["lanes"] > best["compute"]["replicas"]
+    assert ("lamina launch lacks yet" in printed) == has_lanes
 
 
 def test_json_holds_the_front_with_the_units_in_its_names() -> None:
