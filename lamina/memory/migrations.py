@@ -132,7 +132,7 @@ class Migrations:
 
     def _begin(self, migration: Migration) -> None:
         self._moving.add(migration.sequence)
-        slots = self._store.slots_of(migration)
+        slots = self._store.held.slots_of(migration)
         specs = self._store.attentions
         pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
         pair = migration.source, migration.target

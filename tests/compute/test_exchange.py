@@ -422,7 +422,7 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
                 assert not thread.is_alive()
         for name, memory in cluster.memories.items():
             here = [segment for segment in segments[1] if segment.worker == name]
-            assert memory.store._segments.get(1, []) == here
+            assert memory.store.held.segments.get(1, []) == here
 
 
 def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing() -> None:

@@ -34,7 +34,7 @@ class Clock(Interpreter):
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Any) -> None:
         self.launched.append(program)
         if program.kernel == "attend":
-            self.last = self.takes(program, grid[1])
+            self.last = self.takes(program, grid[0] // int(dict(program.constants)["kv_heads"]))
 
     def fits(self, program: Program) -> bool:
         return int(dict(program.constants)["block_n"]) < 128

@@ -82,7 +82,8 @@ class Forgetting(Moving):
         self._keys[plan.step] = [(tokens[at], at) for tokens, step in steps for at in range(step.start, step.stop)]
         for one in plan.migrations:
             ends = self._stores[one.source], self._stores[one.target]
-            self._slots[one.number] = [(ends[0][kind].slots_of(one), ends[1][kind].slots_of(one)) for kind in (0, 1)]
+            slots = [[store[kind].held.slots_of(one) for store in ends] for kind in (0, 1)]
+            self._slots[one.number] = [(source, target) for source, target in slots]
 
     def migrate(self) -> None:
         if self._migrations:

@@ -148,7 +148,7 @@ class Told(Driver):
         self.live[name] = self.turn.scheduler.add(made)
 
     def take(self, plan: StepPlan) -> None:
-        had = {name: dict(store._segments) for name, store in self.everything.items()}
+        had = {name: dict(store.held.segments) for name, store in self.everything.items()}
         for store in had.values():  # a parent's last segment is open in its child, which may grow at once
             store.update({fork.child: store[fork.parent] for fork in plan.forks if fork.parent in store})
         tables = {name: store.apply(plan)[0] for name, store in self.everything.items()}
@@ -183,7 +183,7 @@ class Told(Driver):
         for name, sequences in self.recipients.overdue(now):
             for worker in [roles[name] for roles in (self.theirs, self.replicas) if name in roles]:
                 worker.release(sequences)
-        held = {sequence for store in self.theirs.values() for sequence in store._segments}
+        held = {sequence for store in self.theirs.values() for sequence in store.held.segments}
         held |= {sequence for replica in self.replicas.values() for sequence in replica.segments}
         self.late = {sequence: since for sequence, since in self.late.items() if sequence in held}
         assert all(now - since < RELEASE_S for since in self.late.values())

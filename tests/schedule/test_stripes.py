@@ -85,7 +85,7 @@ class Striped(Driver):
             assert not resting or store.used_tokens == self.turn.scheduler.prefixes.idle(name)[0]
         for plan in self.turn.in_flight.values():
             for step in plan.sequences:
-                held = [one for store in self.stores.values() for one in store._segments.get(step.sequence, [])]
+                held = [one for store in self.stores.values() for one in store.held.segments.get(step.sequence, [])]
                 check_segments(step.sequence, held, SHARDS)
         for group in self.live.values():  # as they were when they drew their last tokens: some have lost KV since
             assert {segment.worker for segment in segments_of(group)} <= self.stores.keys()

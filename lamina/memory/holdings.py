@@ -1,0 +1,260 @@
+"""The segments that a memory worker holds, and the slots of their tokens. Pure."""
+
+import collections
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.errors import PlacementError
+from lamina.heads import HeadShards
+from lamina.memory.device.windows import STEPS_KEPT
+from lamina.memory.slab import Slab
+from lamina.memory.starts import brought, step_starts
+from lamina.protocol.wire import MessageRows, SegmentKey, SegmentRows
+from lamina.segments import by_sequence, forked, grown, moved, overlaps
+from lamina.spills import BLOCK, Fetch
+from lamina.steps import Fork, Migration, StepPlan, Switch
+from lamina.types import Segment
+
+Slots = npt.NDArray[np.int32]
+Renew = Callable[[Slots, Slots, int], None]
+"""As ``memory.device.base.Device.renew``."""
+
+
+class Holdings:
+    """Applies the deltas of plans to a slab.
+
+    Attributes:
+        worker: whose. shards: how heads are cut. segments: by sequence, those here.
+        slab: a slot holds one shard of a token.
+    """
+
+    def __init__(self, worker: str, shards: HeadShards, capacity: int) -> None:
+        """``capacity``: slots."""
+        self.worker, self.shards = worker, shards
+        self.slab = Slab[SegmentKey](capacity)
+        self.segments: dict[int, list[Segment]] = {}
+        # Of the latest steps, by sequence; before the first, where that begins.
+        self._starts: dict[int, collections.deque[int]] = {}
+
+    def apply(self, plan: StepPlan, renew: Renew) -> None:
+        """Apply a plan's deltas; slots for its step's own tokens come later. Raises CapacityError, PlacementError."""
+        for switch in plan.switches:
+            self._switch(switch)
+        for fork in plan.forks:
+            self._fork(fork, renew)
+        self.release(plan.released)
+        self._migrate(plan)
+        for admission in plan.admitted:
+            for sequence, segments in by_sequence(admission.segments).items():
+                self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
+        for segment in plan.grown:
+            self._grow(segment)
+        for fetch in plan.fetches:
+            self._begin_fetch(fetch)
+
+    def _migrate(self, plan: StepPlan) -> None:
+        """Take over what has arrived here, forget what has left, and begin what a plan says."""
+        for segment in plan.moved:
+            if segment.worker == self.worker:
+                self.segments[segment.sequence] = [segment]
+            else:
+                self._forget(segment.sequence)
+        for migration in plan.migrations:
+            if migration.target == self.worker:
+                self._make_slots(migration)
+            elif migration.source == self.worker:
+                self._hold_source(migration)
+
+    def truncate(self, kept: Mapping[int, int]) -> None:
+        """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
+
+        Sequences that have no segment here are ignored.
+        """
+        # Prefixes of sequences whose steps have completed may be cached with the next plan.
+        self._starts = {one: _first(max(0, tokens - STEPS_KEPT)) for one, tokens in kept.items()}
+        for sequence in {sequence for sequence, *_ in self.slab.segments}:
+            if sequence not in kept or sequence not in self.segments:
+                self._forget(sequence)
+        for segment in itertools.chain.from_iterable(self.segments.values()):
+            start, stop = segment.tokens
+            last = kept[segment.sequence] if stop is None else min(kept[segment.sequence], stop)
+            for key in self._keys(segment):
+                self.slab.truncate(key, max(0, last - start))
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Forget sequences and free their slots. Those not known here are ignored."""
+        for sequence in sequences:
+            self._forget(sequence)
+
+    def _open(self, sequence: int, segments: list[Segment]) -> None:
+        """Begin the segments of a sequence that are here, if any."""
+        if segments:
+            self.segments[sequence] = segments
+            for key in itertools.chain.from_iterable(map(self._keys, segments)):
+                if key not in self.slab:  # else it begins as a fork of a cached prefix
+                    self.slab.open(key)
+
+    def _keys(self, segment: Segment) -> list[SegmentKey]:
+        """Of its shards."""
+        return [self.key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.of(segment.heads)]
+
+    def key(self, sequence: int, first: int, shard: int) -> SegmentKey:
+        """Of a shard of a segment, by the segment's first token."""
+        return sequence, first * self.shards.count + shard
+
+    def key_of(self, attend: SegmentRows) -> SegmentKey:
+        """Of what rows attend to."""
+        return self.key(attend.sequence, attend.kv_start, attend.shard)
+
+    def _fork(self, fork: Fork, renew: Renew) -> None:
+        """Let a child share the part of its first tokens that its parent has here. Of tokens that the child has from
+        elsewhere, it gets what has been forgotten there."""
+        segments = self.segments.get(fork.parent, [])
+        if shared := forked(segments, fork.child, fork.tokens):
+            self.segments[fork.child] = shared
+            self._starts[fork.child] = _first(fork.tokens)
+        for segment in segments[: len(shared)]:
+            start, stop = segment.tokens
+            last = fork.tokens if stop is None else min(fork.tokens, stop)
+            for key in self._keys(segment):
+                child = self.key(fork.child, start, key[1] % self.shards.count)
+                if child in self.slab:
+                    begun, source = self.slab.slots(child), self.slab.slots(key)
+                    both = min(len(begun), last - start)
+                    renew(begun[:both], source[:both], fork.tokens - start)
+                if child not in self.slab or len(self.slab.slots(child)) < last - start:
+                    self.slab.fork(key, child, last - start)
+
+    def _grow(self, new: Segment) -> None:
+        """Let a sequence continue in another segment, here or elsewhere. What it had planned beyond is empty."""
+        sequence, segments = new.sequence, self.segments.pop(new.sequence, [])
+        first, _ = new.tokens
+        for segment in segments:
+            if segment.tokens[0] >= first and overlaps(segment, new):
+                for key in self._keys(segment):
+                    self.slab.free(key)
+        after = [segment for segment in grown(segments, new) if segment.worker == self.worker]
+        for key in itertools.chain.from_iterable(map(self._keys, after)):
+            if key not in self.slab:  # of the new one, unless the sequence has come back
+                self.slab.open(key)
+        if after:
+            self.segments[sequence] = after
+
+    def _forget(self, sequence: int) -> None:
+        """Free the slots of a sequence, if it has any here or is moving here."""
+        self._starts.pop(sequence, None)
+        segments = self.segments.pop(sequence, ()) or [Segment(sequence, self.worker, self.shards.whole, (0, None))]
+        for key in itertools.chain.from_iterable(map(self._keys, segments)):
+            if key in self.slab:
+                self.slab.free(key)
+
+    def _make_slots(self, migration: Migration) -> None:
+        """For tokens that will arrive; nothing attends to them before the plan that moves their segment here."""
+        key = migration.sequence, 0
+        if key not in self.slab:
+            self.slab.open(key)
+        held = len(self.slab.slots(key))
+        if held != (migration.start if migration.parent is None else 0):
+            raise PlacementError(
+                f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} cannot move to "
+                f"{self.worker}",
+                f"it has {held} tokens, and new ones must follow these",
+            )
+        self.slab.append(key, migration.stop - migration.start)
+
+    def _begin_fetch(self, fetch: Fetch) -> None:
+        """Make slots for blocks that come from the disk: the plan may have forked the tokens before them."""
+        if fetch.worker == self.worker:
+            key = fetch.child, 0
+            if key not in self.slab:
+                self._open(fetch.child, [Segment(fetch.child, self.worker, fetch.heads, (0, None))])
+            self.slab.append(key, len(fetch.blocks) * BLOCK)
+
+    def slots_of(self, migration: Migration) -> Slots:
+        """The slots that a migration copies from or to here: a copy, int32 [stop - start]."""
+        slots = self.slab.slots((migration.sequence, 0))
+        return (slots if migration.parent is not None else slots[migration.start : migration.stop]).copy()
+
+    def _hold_source(self, migration: Migration) -> None:
+        """Let a carrier share the slots of tokens that will be read, or check that their sequence keeps them."""
+        if migration.parent is not None:
+            self._share_range(migration, migration.parent)
+            return
+        segments = self.segments.get(migration.sequence, [])
+        if [segment.tokens for segment in segments] != [(0, None)]:
+            raise PlacementError(
+                f"sequence {migration.sequence} cannot move from {self.worker}",
+                "only a sequence that is entirely on the source can move",
+            )
+
+    def _share_range(self, migration: Migration, parent: int) -> None:
+        start, stop = migration.start, migration.stop
+        for first in (segment.tokens[0] for segment in self.segments.get(parent, [])):
+            if first <= start and stop <= first + len(self.slab.slots((parent, first))):
+                self.slab.rearrange([], {(migration.sequence, 0): [((parent, first), start - first, stop - first)]})
+                return
+        raise PlacementError(
+            f"tokens {start} to {stop} of sequence {parent} cannot move from {self.worker}",
+            f"of its segments here, {self.segments.get(parent, [])}, none has all of them",
+        )
+
+    def _switch(self, switch: Switch) -> None:
+        """Let sequences hold a range at the target of its move, and no longer at the source. What they share there they
+        share here: the slots of the carrier."""
+        for new in switch.segments:
+            sequence, (first, last) = new.sequence, new.tokens
+            before = self.segments.pop(sequence, [])
+            after = [segment for segment in moved(before, new) if segment.worker == self.worker]
+            held: list[tuple[int, int, SegmentKey, int]] = []
+            if new.worker == self.worker:
+                carried = first + len(self.slab.slots((switch.carrier, 0)))
+                end = carried if last is None else last
+                held.append((first, end, (switch.carrier, 0), first))
+                self._starts.setdefault(sequence, _first(end))
+            for segment in before:
+                start = segment.tokens[0]
+                stop = start + len(self.slab.slots((sequence, start)))
+                held.append((start, min(stop, first), (sequence, start), start))
+                if last is not None:
+                    held.append((max(start, last), stop, (sequence, start), start))
+            parts = {(sequence, segment.tokens[0]): _parts(segment, sorted(held)) for segment in after}
+            self.slab.rearrange([(sequence, segment.tokens[0]) for segment in before], parts)
+            if after:
+                self.segments[sequence] = after
+
+    def note_starts(self, messages: Iterable[MessageRows]) -> None:
+        """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
+        steps = [(rows, brought(rows, self.key)) for rows in messages]
+        for sequence, start in step_starts(steps, self._end).items():
+            self._starts.setdefault(sequence, _first(start)).append(start)
+
+    def _end(self, key: SegmentKey) -> int:
+        """The position behind the last token of a segment."""
+        return key[1] // self.shards.count + len(self.slab.slots(key))
+
+    def needed(self, window: int) -> Iterator[Slots]:
+        """See ``Needed``. Of a sequence that has come from elsewhere and not run here, all is needed."""
+        for sequence, number in self.slab.segments:
+            starts = self._starts.get(sequence)
+            lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count
+            yield self.slab.slots((sequence, number))[max(lowest, 0) :]
+
+
+def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -> list[tuple[SegmentKey, int, int]]:
+    """Where the tokens of a segment are. ``held``: tokens [start, stop) by ascending start, what holds them, and the
+    first token of that."""
+    low, high = segment.tokens
+    ends = [stop if high is None else min(stop, high) for _, stop, _, _ in held]
+    return [
+        (key, max(start, low) - origin, stop - origin)
+        for (start, _, key, origin), stop in zip(held, ends, strict=True)
+        if max(start, low) < stop
+    ]
+
+
+def _first(start: int) -> collections.deque[int]:
+    """The starts of a sequence whose next step begins there."""
+    return collections.deque([start], maxlen=STEPS_KEPT)
