@@ -34,14 +34,22 @@ class Queue:
         else:
             self._work.append(work)
 
-    def flush(self) -> None:
-        """Run everything."""
-        if self._runs or threading.get_ident() != self._thread:
+    @property
+    def end(self) -> Callable[[], object] | None:
+        """What was given last."""
+        return self._work[-1] if self._work else None
+
+    def flush(self, last: Callable[[], object] | None = None) -> None:
+        """Run everything, or what was given up to ``last``."""
+        if self._runs or threading.get_ident() != self._thread or (last is not None and last not in self._work):
             return
         self._runs = True
         try:
             while self._work:
-                self._work.pop(0)()
+                work = self._work.pop(0)
+                work()
+                if work is last:
+                    break
         finally:
             self._runs = False
 
@@ -78,6 +86,7 @@ class LateBackend(Interpreter):
     def __init__(self) -> None:
         self.queue = Queue()
         self._host = HostMemory(lambda at, nbytes: None, lambda at: None)
+        self._read: Callable[[], object] | None = None  # the last upload of what was adopted
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Any:
         """See ``Backend``."""
@@ -91,8 +100,10 @@ class LateBackend(Interpreter):
 
     def upload(self, source: Any, target: Any) -> None:
         """See ``Backend``: memory that was adopted is read late."""
-        kept = source if self._host.own.has(source.ctypes.data, source.nbytes) else source.copy()
+        adopted = self._host.own.has(source.ctypes.data, source.nbytes)
+        kept = source if adopted else source.copy()
         self.queue.put(lambda: np.copyto(_plain(target)[: len(kept)], _plain(kept)))
+        self._read = self.queue.end if adopted else self._read
 
     def download(self, *copies: tuple[Any, Any]) -> None:
         """See ``Backend``."""
@@ -100,8 +111,10 @@ class LateBackend(Interpreter):
         super().download(*((_plain(source), target) for source, target in copies))
 
     def settle(self) -> None:
-        """See ``Backend``."""
-        self.queue.flush()
+        """See ``Backend``: up to the last upload of what was adopted, and no further."""
+        if self._read is not None:
+            self.queue.flush(self._read)
+            self._read = None
 
     def aligned(self, array: Any) -> Any:
         """See ``Backend``."""

@@ -6,12 +6,13 @@ written to the same peer before it (release), ``wait`` sees it (acquire).
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 import numpy.typing as npt
 
 from lamina.errors import DeadlineError
+from lamina.transport.device.memory import DeviceMemory
 
 Buffer = memoryview  # C-contiguous, format "B"
 Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguous that exports the buffer protocol
@@ -140,6 +141,35 @@ class Endpoint(Protocol):
 
     def close(self) -> None:
         """Release all memory and handles. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SharesMemory(Protocol):
+    """An endpoint whose network interface lets peers write into memory besides the arena, such as a device's."""
+
+    def share(self, memory: DeviceMemory) -> bytes:
+        """Let peers that get the returned key write there (``post_apart``), until ``unshare``. Raises TransportError
+        with the reason if they cannot."""
+        ...
+
+    def unshare(self, key: bytes) -> None:
+        """Nobody writes there any more."""
+        ...
+
+    def post_apart(
+        self,
+        peer: Peer,
+        key: bytes,
+        at: int,
+        parts: Sequence[Part],
+        offset: int,
+        header: bytes,
+        doorbell: int,
+        sequence: int,
+    ) -> None:
+        """Write the parts into memory that the peer has shared by this key, from byte ``at`` on; then ``post`` a
+        header."""
         ...
 
 

@@ -92,7 +92,9 @@ def _writers(
         same = here.host == there.host
         if same and wanted in ("auto", "shm") and here.inboxes == there.inboxes:
             by_device.add((owner, peer))
-        elif wanted == "rdma" or (wanted == "auto" and not same):
+        elif (wanted == "rdma" or (wanted == "auto" and not same)) and all(
+            Transport.RDMA in one.descriptors for one in (here, there)
+        ):
             by_nic.add((owner, peer))
     return by_device, by_nic
 

@@ -125,6 +125,8 @@ class Ahead:
         if self._polled is None or not self._stale or self._runs:
             return
         self._stale = False
+        if self._store.device.inboxes is not None:
+            self._store.device.inboxes.retire()
         channels, pipeline = self._channels, self._pipeline
         for name in [name for name in self._direct if self._links.direct(name) != self._direct[name]]:
             self._polled.slots.unmap(self._direct.pop(name).their_arena)

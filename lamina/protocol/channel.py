@@ -34,6 +34,7 @@ ARRIVED = 1  # by slot: a piece of a message is in it
 GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses given back
 FETCHED = GIVEN_BACK + SLOTS  # regions fetched
 assert FETCHED < DOORBELLS
+SLOT, INBOX = int(Place.SLOT), int(Place.INBOX)  # compared for every message: members of an enum take five times longer
 
 
 class Body(NamedTuple):
@@ -160,7 +161,7 @@ class Channel:
         self.name = peer.name
         self.hub = hub
         hub.channels.append(self)
-        self.most_nbytes = theirs.slot_nbytes - HEADER_NBYTES
+        self.most_nbytes = theirs.body_nbytes
         self._there = [theirs.doorbell + ARRIVED + number for number in range(SLOTS)]
         self._endpoint, self._peer, self._arena = endpoint, peer, arena
         self._own, self._theirs = own, theirs
@@ -226,7 +227,7 @@ class Channel:
         ``slot``: it has been written there, see ``place``, and has no parts. Raises PeerLostError.
         """
         assert slot is None or not parts
-        place = Place.INBOX if self.post_apart or (slot is not None and self.writes_inbox) else Place.SLOT
+        place = INBOX if self.post_apart or (slot is not None and self.writes_inbox) else SLOT
         used = self._slots_there.used
         if slot is None and not self.hub.keeping and nbytes <= self.most_nbytes:
             slot = self._free_slot()
@@ -243,7 +244,7 @@ class Channel:
         room = self.most_nbytes + HEADER_NBYTES
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
-    def _header(self, first: int, lane: int, place: Place, turn: int, nbytes: int, region: int, number: int) -> bytes:
+    def _header(self, first: int, lane: int, place: int, turn: int, nbytes: int, region: int, number: int) -> bytes:
         """The header of a message, which tells the peer what it is owed. ``first``: the number of its first piece."""
         header = pack(first, lane, place, turn, nbytes, region, number, self._fetched, *self._freed)
         if self._untold or self in self.hub.owing:
@@ -260,7 +261,7 @@ class Channel:
         number = slot_number(self._slots_there.used[slot] - 1, message.piece)
         if message.piece == 0:
             content = message.turn, message.nbytes, message.region, message.number
-            place = Place.FETCHED if message.is_fetched else Place.SLOT
+            place = Place.FETCHED if message.is_fetched else SLOT
             header = self._header(number, message.lane, place, *content)
             offset, nbytes, parts = offset - HEADER_NBYTES, nbytes + HEADER_NBYTES, [header, *parts]
         self._endpoint.post(self._peer, offset, nbytes, parts, self._there[slot], number)
@@ -359,9 +360,9 @@ class Channel:
         if self._untold and not self._known:
             self._owe()
         body: Buffer | Any = None
-        if place == Place.SLOT:
+        if place == SLOT:
             body = view[HEADER_NBYTES : HEADER_NBYTES + nbytes]
-        elif place == Place.INBOX:
+        elif place == INBOX:
             self.settle_inbox()
             body = self.inbox[slot][:nbytes]
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)

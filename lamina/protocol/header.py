@@ -29,8 +29,9 @@ class Place(enum.IntEnum):
     """In the receiver's inbox, at the place of the slot."""
 
 
-def pack(first: int, lane: int, place: Place, turn: int, *others: int) -> bytes:
-    """A header. ``first``: the number of the message's first piece; ``others``: what follows the turn."""
+def pack(first: int, lane: int, place: int, turn: int, *others: int) -> bytes:
+    """A header. ``first``: the number of the message's first piece. ``place``: see ``Place``. ``others``: what follows
+    the turn."""
     return HEADER.pack(lane, place, turn & _LOW_BITS, first & _LOW_BITS, turn, *others)
 
 

@@ -11,8 +11,8 @@ Target = tuple[int, int]
 """A doorbell and the number that it has to reach."""
 
 
-class Link(Protocol):
-    """What a hub needs of ``protocol.channel.Channel``."""
+class End(Protocol):
+    """This end of a link: what a hub needs of ``protocol.channel.Channel``."""
 
     name: str
 
@@ -46,9 +46,9 @@ class Hub:
     """
 
     def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
-        self.channels: list[Link] = []
-        self.keeping: set[Link] = set()
-        self.owing: set[Link] = set()
+        self.channels: list[End] = []
+        self.keeping: set[End] = set()
+        self.owing: set[End] = set()
         self.sequence = arena.sequence
         self._arena = arena
         self._space = Space(*pool, ALIGNMENT)
@@ -74,7 +74,7 @@ class Hub:
         for channel in [channel for channel in self.channels if channel in self.keeping]:
             channel.go_on()
 
-    def forget(self, channel: Link) -> None:
+    def forget(self, channel: End) -> None:
         """The link has ended: drop what was kept for it, and release what its peer has not fetched."""
         self.channels.remove(channel)
         self.keeping.discard(channel)

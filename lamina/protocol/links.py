@@ -27,7 +27,7 @@ from lamina.protocol.messages import Connect, Grant, Granted, Link, Linked, Regi
 from lamina.protocol.outbox import Outbox, Slot
 from lamina.topology import Topology
 from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Buffer, Endpoint, Fetch, Peer, deadline_error
+from lamina.transport.base import Buffer, Endpoint, Fetch, Peer, SharesMemory, deadline_error
 from lamina.transport.device.inboxes import Inbox, Inboxes
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.rdma.endpoint import RdmaEndpoint
@@ -169,23 +169,32 @@ class Links:
 
     def _with_inbox(self, name: str, lease: Lease, by_device: bool, by_nic: bool) -> Lease:
         """A lease with an inbox for a peer's device or NIC, if that is possible."""
-        held = None if self.inboxes is None else self.inboxes.make(name, SLOTS * lease.body_nbytes)
+        endpoint = self._sharing() if by_nic else None
+        if self.inboxes is None or not (by_device or endpoint):
+            return lease
+        held = self.inboxes.make(name, SLOTS * lease.body_nbytes)
         if held is None:
             return lease
-        key, endpoint = b"", self._endpoints.get(Transport.RDMA)
-        if by_nic and isinstance(endpoint, RdmaEndpoint):
-            try:
-                key = endpoint.share(held.memory)
-            except TransportError as error:
-                logger.info("messages of %s over rdma go through the host's memory: %s", name, error)
-        return msgspec.structs.replace(lease, inbox=held.handle if by_device else b"", inbox_key=key)
+        if endpoint is None:
+            return msgspec.structs.replace(lease, inbox=held.handle)
+        try:
+            return msgspec.structs.replace(lease, inbox_key=endpoint.share(held.memory))
+        except TransportError as error:
+            logger.warning("messages of %s over rdma go through the host's memory: %s", name, error)
+            self.inboxes.close(name)
+            return lease
+
+    def _sharing(self) -> SharesMemory | None:
+        """The endpoint whose network interface writes into inboxes."""
+        endpoint = self._endpoints.get(Transport.RDMA)
+        return endpoint if isinstance(endpoint, SharesMemory) else None
 
     def release(self, name: str) -> None:
         """End a peer's lease: it provably cannot write here any more (its process was reaped, its TCP connection is
         closed, its RDMA queue pair destroyed). Later peers may get the same part."""
         self.disconnect(name)
         lease = self._leases.pop(name)
-        if isinstance(endpoint := self._endpoints.get(Transport.RDMA), RdmaEndpoint) and lease.inbox_key:
+        if lease.inbox_key and (endpoint := self._sharing()):
             endpoint.unshare(lease.inbox_key)
         if self.inboxes is not None:
             self.inboxes.close(name)
@@ -348,7 +357,7 @@ class Links:
         """This end of the link to a peer, for messages in slots."""
         link = self._links[name]
         channel = Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
-        if isinstance(link.endpoint, RdmaEndpoint) and link.lease.inbox_key:
+        if isinstance(link.endpoint, SharesMemory) and link.lease.inbox_key:
             channel.post_apart = functools.partial(link.endpoint.post_apart, link.peer, link.lease.inbox_key)
         return channel
 

@@ -11,7 +11,7 @@ import pytest
 
 from lamina import measurements
 from lamina.config import EngineConfig
-from lamina.errors import ConfigError, DeadlineError, TransportError
+from lamina.errors import ConfigError, DeadlineError, PeerLostError, TransportError
 from lamina.kernels import reference
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
@@ -269,6 +269,23 @@ def test_the_host_reads_and_writes_inboxes(served_by_the_host: Pair) -> None:
         lanes.decode(1)
         lanes.prompt(0)
     assert {isinstance(answer.body, memoryview) for answer in answers} == {True, False}
+
+
+def test_a_device_that_answers_a_lost_peer_writes_where_it_still_may(pair: Pair) -> None:
+    """Its waits go on until the epoch ends, and the message that it waits for may have come before the loss."""
+    lanes = Lanes(pair)
+    lanes.prompt(0)
+    lanes.plan(0)
+    pair.worker._serve_once()
+    pair.worker._serve_once()
+    pair.worker._fence.lose(PeerLostError("compute0", "it has exited"))
+    lanes.ask(0, 0)  # if the inbox were not mapped any more, the answer would end this process
+    stream = pair.worker._ahead._lanes[0].stream
+    until(lambda: int(stream.records["done_ns"][0]) > 0)
+    inboxes = pair.worker._store.device.inboxes
+    assert inboxes is not None and inboxes.theirs("compute0") is None
+    pair.worker._ahead.drop()
+    inboxes.retire()
 
 
 def test_closing_ends_the_waits(pair: Pair) -> None:

@@ -20,6 +20,7 @@ from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.protocol.wire import body_nbytes
 from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.transport.device.inboxes import SharedMaker
 from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 from tests.kernels.cases import Pair, decode, make_case
 from tests.late import LateBackend
@@ -78,6 +79,22 @@ def test_what_is_kept_is_attended_to(name: str, pairs: list[Pair], layer: int, s
     wanted_out, wanted_lse = reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
     np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
+
+
+def test_an_inbox_has_been_read_once_it_is_settled() -> None:
+    """Also where nothing is attended to, which waits by itself."""
+    device, random = make("late", SPECS, KvElement.FLOAT32, 8), np.random.default_rng(0)
+    held = SharedMaker().make(4 * (2 * 2 * 16 * 2))
+    k, v = (random.standard_normal((2, 2, 16)).astype(np.float32) for _ in range(2))
+    held.inbox.array[:] = np.frombuffer(k.tobytes() + v.tobytes(), np.uint8)
+    there = device.sent(held.inbox.array).view(np.float32).reshape(2, 2, 2, 16)
+    slots = np.array([5, 3], np.int32)
+    device.keep(0, there[0], there[1], device.sent(slots))
+    device.settle()
+    held.inbox.array[:] = 0  # the next message
+    content = memoryview(bytearray(held.memory.nbytes))
+    device.read(0, slots, content)
+    assert bytes(content) == k.tobytes() + v.tobytes()
 
 
 def attended(table: Table, layer: int, q: np.ndarray, device: Device) -> tuple[np.ndarray, np.ndarray]:

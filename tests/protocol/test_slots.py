@@ -2,15 +2,22 @@
 
 import ctypes
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 
+from lamina.errors import TransportError
 from lamina.protocol.choice import Transport
 from lamina.protocol.leases import HEADER_NBYTES, SLOTS
+from lamina.protocol.links import Member, open_links
+from lamina.protocol.messages import Grant, Link, Linked, Register, Way
 from lamina.protocol.slots import Slots
+from lamina.transport.base import Peer
 from lamina.transport.device.inboxes import Inboxes, Opened, SharedMaker
-from tests.protocol.test_links import Cluster
+from lamina.transport.device.memory import DeviceMemory
+from lamina.transport.shm import ShmEndpoint
+from tests.protocol.test_links import PLAN, SECRET, Cluster
 
 TIMEOUT_S = 5.0
 
@@ -181,3 +188,60 @@ def test_a_device_whose_writes_do_not_arrive_writes_into_slots(caplog: pytest.Lo
     assert "what the device of near writes into the memory of that of far does not arrive" in caplog.text
     for links in cluster.links.values():
         links.close()
+
+
+class Nic(ShmEndpoint):
+    """In place of RDMA, which needs hardware: its network interface writes into memory of this process."""
+
+    shared: ClassVar[dict[bytes, DeviceMemory]] = {}
+
+    def share(self, memory: DeviceMemory) -> bytes:
+        key = b"key %d" % len(self.shared)
+        self.shared[key] = memory
+        return key
+
+    def unshare(self, key: bytes) -> None:
+        del self.shared[key]
+
+    def post_apart(
+        self, peer: Peer, key: bytes, at: int, parts: Any, offset: int, header: bytes, doorbell: int, sequence: int
+    ) -> None:
+        body = b"".join(bytes(part) for part in parts)
+        ctypes.memmove(self.shared[key].address + at, body, len(body))
+        self.post(peer, offset, len(header), [header], doorbell, sequence)
+
+
+def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lamina.protocol.links._open", lambda member, transport, tls: Nic(member.name))
+    register, inboxes = Register(PLAN, [Transport.RDMA], spin_s=0.0), Inboxes(SharedMaker())
+    near = open_links(Member("near", SECRET, "127.0.0.1"), register)
+    far = open_links(Member("far", SECRET, "127.0.0.1"), register, inboxes)
+    own = near.grant(Grant({"far": 128}, [], ["far"])).leases["far"]
+    theirs = far.grant(Grant({"near": 128}, [], ["near"])).leases["near"]
+    assert not own.inbox_key and theirs.inbox_key and not theirs.inbox, "the near one's device has no inboxes"
+    ways = [
+        Way(Transport.RDMA, links.offer.descriptors[Transport.RDMA], lease)
+        for links, lease in ((far, theirs), (near, own))
+    ]
+    near.begin(Link(1, {"far": ways[0]}))
+    far.begin(Link(1, {"near": ways[1]}))
+    assert near.linked(TIMEOUT_S) == far.linked(TIMEOUT_S) == Linked({})
+    near.settle()
+    far.settle()
+    to, at = near.channel("far"), far.channel("near")
+    slots = Slots(far, Device(inboxes=inboxes))
+    slots.add([at])
+    to.send(3, 4, 5, [b"in", b"box"])
+    arrival = at.read(0)
+    assert (arrival.lane, arrival.turn, bytes(arrival.whole)) == (3, 4, b"inbox")
+    assert not isinstance(arrival.whole, memoryview)
+    far.release("near")
+    assert not Nic.shared and inboxes.own("near") is None
+    monkeypatch.setattr(Nic, "share", Mock(side_effect=TransportError("no memory is mapped")))
+    refused = far.grant(Grant({"near": 128}, [], ["near"])).leases["near"]
+    assert not refused.inbox_key and inboxes.own("near") is None
+    assert "messages of near over rdma go through the host's memory: no memory is mapped" in caplog.text
+    near.close()
+    far.close()

@@ -1,4 +1,4 @@
-"""Tests that need an RDMA device (``tests/rdma`` makes one): waits that sleep, and arenas in device memory."""
+"""Tests that need an RDMA device (``tests/rdma`` makes one): waits that sleep, and memory of devices."""
 
 import fcntl
 import mmap

@@ -1,1 +1,1 @@
-"""Arenas in GPU memory and doorbells polled by a GPU. Imports CuPy only when used."""
+"""Inboxes in GPU memory and doorbells polled by a GPU. Imports CuPy only when used."""

@@ -1,5 +1,8 @@
 """Inboxes in the memory of NVIDIA GPUs. Imports CuPy only when used."""
 
+import contextlib
+from collections.abc import Iterator
+
 import numpy as np
 
 from lamina.errors import TransportError
@@ -18,36 +21,48 @@ class CudaMaker:
 
     def make(self, nbytes: int) -> Held:
         """See ``Maker``."""
-        import cupy
+        with self._on_the_gpu(f"cannot share {nbytes} bytes of its memory"):
+            memory = PeerMemory(nbytes)
+            inbox, handle = Inbox(memory.address, memory.bytes, memory.settle), memory.handle()
 
-        try:
-            with cupy.cuda.Device(self._index):
-                memory = PeerMemory(nbytes)
-                inbox = Inbox(memory.address, memory.bytes, memory.settle)
-                return Held(
-                    inbox, memory.handle(), memory, lambda count: bytes(inbox.array[:count].get()), lambda: None
-                )
-        except (cupy.cuda.runtime.CUDARuntimeError, MemoryError) as error:
-            raise TransportError(f"cuda:{self._index} cannot share {nbytes} bytes of its memory: {error}") from error
+        def read(count: int) -> bytes:
+            with self._on_the_gpu("cannot read its memory"):
+                return bytes(inbox.array[:count].get())
+
+        return Held(inbox, handle, memory, read, lambda: None)  # freed with the last array of it
 
     def open(self, handle: bytes, nbytes: int) -> Opened:
         """See ``Maker``."""
-        import cupy
+        with self._on_the_gpu("cannot reach it by CUDA IPC"):
+            import cupy
 
-        try:
-            with cupy.cuda.Device(self._index):
-                arena = PeerArena(handle)
-        except cupy.cuda.runtime.CUDARuntimeError as error:
-            raise TransportError(f"cuda:{self._index} cannot reach it by CUDA IPC: {error}") from error
-        # Of this GPU, for CuPy, which else refuses to launch kernels on it; opening it has enabled the access.
-        memory = cupy.cuda.UnownedMemory(arena.address, nbytes, arena, self._index)
-        array = cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+            arena = PeerArena(handle)
+            # Of this GPU, for CuPy, which else launches no kernels on it; opening it has enabled the access.
+            memory = cupy.cuda.UnownedMemory(arena.address, nbytes, arena, self._index)
+            array = cupy.ndarray((nbytes,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
 
         def write(content: bytes) -> None:
-            try:
+            with self._on_the_gpu("cannot write there"):
                 array[: len(content)] = cupy.array(list(content), np.uint8)
                 cupy.cuda.get_current_stream().synchronize()
-            except cupy.cuda.runtime.CUDARuntimeError as error:
-                raise TransportError(f"cuda:{self._index} cannot write there: {error}") from error
 
-        return Opened(Inbox(arena.address, array), write, arena.close)
+        def close() -> None:
+            with self._on_the_gpu("cannot close what it has opened by CUDA IPC"):
+                arena.close()
+
+        return Opened(Inbox(arena.address, array), write, close)
+
+    @contextlib.contextmanager
+    def _on_the_gpu(self, what: str) -> Iterator[None]:
+        """Make it the current one; raise CuPy's errors as TransportErrors that say ``what`` it cannot."""
+        try:
+            import cupy
+
+            failures: tuple[type[Exception], ...] = cupy.cuda.runtime.CUDARuntimeError, MemoryError
+        except ImportError as error:
+            raise TransportError(f"cuda:{self._index} {what}: {error}") from error
+        try:
+            with cupy.cuda.Device(self._index):
+                yield
+        except failures as error:
+            raise TransportError(f"cuda:{self._index} {what}: {error}") from error

@@ -6,6 +6,8 @@ What a writer's kernels have written when they end, or before a fence of the who
 starts after that; for what a NIC has written, the reader calls ``settle`` first.
 """
 
+import ctypes
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -43,7 +45,7 @@ class Held:
 
     Attributes:
         handle: what another process opens it with. memory: that it is in, for NICs.
-        read: its first bytes, so many. close: frees it.
+        read: its first bytes, so many. close: frees it, once nobody refers to its array any more.
     """
 
     inbox: Inbox
@@ -83,13 +85,15 @@ class Inboxes:
     """The inboxes of a device, by peer: those it reads, and those of peers. One thread owns it.
 
     Attributes:
-        fixed: none is made or opened any more. Taking memory may wait for kernels, and these for messages.
+        fixed: kernels may be waiting for messages. None is made or opened any more, as taking memory may wait for
+            kernels; and those that have ended stay until ``retire``, as these may still use them.
     """
 
     maker: Maker
     fixed: bool = False
     _own: dict[str, Held] = field(default_factory=dict)
     _theirs: dict[str, Opened] = field(default_factory=dict)
+    _ended: list[Held | Opened] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -115,7 +119,7 @@ class Inboxes:
             self._theirs[peer] = self.maker.open(handle, nbytes)
             self._theirs[peer].write(proof)
         except TransportError as error:
-            logger.info("messages to %s go through the host's memory: %s", peer, error)
+            logger.warning("messages to %s go through the host's memory: %s", peer, error)
             self.leave(peer)
 
     def has(self, peer: str, proof: bytes) -> bool:
@@ -131,21 +135,31 @@ class Inboxes:
         return self._theirs[peer].inbox if peer in self._theirs else None
 
     def leave(self, peer: str) -> None:
-        """Nothing is written to a peer any more: close its inbox, if it was opened."""
-        if opened := self._theirs.pop(peer, None):
-            opened.close()
+        """Nothing more is written to a peer: close its inbox, if it was opened."""
+        self._end(self._theirs.pop(peer, None))
 
     def close(self, peer: str) -> None:
         """A peer provably writes no more: free the inbox that was made for it, if any."""
-        if held := self._own.pop(peer, None):
-            held.close()
+        self._end(self._own.pop(peer, None))
+
+    def _end(self, one: Held | Opened | None) -> None:
+        if one is not None:
+            self._ended.append(one)
+            if not self.fixed:
+                self.retire()
+
+    def retire(self) -> None:
+        """Close and free those that have ended. No kernel uses them."""
+        while self._ended:
+            self._ended.pop().close()
 
     def close_all(self) -> None:
-        """End all of them."""
+        """End all of them. No kernel uses them."""
         for peer in list(self._theirs):
             self.leave(peer)
         for peer in list(self._own):
             self.close(peer)
+        self.retire()
 
 
 class SharedMaker:
@@ -176,7 +190,7 @@ class SharedMaker:
         def write(content: bytes) -> None:
             inbox.array[: len(content)] = list(content)
 
-        return Opened(inbox, write, lambda: None)
+        return Opened(inbox, write, functools.partial(_forbid, inbox.address, nbytes))
 
 
 @dataclass
@@ -189,6 +203,11 @@ class _SharedMemory:
 
     def export(self) -> None:
         """See ``DeviceMemory``."""
+
+
+def _forbid(address: int, nbytes: int) -> None:
+    """Let every later access end this process, as that of a GPU to what is not mapped any more does."""
+    ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0)
 
 
 def _mapped(file: BinaryIO, nbytes: int) -> Inbox:

@@ -12,6 +12,7 @@ pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it
 
 import contextlib
 import errno
+import functools
 import math
 import mmap
 import os
@@ -160,10 +161,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return self._registered().device.selected.reason
 
     def share(self, memory: DeviceMemory) -> bytes:
-        """Let peers that get the returned key write into a device's memory (``post_apart``), until ``unshare``.
-
-        Raises TransportError with the reason if the NIC cannot write there.
-        """
+        """See ``SharesMemory``."""
         device = self._registered().device
         enums = device.verbs.enums
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
@@ -174,7 +172,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return key
 
     def unshare(self, key: bytes) -> None:
-        """Nobody writes into this memory any more."""
+        """See ``SharesMemory``."""
         self._shared.pop(key).close()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
@@ -245,13 +243,10 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         doorbell: int,
         sequence: int,
     ) -> None:
-        """Write the parts into memory that the peer has ``shared``, from byte ``at`` on; then ``post`` a header.
-
-        Raises ValueError for a header outside the arena, PeerLostError.
-        """
+        """See ``SharesMemory``. Raises ValueError for a header outside the arena, PeerLostError."""
         known = self._connected(peer)
         total = sum(map(part_nbytes, parts))
-        self._living(known).send(at, parts, total, None, self._stall_s, msgspec.msgpack.decode(key, type=Target))
+        self._living(known).send(at, parts, total, None, self._stall_s, _target(key))
         self.post(peer, offset, len(header), [header], doorbell, sequence)
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
@@ -432,6 +427,11 @@ def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
         )
 
     return admit
+
+
+@functools.cache
+def _target(key: bytes) -> Target:
+    return msgspec.msgpack.decode(key, type=Target)
 
 
 def _ended(connections: Sequence[socket.socket]) -> set[socket.socket]:

@@ -51,7 +51,7 @@ class Gpu:
 
     def copied(self, body: Tensor) -> memoryview:
         """See ``Device``."""
-        return memoryview(body.cpu().numpy().tobytes())
+        return memoryview(bytearray(body.cpu().numpy()))
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Device``."""

@@ -1,9 +1,9 @@
 """Moves rows between a GPU and messages: written and merged by the device, as planned once per step.
 
-For every attention, the host starts one recording that writes the rows of all messages, and waits for it: into slots of
-peers whose memory is mapped here, else into pinned memory that messages are sent from. Once all replies are here, it
-copies each as it is, and starts one recording that merges, and the next slice behind it, without a wait in between.
-Nothing is done per row.
+For every attention, the host starts one recording that writes the rows of all messages, and waits for it: into inboxes
+of peers, or slots of peers whose memory is mapped here, else into pinned memory that messages are sent from. Once all
+replies are here, it copies each as it is, and starts one recording that merges, and the next slice behind it, without a
+wait in between. Nothing is done per row.
 """
 
 from collections.abc import Callable, Sequence

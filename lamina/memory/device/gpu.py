@@ -1,9 +1,9 @@
 """Slabs in the memory of a GPU, and attention by Triton kernels; the host keeps the slots and plans.
 
-Messages arrive in host memory: a layer costs one copy to the GPU, and one back. What a step attends to is sent when its
-plan arrives, and of the page tables only the words that have changed since the step before. Prefixes that sequences
-share are read once for all of them, if that saves enough (``lamina.memory.sharing``). Steps that decode may be served
-by the GPU itself, see ``lamina.memory.ahead``.
+Messages arrive in host memory, where a layer costs one copy to the GPU and one back, or in inboxes on the GPU. What a
+step attends to is sent when its plan arrives, and of the page tables only the words that have changed since the step
+before. Prefixes that sequences share are read once for all of them, if that saves enough (``lamina.memory.sharing``).
+Steps that decode may be served by the GPU itself, see ``lamina.memory.ahead``.
 """
 
 import functools
@@ -166,7 +166,7 @@ class Gpu:
         """See ``Mapper``."""
         copy = np.empty(body.shape, np.uint8)
         self._backend.download((body, copy))
-        return memoryview(copy.tobytes())
+        return copy.data
 
     def settle(self) -> None:
         """See ``Device``."""
