@@ -67,6 +67,7 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
         print(json.dumps(_as_dict(planner, front, best, model), indent=2))
         return
     from lamina.cli.console import output, print_table, print_text
+    from lamina.cli.ways import unquantised, untried
 
     narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
     print_table(_table(planner, front, best, len(plans), two_lines=narrow))
@@ -80,8 +81,10 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
             "two pools cost more for each token:\n"
         )
     print_text(f"  {launch_line(best, planner.shape, model)}\n")
-    if missing := _not_launched(best):
+    if missing := [*_not_launched(best), *unquantised(planner.shape, model, _typed_kinds(best)[0])]:
         print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(missing)}.)\n", style="dim")
+    for note in untried(planner.shape):
+        print_text(f"  {note}\n", style="dim")
     print_text(
         f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
         f"average prompt takes {best.ttft_s * 1e3:.0f} ms.\n"
@@ -114,7 +117,7 @@ def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
         + (" --partition head" if pools.partition is Partition.HEAD else "")
         + _batch_options(plan)
         + kv_option(shape)
-        + quantization_option(shape, model)
+        + quantization_option(shape, model, compute)
     )
 
 

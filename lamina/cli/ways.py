@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lamina.errors import ConfigError
+from lamina.types import DType
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -109,7 +110,8 @@ def _print(
         print_text(f"  {line}\n")
     if trace is not None:
         print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
-    for line in [*launching(trials[0], server.shape, model), *notes]:
+    sequences = course.deployment(trials[0].capacity).max_num_seqs
+    for line in [*launching(trials[0], server.shape, model, sequences), *untried(server.shape), *notes]:
         print_text(f"  {line}\n", style="dim")
 
 
@@ -214,9 +216,9 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
     )
 
 
-def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
-    """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet."""
-    from lamina.cluster.pool import CPU, RUNNABLE
+def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
+    """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet. ``sequences``: at once."""
+    from lamina.cluster.pool import RUNNABLE
     from lamina.plan.hardware import ALIASES
     from lamina.plan.ways import Kind
 
@@ -231,7 +233,7 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
     if way.tensor_parallel > 1:
         missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
         missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
-    missing += ["products of fp8 weights on CPUs"] if (way.compute.kind, shape.weight_dtype) == (CPU, "fp8") else []
+    missing += unquantised(shape, model, kinds[0])
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
     memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"
@@ -240,10 +242,10 @@ def launching(trial: "Trial", shape: "ModelShape", model: str) -> list[str]:
         order = f" --tensor-parallel {way.tensor_parallel}"
     return [
         f"lamina launch --model {shlex.quote(model)} --compute {kinds[0]}:{way.compute_workers} "
-        f"--memory {memory}{order} --max-num-batched-tokens {way.chunk}"
+        f"--memory {memory}{order} --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)
-        + quantization_option(shape, model)
+        + quantization_option(shape, model, kinds[0])
     ]
 
 
@@ -252,11 +254,37 @@ def kv_option(shape: "ModelShape") -> str:
     return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
 
 
-def quantization_option(shape: "ModelShape", model: str) -> str:
-    """The option of ``lamina launch`` for weights that a plan quantises; none for those that the checkpoint has so."""
+def _quantises(shape: "ModelShape", model: str) -> bool:
+    """Whether a plan quantises weights that the checkpoint has not so."""
     from lamina.plan.models import find
 
-    return "" if shape.weight_dtype == find(model).weight_dtype else f" --quantization {shape.weight_dtype}"
+    return shape.weight_dtype != find(model).weight_dtype
+
+
+def unquantised(shape: "ModelShape", model: str, compute: str) -> list[str]:
+    """What ``lamina launch`` lacks to quantise the weights as a plan has them, for compute workers of this kind."""
+    lacks = _quantises(shape, model) and (compute, shape.weight_dtype) == ("cpu", "fp8")
+    return ["products of fp8 weights on CPUs"] if lacks else []
+
+
+def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
+    """The options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
+    if not _quantises(shape, model) or unquantised(shape, model, compute):
+        return ""
+    of_bfloat16 = (compute == "cpu" or shape.weight_dtype == "int4") and shape.dtype is not DType.BFLOAT16
+    return f" --quantization {shape.weight_dtype}" + (" --dtype bfloat16" if of_bfloat16 else "")
+
+
+def untried(shape: "ModelShape") -> list[str]:
+    """What a plan for quantised weights takes for granted."""
+    if shape.weight_dtype == "auto":
+        return []
+    widened = (
+        " It multiplies 8-bit floats in 16 bits, and the plan takes devices that can to do so twice as fast."
+        if shape.fp8
+        else ""
+    )
+    return [f"Lamina's product of {shape.weight_dtype} weights has never run on a GPU.{widened}"]
 
 
 def type_options(shape: "ModelShape") -> str:
@@ -316,7 +344,7 @@ def _as_dict(
         "slo": vars(server.slo),
         "recommended": advice(server, trials),
         "agreement": agreement(trials),
-        "notes": notes,
+        "notes": [*untried(server.shape), *notes],
         "ways": [
             {
                 "way": trial.way.describe(),
@@ -331,7 +359,7 @@ def _as_dict(
                 "usd_per_million_out": trial.usd_per_million_out,
                 "simulated": trial.result.summary(),
                 "simulate": simulate_line(course, trial, model, trace) if trace else None,
-                "launch": launching(trial, server.shape, model),
+                "launch": launching(trial, server.shape, model, course.deployment(trial.capacity).max_num_seqs),
             }
             for trial in trials
         ],

@@ -43,7 +43,14 @@ def _reordered(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
         return x.index_select(1, order[0])
     rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
     experts = torch.searchsorted(ends, rows, right=True).clamp_max(len(order) - 1)  # rows after all have none
-    return x.gather(1, order[experts])
+    result, step = torch.empty_like(x), max(1, _GATHERED_AT_ONCE // x.shape[1])
+    for start in range(0, len(x), step):
+        part = slice(start, start + step)
+        torch.gather(x[part], 1, order[experts[part]], out=result[part])
+    return result
+
+
+_GATHERED_AT_ONCE = 1 << 23  # inputs of rows, for each of which there is an index of 8 bytes
 
 
 @torch.library.custom_op("lamina::grouped_product", mutates_args=())

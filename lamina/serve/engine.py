@@ -64,6 +64,7 @@ class EngineProcess:
             engine = self._start()
             self._loading = False
         except Exception as error:
+            self._loading = False
             if not isinstance(error, LaminaError):
                 log.exception("the engine cannot start")
             self._workers.tell(Stopped(type(error).__name__, str(error)))

@@ -3,6 +3,7 @@
 import contextlib
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -13,12 +14,12 @@ def collected() -> Iterator[list[int]]:
     leaves it locked, and other threads wait for it forever; one that is raised in a finalizer is lost.
     """
     received: list[int] = []
-    before = {
-        number: signal.signal(number, lambda number, _: received.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before: dict[int, Any] = {}
     try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.getsignal(number)
+            signal.signal(number, lambda caught, _: received.append(caught))
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -105,6 +105,8 @@ CODES: dict[str, tuple[int, Callable[..., Codes]]] = {
     "unsigned int8 in 128s": (256, functools.partial(stored, torch.uint8, 8, 128, True)),
     "fp8": (160, functools.partial(rounded, "fp8")),
     "fp8 in blocks": (192, fp8_blocks),
+    "unsigned int8 in one group with zeros": (128, functools.partial(stored, torch.uint8, 8, 128, True)),
+    "int8 in one group with zeros": (32, functools.partial(stored, torch.int8, 8, 32, True)),
     "int8 with a zero for each output": (160, functools.partial(stored, torch.uint8, 8, 160, True)),
 }
 

@@ -3,7 +3,9 @@
 import json
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +13,16 @@ from click import Context
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lamina.cli import app
+from lamina.cli import app, ways
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
 from lamina.errors import UserError
 from lamina.pipeline import Pipeline
 from lamina.plan import hardware, models
 from lamina.plan.store import Fit
+from lamina.plan.ways import Kind, Way
 from lamina.profiling import measure, profile
+from lamina.types import DType
 
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
 PAIR = "--model Llama-3-70B --compute h100 --memory h20 --prices paper --context 4096"
@@ -204,3 +208,44 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
         plan(f"--measure {file}")
     with pytest.raises(UserError, match="give --model"):
         plan("--compute h100 --memory h20")
+
+
+@pytest.mark.parametrize(
+    ("model", "weights", "compute", "expected", "lacks"),
+    [
+        ("Llama-3-8B", "auto", "h100", "", False),
+        ("Llama-3-8B", "fp8", "h100", "--quantization fp8", False),
+        ("Llama-3-8B", "int4", "cpu", "--quantization int4", False),
+        ("Llama-3-8B", "fp8", "cpu", "", True),
+        ("float16", "int8", "h100", "--quantization int8", False),
+        ("float16", "int8", "cpu", "--quantization int8 --dtype bfloat16", False),
+        ("float16", "int4", "h100", "--quantization int4 --dtype bfloat16", False),
+    ],
+)
+def test_a_launch_line_quantises_what_the_plan_does(
+    model: str, weights: Any, compute: str, expected: str, lacks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = models.find("Llama-3-8B")
+    own = replace(known, dtype=DType.FLOAT16) if model == "float16" else known
+    monkeypatch.setattr(models, "find", lambda name: own)
+    shape = own.stored_as("auto", weights)
+    assert ways.quantization_option(shape, model, compute).strip() == expected
+    assert bool(ways.unquantised(shape, model, compute)) == lacks
+    assert bool(ways.untried(shape)) == (weights != "auto")
+    device = replace(hardware.load()["h100"], kind=compute)
+    way = Way(kind=Kind.LOCAL, chunk=128, compute=device, compute_workers=1, tensor_parallel=1)
+    (line,) = ways.launching(SimpleNamespace(way=way), shape, model, 100)  # type: ignore[arg-type]
+    if lacks:
+        assert line == "lamina launch cannot start this yet: it lacks products of fp8 weights on CPUs."
+        return
+    settings = parsed(line)
+    assert settings["memory"] == "local" and settings["quantization"] == (weights if weights != "auto" else "none")
+    names = ("max_num_seqs", "max_num_batched_tokens", "dtype", "quantization")
+    EngineConfig(**{name: settings[name] for name in names})
+
+
+def test_a_checkpoint_that_is_quantised_already_is_launched_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = replace(models.find("Llama-3-8B"), weight_dtype="fp8")
+    monkeypatch.setattr(models, "find", lambda name: stored)
+    for compute in ("cpu", "h100"):
+        assert ways.quantization_option(stored, "m", compute) == "" and not ways.unquantised(stored, "m", compute)

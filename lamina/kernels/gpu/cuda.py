@@ -42,8 +42,9 @@ class Cuda:
         self.device = cupy.cuda.Device(index)
         self.device.use()
         properties = cupy.cuda.runtime.getDeviceProperties(index)
-        self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
+        # What is the fastest depends on how many MPS lets this process use.
+        self.name = f"{properties['name'].decode()} with {self.multiprocessors} multiprocessors"
         self.capability = int(self.device.compute_capability)
         self.ends_long_kernels = bool(cupy.cuda.runtime.deviceGetAttribute(KERNEL_TIMEOUT, index))
         self._shared_bytes = int(cupy.cuda.runtime.deviceGetAttribute(SHARED_OPTIN, index))

@@ -153,7 +153,7 @@ class GroupedWeights:
     Attributes:
         experts, inputs, outputs: how many there are. inner: inputs are side by side, as those of codes always are.
         codes: what they are held as; "none": elements like those of x. group: inputs that share a scale. shifted: there
-            are zero points, which codes of 8 bits in one group cannot have.
+            are zero points.
     """
 
     experts: int
@@ -167,7 +167,7 @@ class GroupedWeights:
     @property
     def in_groups(self) -> bool:
         """True if the product goes group by group; otherwise scales are those of outputs, if there are any."""
-        return self.codes == "int4" or (self.codes != "none" and self.group < self.inputs)
+        return self.codes == "int4" or (self.codes != "none" and (self.group < self.inputs or self.shifted))
 
 
 @dataclass(frozen=True)
