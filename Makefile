@@ -33,9 +33,11 @@ test: check
 test-all: check
 	$(PYTEST) --hypothesis-profile=thorough
 
-# On a machine with an NVIDIA GPU; elsewhere every test says why it is skipped.
+# On a machine with an NVIDIA GPU; elsewhere every test says why it is skipped. Where a GPU is lent for minutes, a part at
+# a time: make test-gpu GPU_TESTS=tests/gpu/test_polling_on_gpu.py
+GPU_TESTS ?= tests/gpu
 test-gpu: dev $(if $(shell command -v nvidia-smi),$(VENV)/.cuda)
-	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" tests/gpu
+	TRITON_INTERPRET=0 $(BIN)/pytest -rs -m "not slow" $(GPU_TESTS)
 
 # Every small message and every gigabyte between two processes checked, over tcp and shm: make soak MESSAGES=1000 GIGABYTES=1
 MESSAGES ?= 10000000
