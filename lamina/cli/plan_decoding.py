@@ -81,9 +81,10 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
             "two pools cost more for each token:\n"
         )
     print_text(f"  {launch_line(best, planner.shape, model)}\n")
-    if missing := [*_not_launched(best), *unquantised(planner.shape, model, _typed_kinds(best)[0])]:
+    kind, _ = _typed_kinds(best)
+    if missing := [*_not_launched(best), *unquantised(planner.shape, model, kind)]:
         print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(missing)}.)\n", style="dim")
-    for note in untried(planner.shape):
+    for note in untried(planner.shape, kind):
         print_text(f"  {note}\n", style="dim")
     print_text(
         f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "

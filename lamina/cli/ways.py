@@ -111,7 +111,11 @@ def _print(
     if trace is not None:
         print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
     sequences = course.deployment(trials[0].capacity).max_num_seqs
-    for line in [*launching(trials[0], server.shape, model, sequences), *untried(server.shape), *notes]:
+    for line in [
+        *launching(trials[0], server.shape, model, sequences),
+        *untried(server.shape, trials[0].way.compute.kind),
+        *notes,
+    ]:
         print_text(f"  {line}\n", style="dim")
 
 
@@ -275,9 +279,9 @@ def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
     return f" --quantization {shape.weight_dtype}" + (" --dtype bfloat16" if of_bfloat16 else "")
 
 
-def untried(shape: "ModelShape") -> list[str]:
-    """What a plan for quantised weights takes for granted."""
-    if shape.weight_dtype == "auto":
+def untried(shape: "ModelShape", compute: str) -> list[str]:
+    """What a plan for quantised weights takes for granted, for compute workers of this kind."""
+    if shape.weight_dtype == "auto" or compute == "cpu":
         return []
     widened = (
         " It multiplies 8-bit floats in 16 bits, and the plan takes devices that can to do so twice as fast."
@@ -344,7 +348,7 @@ def _as_dict(
         "slo": vars(server.slo),
         "recommended": advice(server, trials),
         "agreement": agreement(trials),
-        "notes": [*untried(server.shape), *notes],
+        "notes": [*untried(server.shape, trials[0].way.compute.kind), *notes],
         "ways": [
             {
                 "way": trial.way.describe(),

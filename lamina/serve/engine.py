@@ -58,7 +58,7 @@ class EngineProcess:
     def run(self) -> None:
         """Serve until told to close, or until the engine has stopped by itself.
 
-        Raises KeyboardInterrupt if told to close while it loads: all workers have been ended.
+        Raises KeyboardInterrupt if told to close while it loads; the supervisor ends the workers that are left.
         """
         try:
             engine = self._start()

@@ -4,31 +4,34 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cluster.sharing import mps_runs, parts
+from lamina.cluster.sharing import limits, mps_runs
 from lamina.topology import Role
 
 LIMIT = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60"}
 
 
 @pytest.mark.parametrize(
-    ("roles", "expected"),
+    ("role", "beside", "expected"),
     [
-        ([], []),
-        (["compute"], [{}]),
-        (["memory"], [{}]),
-        (["memory", "memory"], [{}, {}]),
-        (["compute", "memory"], [{}, LIMIT]),
-        (["memory", "compute", "memory"], [LIMIT, {}, LIMIT]),
+        ("compute", [], {}),
+        ("compute", ["memory"], {}),
+        ("memory", [], {}),
+        ("memory", ["memory"], {}),
+        ("memory", ["compute"], LIMIT),
+        ("memory", ["memory", "compute"], LIMIT),
     ],
 )
-def test_memory_workers_beside_a_compute_worker_are_limited(roles: list[Role], expected: list[dict[str, str]]) -> None:
-    assert parts(roles, mps=True, variables={"HOME": "/root"}) == expected
-    assert parts(roles, mps=False, variables={}) == [{} for _ in roles], "they take turns"
+def test_memory_workers_beside_a_compute_worker_are_limited(
+    role: Role, beside: list[Role], expected: dict[str, str]
+) -> None:
+    assert limits(role, beside, mps=True, variables={"HOME": "/root"}) == expected
+    assert limits(role, beside, mps=False, variables={}) == {}, "they take turns"
 
 
 @pytest.mark.parametrize("own", ["25", "100", ""])
 def test_a_limit_of_the_user_is_left_alone(own: str) -> None:
-    assert parts(["compute", "memory"], mps=True, variables={"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": own}) == [{}, {}]
+    variables = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": own}
+    assert limits("memory", ["compute"], mps=True, variables=variables) == {}
 
 
 def test_the_service_is_found_where_its_processes_meet(tmp_path: Path) -> None:

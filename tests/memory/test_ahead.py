@@ -271,13 +271,19 @@ def test_the_host_reads_and_writes_inboxes(served_by_the_host: Pair) -> None:
     assert {isinstance(answer.body, memoryview) for answer in answers} == {True, False}
 
 
-def test_a_device_that_answers_a_lost_peer_writes_where_it_still_may(pair: Pair) -> None:
-    """Its waits go on until the epoch ends, and the message that it waits for may have come before the loss."""
+def waiting(pair: Pair) -> Lanes:
+    """The device waits for the first request of a step that decodes."""
     lanes = Lanes(pair)
     lanes.prompt(0)
     lanes.plan(0)
-    pair.worker._serve_once()
-    pair.worker._serve_once()
+    pair.worker._serve_once()  # reads the plan
+    pair.worker._serve_once()  # launches
+    return lanes
+
+
+def test_a_device_that_answers_a_lost_peer_writes_where_it_still_may(pair: Pair) -> None:
+    """Its waits go on until the epoch ends, and the message that it waits for may have come before the loss."""
+    lanes = waiting(pair)
     pair.worker._fence.lose(PeerLostError("compute0", "it has exited"))
     lanes.ask(0, 0)  # if the inbox were not mapped any more, the answer would end this process
     stream = pair.worker._ahead._lanes[0].stream
@@ -289,11 +295,7 @@ def test_a_device_that_answers_a_lost_peer_writes_where_it_still_may(pair: Pair)
 
 
 def test_closing_ends_the_waits(pair: Pair) -> None:
-    lanes = Lanes(pair)
-    lanes.prompt(0)
-    lanes.plan(0)
-    pair.worker._serve_once()
-    pair.worker._serve_once()
+    waiting(pair)
     before = threading.active_count()
     pair.worker.close()
     assert threading.active_count() < before

@@ -16,7 +16,7 @@ import msgspec
 from lamina.cluster.devices import find_devices
 from lamina.cluster.gather import Wish
 from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, require_kind
-from lamina.cluster.sharing import mps_runs, parts
+from lamina.cluster.sharing import limits, mps_runs
 from lamina.errors import TransportError
 from lamina.protocol.control import Bootstrap
 from lamina.topology import Role
@@ -127,7 +127,7 @@ class LocalWorkers:
         if module != COMPUTE and "compute" in roles:
             bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
             self._hint(bootstrap.device)
-        return bootstrap, parts(roles, mps_runs(os.environ), os.environ)[-1]
+        return bootstrap, limits(roles[-1], roles, mps_runs(os.environ), os.environ)
 
     def _hint(self, device: str) -> None:
         """Say how processes that share a GPU run at once, if they do not."""
