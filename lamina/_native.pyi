@@ -236,6 +236,29 @@ def largest(
     indices [rows] int64. Releases the GIL.
     """
 
+def draw(
+    type: ElementType,
+    logits: int,
+    stride: int,
+    places: int,
+    highest: int,
+    least: int,
+    temperature: int,
+    keys: int,
+    tokens: int,
+    rows: int,
+    width: int,
+    threads: int,
+    path: AttentionPath,
+) -> None:
+    """
+    Replace each of ``tokens``, the most likely of its row, by a token drawn with the noise of the row's key.
+
+    Tensors are given by address and not checked: logits [*, width] with a row stride in elements; and, of length rows,
+    places int64 (which row of logits), highest and least float32 (tokens with a lower logit are not drawn),
+    temperature float32, keys and tokens int64. Releases the GIL.
+    """
+
 def linear_available() -> bool:
     """
     Whether linear() has kernels for this processor: AVX-512 with bfloat16 pairs, or AVX2.

@@ -163,8 +163,8 @@ class SamplingParams:
         temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: truncation of the distribution.
         presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
         repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1: no penalty.
-        seed: makes a request reproducible whatever runs beside it, up to the rounding of the model's arithmetic: in
-            bfloat16 and float16, a prompt that is cut into other chunks has slightly different logits.
+        seed: makes a request reproducible whatever runs beside it, up to the rounding of the model's arithmetic: a
+            token may differ where the two best are as close as the rounding of float32, bfloat16, float16 or KV types.
         stop: strings that end a completion, at most 32 of at most 128 characters; include_stop_str_in_output keeps them
             in the text.
         stop_token_ids: tokens that end a completion, at most 256.

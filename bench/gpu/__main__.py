@@ -44,6 +44,7 @@ from lamina.kernels.gpu.specialize import (
     attend_program,
     combine_program,
     decode_tile,
+    draw_program,
     grouped_program,
     grouped_tile,
     merge_program,
@@ -134,6 +135,7 @@ def programs(capability: int) -> Iterator[tuple[str, Program]]:
                 grouped_program(np.uint16, weights, grouped_tile(rows, 2, weights), capability),
             )
     yield "K, V and Q of 8 and 32 heads of 128", write_rows_program(np.uint16, 4096, 2048)
+    yield "tokens from logits in bfloat16", draw_program(np.uint16)
 
 
 def compile_all(capabilities: list[int]) -> list[dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Draws next tokens from logits, on the compute worker that computed them.
 
-The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. Every draw uses one
-random number that depends only on (seed, completion, position), so the same logits give the same tokens whatever else
-is in the batch. Shapes: R rows, V vocabulary.
+The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. The last three keep the
+tokens whose score is at least some value, so each row needs that value alone. Every draw depends only on (seed,
+completion, position) and the logits, and hardly on their rounding (``lamina.compute.drawing``): the same tokens are
+drawn whatever else is in the batch. Shapes: R rows, V vocabulary.
 """
 
 import hashlib
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lamina.compute.drawing import draw
 from lamina.errors import LogitsError
 from lamina.lowering.elementwise import largest
 from lamina.protocol.logprobs import pack, pack_rows
@@ -64,10 +66,13 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
         raise LogitsError(broken)
     random = [r for r, row in enumerate(rows) if not row.params.greedy]
     if random:
-        chosen = [rows[r] for r in random]
-        # Without indices where all rows are drawn: indexing copies R x V values.
-        probabilities = _truncate(scores if len(random) == len(rows) else scores[random], chosen)
-        tokens[random] = _invert(probabilities, [_uniform(row) for row in chosen])
+        chosen, places = [rows[r] for r in random], torch.tensor(random, device=scores.device)
+        peaks, temperature = highest[places], _temperatures(chosen, scores.device)
+        least = _least(scores, places, peaks, temperature, chosen)
+        keys = torch.tensor([_key(row) for row in chosen], device=scores.device)
+        drawn = tokens[places]
+        draw(scores, places, peaks, least, temperature, keys, drawn)
+        tokens[places] = drawn
     ids = tokens.tolist()
     logprobs = _logprobs(logits, ids, rows) | _continuations(logits, rows)
     return [
@@ -78,7 +83,10 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
 def distribution(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     """The probabilities that ``sample`` draws from: float32 [R, V]. Rows must not be greedy."""
     _require_matching(logits, rows)
-    return _truncate(_constrain(logits, rows), rows)
+    scores, temperature = _constrain(logits, rows), _temperatures(rows, logits.device)
+    highest, places = largest(scores)[0], torch.arange(len(rows), device=logits.device)
+    least = _least(scores, places, highest, temperature, rows)
+    return _scaled(scores, highest, least, temperature).softmax(-1)
 
 
 def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
@@ -126,68 +134,59 @@ def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None
     flat[drawn] -= frequency * counts + presence
 
 
-def _truncate(scores: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Temperature, then min-p, top-k, top-p: probabilities, float32 [R, V], 0 where a token is cut.
+def _temperatures(rows: Sequence[Row], device: torch.device) -> Tensor:
+    return torch.tensor([max(row.params.temperature, _MIN_TEMPERATURE) for row in rows], device=device)
 
-    A token exactly as likely as the last one kept is kept too, so that the result does not depend on the sort.
+
+def _least(scores: Tensor, places: Tensor, highest: Tensor, temperature: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return the lowest score that min-p, top-k and top-p keep, float32 [R], of rows ``places`` [R] of ``scores``.
+
+    Tokens with equal scores are all kept or all cut. ``highest``, ``temperature`` [R]: of these rows.
     """
-    temperature = [max(row.params.temperature, _MIN_TEMPERATURE) for row in rows]
-    scores = scores.float()
-    # Subtract the maximum first: then no temperature can overflow.
-    scores = (scores - scores.amax(-1, keepdim=True)).div_(scores.new_tensor(temperature)[:, None])
-    vocabulary = scores.shape[1]
-
-    if any(row.params.min_p > 0 for row in rows):
-        least = scores.new_tensor([math.log(row.params.min_p) if row.params.min_p else -math.inf for row in rows])
-        scores.masked_fill_(scores < least[:, None], -math.inf)
-
-    cut = [r for r, row in enumerate(rows) if 0 < row.params.top_k < vocabulary]
+    # The logarithm of min-p 0 is -inf: everything is kept.
+    least = highest + temperature * highest.new_tensor([row.params.min_p for row in rows]).log()
+    cut = [r for r, row in enumerate(rows) if 0 < row.params.top_k < scores.shape[1]]
     if cut:
         k = torch.tensor([rows[r].params.top_k for r in cut], device=scores.device)
-        top = scores[cut].topk(int(k.max())).values
-        least = scores.new_full((len(rows),), -math.inf)
-        least[cut] = top.gather(1, k[:, None] - 1)[:, 0]
-        scores.masked_fill_(scores < least[:, None], -math.inf)
-
-    probabilities = scores.softmax(-1)
+        top = scores[places[cut]].topk(int(k.max())).values
+        least[cut] = least[cut].maximum(top.gather(1, k[:, None] - 1)[:, 0].float())
     cut = [r for r, row in enumerate(rows) if row.params.top_p < 1]
     if cut:
-        least = probabilities.new_zeros(len(rows))
-        least[cut] = _nucleus(probabilities[cut], probabilities.new_tensor([rows[r].params.top_p for r in cut]))
-        probabilities.masked_fill_(probabilities < least[:, None], 0)
-        probabilities /= probabilities.sum(-1, keepdim=True)
-    return probabilities
-
-
-def _nucleus(probabilities: Tensor, top_p: Tensor, candidates: int = _CANDIDATES) -> Tensor:
-    """Probability of the last token in the smallest set of mass ``top_p`` [R], per row of [R, V]: float32 [R]."""
-    candidates = min(candidates, probabilities.shape[1])
-    top = probabilities.topk(candidates).values
-    mass_before = top.cumsum(-1) - top
-    kept = (mass_before < top_p[:, None]).sum(-1).clamp_(min=1)  # also when top_p rounds to 0
-    least = top.gather(1, kept[:, None] - 1)[:, 0]
-    beyond = (kept == candidates).nonzero().flatten()
-    if candidates < probabilities.shape[1] and len(beyond):
-        least[beyond] = _nucleus(probabilities[beyond], top_p[beyond], probabilities.shape[1])
+        top_p = highest.new_tensor([rows[r].params.top_p for r in cut])
+        least[cut] = _nucleus(scores[places[cut]].float(), highest[cut], least[cut], temperature[cut], top_p)
     return least
 
 
-def _uniform(row: Row) -> float:
-    """The random number in [0, 1) of this token: a hash of (seed, completion, position)."""
+def _scaled(scores: Tensor, highest: Tensor, least: Tensor, temperature: Tensor) -> Tensor:
+    """(score - highest) / temperature, float32 [R, N], -inf for scores [R, N] below ``least``; the others are [R]."""
+    # The maximum is subtracted first: then no temperature can overflow.
+    scaled = (scores.float() - highest[:, None]).div_(temperature[:, None])
+    return scaled.masked_fill_(scores < least[:, None], -math.inf)
+
+
+def _nucleus(
+    scores: Tensor, highest: Tensor, least: Tensor, temperature: Tensor, top_p: Tensor, candidates: int = _CANDIDATES
+) -> Tensor:
+    """Return the score of the last token in the smallest set of mass ``top_p`` [R], of those from ``least`` [R] on."""
+    left = int((scores >= least[:, None]).sum(-1).max())
+    candidates = min(candidates, left)
+    top = scores.topk(candidates).values
+    masses = _scaled(top, highest, least, temperature).exp_()
+    every = masses if candidates == left else _scaled(scores, highest, least, temperature).exp_()
+    mass_before = masses.cumsum(-1) - masses
+    kept = (mass_before < (top_p * every.sum(-1))[:, None]).sum(-1).clamp_(min=1)  # also when top_p rounds to 0
+    result = top.gather(1, kept[:, None] - 1)[:, 0].maximum(least)
+    beyond = (kept == candidates).nonzero().flatten()
+    if candidates < left and len(beyond):
+        few = (tensor[beyond] for tensor in (scores, highest, least, temperature, top_p))
+        result[beyond] = _nucleus(*few, left)
+    return result
+
+
+def _key(row: Row) -> int:
+    """What the noise of this draw depends on: a hash of (seed, completion, position), an int64."""
     counter = struct.pack("<qqq", row.seed, row.completion, row.generated)
-    return int.from_bytes(hashlib.blake2b(counter, digest_size=6).digest(), "little") / 2**48
-
-
-def _invert(probabilities: Tensor, uniform: Sequence[float]) -> Tensor:
-    """The token at which each row's cumulative distribution passes ``uniform`` [R]: int64 [R], never one that was cut.
-
-    In order of token id, not of probability: rounding that swaps two neighbours in rank then moves no other token.
-    """
-    # A parallel sum need not be monotonic: exclude cut tokens explicitly.
-    cumulative = probabilities.cumsum(-1).masked_fill_(probabilities == 0, 0)
-    total = cumulative.amax(-1)
-    target = torch.minimum(total * total.new_tensor(uniform), total.nextafter(torch.zeros_like(total)))
-    return (cumulative > target[:, None]).to(torch.uint8).max(-1).indices  # the first of equals
+    return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little", signed=True)
 
 
 def _logprobs(logits: Tensor, tokens: list[int], rows: Sequence[Row]) -> dict[int, bytes]:

@@ -6,8 +6,8 @@ A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migr
 A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
 the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
 forget it and its slots are free). ``drop`` releases it early: it waits again, and the tokens that it has, of the prompt
-and generated, run as a prompt does. Draws depend on the request's seed, the completion and the index of the token
-alone, so it goes on with the tokens it would have drawn.
+and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index of
+the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
 
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
 that is still being drawn. If a sequence has ended, its row is discarded.

@@ -19,6 +19,7 @@ template <int W> struct Vectors {
     typedef int32_t Ints __attribute__((vector_size(W * 4)));
     typedef uint16_t Halves __attribute__((vector_size(W * 2)));
     typedef int8_t Bytes __attribute__((vector_size(W)));
+    typedef uint64_t Counters __attribute__((vector_size(W * 8)));
 };
 template <int W> using Floats = typename Vectors<W>::Floats;
 template <int W> using Ints = typename Vectors<W>::Ints;

@@ -1,4 +1,4 @@
-// lamina._native: rms_norm, rotate, gate, largest. They take addresses and sizes as integers, because
+// lamina._native: rms_norm, rotate, gate, largest, draw. They take addresses and sizes as integers, because
 // checking arrays would cost more than the work on few rows: lamina.lowering.elementwise, their one caller,
 // guarantees them.
 #include "lamina/elementwise.h"
@@ -74,6 +74,24 @@ void largest_binding(ElementType type, uintptr_t x, int64_t stride, uintptr_t va
     largest(task, threads, path);
 }
 
+void draw_binding(ElementType type, uintptr_t logits, int64_t stride, uintptr_t places, uintptr_t highest,
+                  uintptr_t least, uintptr_t temperature, uintptr_t keys, uintptr_t tokens, int64_t rows,
+                  int64_t width, int threads, Path path) {
+    const Draw task{type,
+                    pointer<const void>(logits),
+                    stride,
+                    pointer<const int64_t>(places),
+                    pointer<const float>(highest),
+                    pointer<const float>(least),
+                    pointer<const float>(temperature),
+                    pointer<const uint64_t>(keys),
+                    pointer<int64_t>(tokens),
+                    rows,
+                    width};
+    nb::gil_scoped_release release;
+    draw(task, threads, path);
+}
+
 } // namespace
 
 void register_elementwise(nb::module_ &module) {
@@ -114,4 +132,12 @@ Write the largest value of each row, NaN if the row holds one, and the first ind
 
 Tensors are given by address and not checked: x [rows, width] with a row stride in elements, values [rows] float32,
 indices [rows] int64. Releases the GIL.)");
+    module.def("draw", &draw_binding, "type"_a, "logits"_a, "stride"_a, "places"_a, "highest"_a, "least"_a,
+               "temperature"_a, "keys"_a, "tokens"_a, "rows"_a, "width"_a, "threads"_a, "path"_a,
+               R"(
+Replace each of ``tokens``, the most likely of its row, by a token drawn with the noise of the row's key.
+
+Tensors are given by address and not checked: logits [*, width] with a row stride in elements; and, of length rows,
+places int64 (which row of logits), highest and least float32 (tokens with a lower logit are not drawn),
+temperature float32, keys and tokens int64. Releases the GIL.)");
 }

@@ -54,4 +54,8 @@ void largest(const Largest &task, int threads, Path path) {
     run(kernels_for(path, task.type).largest, task, task.width, threads);
 }
 
+void draw(const Draw &task, int threads, Path path) {
+    run(kernels_for(path, task.type).draw, task, task.width, threads);
+}
+
 } // namespace lamina::elementwise

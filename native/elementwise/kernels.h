@@ -18,6 +18,7 @@ struct Kernels {
     void (*rotate)(const Rotation &task, int64_t begin, int64_t end);
     void (*gate)(const Gate &task, int64_t begin, int64_t end);
     void (*largest)(const Largest &task, int64_t begin, int64_t end);
+    void (*draw)(const Draw &task, int64_t begin, int64_t end);
 };
 
 Kernels portable_kernels(ElementType type);
@@ -248,8 +249,76 @@ void largest_rows(const Largest &task, int64_t begin, int64_t end) {
     }
 }
 
+// The step of splitmix64's counter, and 32 bits of its output in place of the counter, or of each in a vector.
+constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
+template <class Counter> [[gnu::always_inline]] inline void hash(Counter &z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+    z = (z ^ (z >> 31)) >> 32;
+}
+
+constexpr double kMostNoise = 22.9; // of h = 0
+
+inline double gumbel(uint64_t h) {
+    return -std::log(-std::log1p(-(static_cast<double>(h) + 0.5) * 0x1p-32));
+}
+
+// Only tokens that may win get exact noise. -log(1 - u) >= u, so a token whose u exceeds
+// e^(its score without noise - the best score) loses; a few tokens of a row pass, whatever the distribution.
+template <int W, template <int> class Element> void draw_rows(const Draw &task, int64_t begin, int64_t end) {
+    using A = Access<W, Element>;
+    using Stored = typename A::Stored;
+    using Counters = typename Vectors<W>::Counters;
+    constexpr float kSlack = 1.001f; // beyond the rounding of the exponential and of its argument
+    Counters lanes;
+    for (int lane = 0; lane < W; ++lane)
+        lanes[lane] = (lane + 1) * kGolden;
+    for (int64_t row = begin; row < end; ++row) {
+        const Stored *logits = static_cast<const Stored *>(task.logits) + task.places[row] * task.stride;
+        const float highest = task.highest[row], least = task.least[row];
+        const double temperature = task.temperature[row];
+        const float inverse = 1.0f / task.temperature[row];
+        const uint64_t key = task.keys[row];
+        int64_t &token = task.tokens[row];
+        uint64_t first = key + (token + 1) * kGolden;
+        hash(first);
+        double best = gumbel(first);
+        float floor = least, best_float = 0;
+        const auto found = [&] {
+            best_float = static_cast<float>(best);
+            const double bound = highest + temperature * (best - kMostNoise);
+            floor = std::max(least, std::nextafter(static_cast<float>(bound), -kInfinity));
+        };
+        found();
+        for_vectors<W>(task.width, [&](int64_t i, auto count) {
+            const Floats<W> logit = A::read(logits + i, count);
+            if (!any<W>(logit >= floor))
+                return;
+            Counters h = lanes + (key + i * kGolden);
+            hash(h);
+            const Ints<W> coarse = __builtin_convertvector(h >> 8, Ints<W>);
+            const Floats<W> u = __builtin_convertvector(coarse, Floats<W>) * 0x1p-24f; // rounded down
+            const Floats<W> most = kSlack * exponential<W>((logit - highest) * inverse - best_float);
+            if (!any<W>(u <= most))
+                return;
+            for (int64_t lane = 0; lane < count; ++lane) {
+                if (u[lane] > most[lane] || logit[lane] < least)
+                    continue;
+                const double score =
+                    (static_cast<double>(logit[lane]) - highest) / temperature + gumbel(h[lane]);
+                if (score > best || (score == best && i + lane < token)) {
+                    best = score;
+                    token = i + lane;
+                    found();
+                }
+            }
+        });
+    }
+}
+
 template <int W, template <int> class Element> Kernels kernels_of() {
-    return {norm_rows<W, Element>, rotate_rows<W, Element>, gate_rows<W, Element>, largest_rows<W, Element>};
+    return {norm_rows<W, Element>, rotate_rows<W, Element>, gate_rows<W, Element>, largest_rows<W, Element>,
+            draw_rows<W, Element>};
 }
 
 template <int W> Kernels kernels(ElementType type) {

@@ -1,6 +1,8 @@
 """The sampler against Hugging Face's logits processors, chi-square, and its promise of reproducible draws."""
 
+import hashlib
 import math
+import struct
 from dataclasses import replace
 from typing import cast
 
@@ -23,6 +25,7 @@ from lamina.compute.sampler import Row, distribution, sample
 from lamina.errors import LogitsError
 from lamina.protocol.logprobs import unpack
 from lamina.types import SamplingParams
+from tests.compute.noise import gumbel
 
 VOCABULARY = 60
 
@@ -110,37 +113,59 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     assert probabilities.argmax() == logits.argmax()
 
 
-@pytest.mark.parametrize(
-    "params",
-    [SamplingParams(), SamplingParams(temperature=1.5, top_k=12, min_p=0.01), SamplingParams(top_p=0.9)],
-    ids=["plain", "top_k and min_p", "top_p"],
-)
-def test_draws_follow_the_distribution(params: SamplingParams) -> None:
-    draws = 20_000
-    logits = random_logits(1, 30, spread=1.0)
-    rows = [Row(0, params, seed=7, generated=i) for i in range(draws)]
-    drawn = np.array([draw.token for draw in sample(logits.expand(draws, -1), rows)])
-    expected = hugging_face(logits[0], Row(0, params, prompt=[0])).double().numpy() * draws
-    observed = np.bincount(drawn, minlength=30)
-    assert (observed[expected == 0] == 0).all(), "a token that was cut has been drawn"
-    kept = expected > 0
-    freedom = int(kept.sum()) - 1
-    chi_square = (((observed - expected) ** 2)[kept] / expected[kept]).sum()
+def assert_chi_square(observed: np.ndarray, expected: np.ndarray, freedom: int) -> None:
+    """Counts agree with those expected, all positive."""
+    chi_square = ((observed - expected) ** 2 / expected).sum()
     # Wilson-Hilferty: the cube root of chi-square over its mean is normal; 4 sigma is one in 30,000.
     sigma = math.sqrt(2 / (9 * freedom))
     assert abs((chi_square / freedom) ** (1 / 3) - (1 - sigma**2)) < 4 * sigma
 
 
-def test_seeds_completions_and_positions_draw_independently() -> None:
-    logits = torch.zeros(300, VOCABULARY)
-    rows = [
-        Row(0, SamplingParams(), seed=s, completion=c, generated=g)
-        for s in range(3)
-        for c in range(10)
-        for g in range(10)
-    ]
-    tokens = np.array([draw.token for draw in sample(logits, rows)])
-    assert len(set(tokens.tolist())) > 50, "60 equally likely tokens, 300 draws"
+@pytest.mark.parametrize("varied", ["generated", "completion", "seed"])
+@pytest.mark.parametrize(
+    "params",
+    [SamplingParams(), SamplingParams(temperature=1.5, top_k=12, min_p=0.01), SamplingParams(top_p=0.9)],
+    ids=["plain", "top_k and min_p", "top_p"],
+)
+def test_draws_follow_the_distribution(params: SamplingParams, varied: str) -> None:
+    draws = 20_000
+    logits = random_logits(1, 30, spread=1.0)
+    rows = [replace(Row(0, params, seed=7), **{varied: i}) for i in range(draws)]
+    drawn = np.array([draw.token for draw in sample(logits.expand(draws, -1), rows)])
+    expected = hugging_face(logits[0], Row(0, params, prompt=[0])).double().numpy() * draws
+    observed = np.bincount(drawn, minlength=30)
+    kept = expected > 0
+    assert (observed[~kept] == 0).all(), "a token that was cut has been drawn"
+    assert_chi_square(observed[kept], expected[kept], int(kept.sum()) - 1)
+
+
+@pytest.mark.parametrize("varied", ["generated", "completion", "seed"])
+def test_the_next_position_completion_or_seed_draws_independently(varied: str) -> None:
+    count, draws = 8, 20_000
+    logits = random_logits(1, count, spread=1.0)
+    rows = [replace(Row(0, SamplingParams(), seed=-3), **{varied: i}) for i in range(draws + 1)]
+    drawn = np.array([draw.token for draw in sample(logits.expand(draws + 1, -1), rows)])
+    share = hugging_face(logits[0], Row(0, SamplingParams(), prompt=[0])).double().numpy()
+    observed = np.bincount(drawn[:-1] * count + drawn[1:], minlength=count**2)
+    assert_chi_square(observed, np.outer(share, share).ravel() * draws, count**2 - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+def test_rounding_changes_a_draw_only_if_the_two_best_are_that_close(temperature: float) -> None:
+    vocabulary, error = 3000, 0.05
+    params = SamplingParams(temperature=temperature)
+    rows = [Row(0, params, seed=5, generated=i) for i in range(400)]
+    exact = random_logits(len(rows), vocabulary)
+    rounded = exact + error * (torch.rand(exact.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1)
+    before = [draw.token for draw in sample(exact, rows)]
+    after = [draw.token for draw in sample(rounded, rows)]
+    assert before != after, "an error that nothing shows"
+    draws = [struct.pack("<qqq", row.seed, row.completion, row.generated) for row in rows]
+    keys = [hashlib.blake2b(draw, digest_size=8).digest() for draw in draws]
+    noise = gumbel(np.frombuffer(b"".join(keys), np.uint64), vocabulary)
+    for scores, first, second in zip(exact.double().numpy() / temperature + noise, before, after, strict=True):
+        assert scores[first] == scores.max()
+        assert scores[first] - scores[second] <= 2.001 * error / temperature
 
 
 @given(st.data())
@@ -234,12 +259,3 @@ def test_masked_tokens_are_no_error_but_an_empty_choice_is() -> None:
 def test_rows_must_match_logits() -> None:
     with pytest.raises(ValueError, match=r"shape \[2, 60\]; 1 rows need \[1, vocabulary\]"):
         sample(random_logits(2), [Row(0, SamplingParams())])
-
-
-def test_the_largest_random_number_draws_the_last_kept_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamina.compute.sampler._uniform", lambda row: 1 - 2**-48)
-    logits = random_logits(1, 5000, spread=1.0)
-    logits[0, 4000:] = -math.inf
-    params = SamplingParams(top_k=300)
-    token = sample(logits, [Row(0, params)])[0].token
-    assert token == int(distribution(logits, [Row(0, params)])[0].nonzero().max())

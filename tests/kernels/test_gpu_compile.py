@@ -36,7 +36,7 @@ def test_every_program_compiles_for_its_registers_and_memory(capability, tmp_pat
     run(sys.executable, "bench/gpu.py", "compile", "--capability", str(capability), "--json", str(results))
     rows = json.loads(results.read_text())["programs"]
     assert {row["capability"] for row in rows} == {capability}
-    assert {"attend", "plan", "combine", "merge", "append", "write_words", "write_rows", "multiply"} <= {
+    assert {"attend", "plan", "combine", "merge", "append", "write_words", "write_rows", "multiply", "draw"} <= {
         row["kernel"] for row in rows
     }
     # A few registers of some variants: on that one by Triton 3.7, on all by Triton 3.6.

@@ -95,7 +95,7 @@ def test_both_sides_may_send_more_than_the_device_receives_for_before_they_wait(
 
 def test_a_write_that_the_peer_refuses_names_status_peer_and_remedy(pair: Pair) -> None:
     sender = pair.peer.sender  # type: ignore[attr-defined]
-    sender._granted = msgspec.structs.replace(sender._granted, data_key=sender._granted.data_key ^ 1)
+    sender._arena = msgspec.structs.replace(sender._arena, key=sender._arena.key ^ 1)
     pair.near.post(pair.peer, 0, 1, [b"x"], 0, 1)
     with pytest.raises(PeerLostError) as lost:
         pair.near.wait([(0, 1)], TIMEOUT_S)

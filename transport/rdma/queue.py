@@ -217,8 +217,9 @@ class Sender:
     """Sends messages to one peer from registered memory, a ring buffer that completions free."""
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, peer: str) -> None:
-        self._pair, self._granted, self._peer = pair, granted, peer
+        self._pair, self._peer = pair, peer
         self._arena = Target(granted.data_key, granted.data_address)
+        self._doorbells = Target(granted.doorbells_key, granted.doorbells_address)
         self._queue = pair.queue
         enums = device.verbs.enums
         self._signalled = enums.IBV_SEND_SIGNALED
@@ -310,8 +311,7 @@ class Sender:
 
     def _post(self, at: int, there: Target, offset: int, nbytes: int, ring: tuple[int, int] | None) -> None:
         """One post of the data, if any, and the doorbell, if any; the last of them reports its completion."""
-        queue, element = self._queue, self._element
-        granted = self._granted
+        queue, element, doorbells = self._queue, self._element, self._doorbells
         queue.wr_start()
         if nbytes or ring is None:
             queue.wr_flags = 0 if ring else self._signalled
@@ -323,7 +323,7 @@ class Sender:
             place = at + -(-nbytes // NUMBER) * NUMBER
             self._view[place : place + NUMBER] = sequence.to_bytes(NUMBER, "little")
             queue.wr_flags = self._signalled
-            queue.wr_rdma_write_imm(granted.doorbells_key, granted.doorbells_address + doorbell * DOORBELL_NBYTES, 0)
+            queue.wr_rdma_write_imm(doorbells.key, doorbells.address + doorbell * DOORBELL_NBYTES, 0)
             element.addr, element.length = self._address + place, NUMBER
             queue.wr_set_sge(element)
         queue.wr_complete()

@@ -53,7 +53,8 @@ def _run(
         if attention is not None and index == len(runner.attentions):
             logits = runner.logits(step, attention, context, torch.arange(draws))
             if chunk:
-                sample(torch.zeros_like(logits), [Row(0, COSTLIEST, prompt=[0], output=[0])] * draws)
+                for params in (COSTLIEST, SamplingParams()):  # the second draws from the model's type
+                    sample(torch.zeros_like(logits), [Row(0, params, prompt=[0], output=[0])] * draws)
             break
         spec = runner.attentions[index]
         output = runner.run(index, step, attention, context, on_query)

@@ -13,6 +13,7 @@ LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
 COMBINED_PARTS = 16  # partials that ``combine`` reads at once
 WRITTEN_WORDS = 256  # words of page tables that one program writes
+DRAWN_LOGITS = 2048  # logits of a row that a program reads at once to draw from
 WRITTEN_ELEMENTS = 1024  # elements of messages that one program writes: a row of q has several thousand
 
 
@@ -217,6 +218,13 @@ def write_rows_program(element: npt.DTypeLike, unit: int, lead: int) -> Program:
     aligned = (unit * kind.itemsize) % ALIGNMENT == 0 and (lead * kind.itemsize) % ALIGNMENT == 0
     constants = {"unit": unit, "lead": lead, "aligned": aligned, "block": WRITTEN_ELEMENTS}
     return _program("triton_rows.write_rows", [f"*{TRITON_NAMES[kind]}", "*i32", "*i64", "i32"], **constants)
+
+
+def draw_program(element: npt.DTypeLike) -> Program:
+    """``triton_draw.draw`` from logits of type ``element``."""
+    arrays = ["*i64", "*fp32", "*fp32", "*fp32", "*i64", "*i64"]
+    types = [f"*{TRITON_NAMES[np.dtype(element)]}", "i32", *arrays, "i32"]
+    return _program("triton_draw.draw", types, 8, block=DRAWN_LOGITS)
 
 
 def write_words_program() -> Program:

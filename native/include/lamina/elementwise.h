@@ -1,5 +1,5 @@
 // The operations of a dense layer between its matrix products, each in one pass: root-mean-square norm,
-// rotary embedding and gated activation. Values are computed in float and rounded to the element type
+// rotary embedding and gated activation; and what draws tokens from logits. Values are computed in float and rounded to the element type
 // wherever the separate operators would have stored them. Plain pointers; nothing here knows Python or a
 // framework.
 #pragma once
@@ -59,10 +59,28 @@ struct Largest {
     int64_t rows, width;
 };
 
+// Draws a token from each row by the Gumbel-max trick: of the tokens whose logit is at least `least`, the one
+// with the largest (logit - highest) / temperature + g, where g = -log(-log(1 - u)) is Gumbel noise and
+// u = (h + 1/2) / 2^32 comes from 32 bits h of a hash of the row's key and the token. Of equals, the first.
+// Noise belongs to a token: an error in the logits changes the draw only if the two best are that close.
+struct Draw {
+    ElementType type;
+    const void *logits; // elements of a row next to each other
+    int64_t stride;
+    const int64_t *places;    // [rows], which row of `logits`
+    const float *highest;     // [rows], the row's largest logit, finite
+    const float *least;       // [rows], at most `highest`
+    const float *temperature; // [rows], positive
+    const uint64_t *keys;     // [rows]
+    int64_t *tokens;          // [rows]: the first token with the largest logit; then the token drawn
+    int64_t rows, width;
+};
+
 // On up to `threads` threads, fewer where there is little to do. `path` must be one of available_paths().
 void rms_norm(const RmsNorm &task, int threads, Path path);
 void rotate(const Rotation &task, int threads, Path path);
 void gate(const Gate &task, int threads, Path path);
 void largest(const Largest &task, int threads, Path path);
+void draw(const Draw &task, int threads, Path path);
 
 } // namespace lamina::elementwise
