@@ -224,6 +224,7 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
     """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet. ``sequences``: at once."""
     from lamina.cluster.pool import RUNNABLE
     from lamina.plan.hardware import ALIASES
+    from lamina.plan.models import directory_to_launch
     from lamina.plan.ways import Kind
 
     way = trial.way
@@ -245,7 +246,7 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
     if way.tensor_parallel > 1:
         order = f" --tensor-parallel {way.tensor_parallel}"
     return [
-        f"lamina launch --model {shlex.quote(model)} --compute {kinds[0]}:{way.compute_workers} "
+        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {kinds[0]}:{way.compute_workers} "
         f"--memory {memory}{order} --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)
