@@ -183,7 +183,14 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ("--measure /nowhere/cpu.toml", "in a folder that does not exist"),
         ("--measure cpu.sqlite", "where its profile would be written"),
         (f"{PAIR} --kind h100", "--kind is for --validate only"),
-        ("--model Llama-3-8B --compute tpu-v6e --memory h20", "market own has no price for tpu-v6e.*in: gcp"),
+        (
+            "--model Llama-3-8B --compute tpu-v6e --memory h20",
+            "market own has no price for tpu-v6e.*No market.*own has a100-80g",
+        ),
+        (
+            "--model Llama-3-8B --compute h100 --memory h20 --prices aws",
+            "aws has no price for h20.*Give --prices own or",
+        ),
         ("--model Llama-3-8B --compute h100 --memory rtx3090 --prices gcp", "market gcp has no price for rtx3090"),
         ("--model Llama-3-70B --compute h100 --memory h21", "did you mean h20"),
         (
