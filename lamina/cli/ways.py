@@ -30,11 +30,12 @@ def show(
     Raises:
         ConfigError: no candidate fits, or none keeps the SLOs.
     """
-    from lamina.observe.progress import counting_progress
+    from lamina.observe.progress import counting_progress, waiting
     from lamina.plan.ways import shortlist
     from lamina.simulate.trial import ROUNDS, WORSE
 
-    found = [one for way in candidates if (one := server.evaluate(way)) is not None]
+    with waiting(f"Ranking {len(candidates)} ways to serve by the closed form"):
+        found = [one for way in candidates if (one := server.evaluate(way)) is not None]
     if not found:
         raise _refusal(server, candidates)
     chosen = shortlist(found)

@@ -1,4 +1,4 @@
-"""Draws progress bars on standard error if it is a terminal."""
+"""Shows on standard error how far long work is: bars on a terminal, else a line every ``REPORT_S`` seconds."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ from rich.progress import (
 from lamina.cluster.gather import OnProgress
 from lamina.protocol.messages import LoadProgress
 
-REPORT_S = 30.0
+REPORT_S = 10.0
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        with _reports(console) as on_progress:
+        with _loading_reports(console) as on_progress:
             yield on_progress
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
@@ -49,33 +49,68 @@ def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def _reports(console: Console) -> Iterator[OnProgress]:
+def _loading_reports(console: Console) -> Iterator[OnProgress]:
     newest: dict[str, LoadProgress] = {}
+
+    def report(seconds: float) -> str:
+        each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
+        waited = f"after {seconds:.0f} s, workers are still starting"
+        return ": ".join([waited, *([", ".join(each)] if each else [])])
+
+    with _reports(console, report):
+        yield newest.__setitem__
+
+
+@contextmanager
+def _reports(console: Console, report: Callable[[float], str]) -> Iterator[None]:
+    """Print ``report`` of the seconds so far every ``REPORT_S`` seconds."""
     begin, over = time.monotonic(), threading.Event()
 
-    def report() -> None:
+    def repeat() -> None:
         while not over.wait(REPORT_S):
-            each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
-            waited = f"after {time.monotonic() - begin:.0f} s, workers are still starting"
-            console.print(": ".join([waited, *([", ".join(each)] if each else [])]), soft_wrap=True)
+            console.print(report(time.monotonic() - begin), soft_wrap=True)
 
-    reporter = threading.Thread(target=report, name="lamina-loading", daemon=True)
+    reporter = threading.Thread(target=repeat, name="lamina-progress", daemon=True)
     reporter.start()
     try:
-        yield newest.__setitem__
+        yield
     finally:
         over.set()
         reporter.join()
 
 
 @contextmanager
-def counting_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over ``total`` items; yields a function that sets how many are done."""
-    console = Console(stderr=True)
+def counting_progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
+    """Show how many of ``total`` items are done; yields a function that sets the number."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        at = 0
+
+        def count(done: int) -> None:
+            nonlocal at
+            at = done
+
+        with _reports(console, lambda seconds: f"{description}: {at} of {total} after {seconds:.0f} s"):
+            yield count
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def waiting(description: str, console: Console | None = None) -> Iterator[None]:
+    """Show that work of unknown length goes on, with little effect on what it may measure."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        with _reports(console, lambda seconds: f"{description}: {seconds:.0f} s so far"):
+            yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
+        progress.add_task(description, total=None)
+        yield
 
 
 class BatchProgress:

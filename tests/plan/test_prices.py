@@ -43,9 +43,9 @@ def test_what_is_bought_is_spread_over_its_years_with_electricity_and_network() 
 
 def test_a_market_is_never_completed_from_another() -> None:
     runpod, own = prices.load("runpod"), prices.load("own")
-    with pytest.raises(ConfigError, match="market runpod has no price for h100.*not mixed. Give --prices aws or "):
+    with pytest.raises(ConfigError, match=r"market runpod has no price for h100.*not mixed\. Give --prices aws or "):
         runpod.usd_per_hour(KINDS["h100"])
-    with pytest.raises(ConfigError, match="no price for epyc.*No market of the package prices epyc"):
+    with pytest.raises(ConfigError, match=r"no price for epyc.*No market of the package prices epyc"):
         own.usd_per_hour(KINDS["epyc"])
 
 
