@@ -31,8 +31,8 @@ def validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalo
         f"too fast. {_fitted_to(entry)}",
         caption_justify="left",
     )
-    table.add_column("operator", no_wrap=True)
-    table.add_column("band", no_wrap=True)
+    table.add_column("operator")
+    table.add_column("band")
     for heading in ("measured", "median error", "95th percentile", "bias"):
         table.add_column(heading, justify="right")
     for row in errors(file, CostModel(shape, entry, Fits.load(entry))):

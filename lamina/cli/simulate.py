@@ -212,7 +212,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
 
     table = Table(title=f"{result.system}: {deployment.model.name}, {trace.name}", box=SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
     table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
     if lost and result.log.count(State.FINISHED) < len(result.log.arrivals):

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -17,14 +17,15 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from lamina.cluster.gather import OnProgress
-from lamina.protocol.messages import LoadProgress
+if TYPE_CHECKING:
+    from lamina.cluster.gather import OnProgress
+    from lamina.protocol.messages import LoadProgress
 
 REPORT_S = 10.0
 
 
 @contextmanager
-def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
+def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
     """One line per worker while it loads weights; yields the callback for ``launch``.
 
     If standard error is not a terminal, prints every worker's progress in one line every ``REPORT_S`` seconds.
@@ -39,7 +40,7 @@ def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
         starting = progress.add_task("workers", total=None, stage="starting")
         tasks: dict[str, TaskID] = {}
 
-        def show(worker: str, report: LoadProgress) -> None:
+        def show(worker: str, report: "LoadProgress") -> None:
             progress.update(starting, visible=False)
             if worker not in tasks:
                 tasks[worker] = progress.add_task(worker, stage=report.stage)
@@ -49,7 +50,7 @@ def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def _loading_reports(console: Console) -> Iterator[OnProgress]:
+def _loading_reports(console: Console) -> "Iterator[OnProgress]":
     newest: dict[str, LoadProgress] = {}
 
     def report(seconds: float) -> str:
