@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
+from typer.testing import CliRunner
 
-from lamina.cli import status, ways
+from lamina.cli import app, status, ways
 from lamina.cli.console import print_table
 from tests.cli.commands import LAMINA, RUN_S
 
@@ -121,3 +122,11 @@ def test_tables_of_commands_fit_a_terminal(arguments: tuple[str, ...]) -> None:
     printed = in_terminal(80, *arguments)
     table = printed.partition("Recommended")[0]  # sentences are wrapped by the terminal
     assert "…" not in table and max(map(len, table.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+@pytest.mark.parametrize("command", [[], ["launch"], ["plan"], ["bench", "transport"]])
+def test_help_is_as_wide_as_the_terminal(command: list[str], columns: int) -> None:
+    lines = CliRunner().invoke(app, [*command, "-h"], env={"COLUMNS": str(columns)}).output.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert command in ([], ["bench", "transport"]) or max(map(len, lines)) > columns - 16
