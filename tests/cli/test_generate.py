@@ -77,7 +77,7 @@ def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_chat_answers_each_line_of_a_pipe() -> None:
     done = run(
-        "chat", "--max-tokens", "4", "--temperature", "0", stdin="sort a list\n\nreverse it\n/clear\n/exit\nno\n"
+        "chat", "--max-tokens", "4", "--temperature", "0", stdin="sort a list\n\nreverse it\n/reset\n/exit\nno\n"
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) >= 4 and "error" not in done.stderr
