@@ -210,7 +210,7 @@ def plot(results: "Sequence[Result]", file: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'lamina[bench]', or give --json instead") from error
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib, or give --json instead") from error
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     latency, bandwidth = figure.subplots(1, 2)

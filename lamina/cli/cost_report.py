@@ -27,7 +27,7 @@ def write() -> None:
             f"the cost suite is not part of the installed package: {SUITE} does not exist. Run it from a checkout"
         )
     if find_spec("matplotlib") is None:
-        raise ConfigError("the cost suite needs matplotlib, which is not installed: pip install 'lamina[bench]'")
+        raise ConfigError("the cost suite needs matplotlib, which is not installed: pip install matplotlib")
     check_writable("the report", REPORT)
     try:
         with waiting("Comparing with the papers"):
