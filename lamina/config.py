@@ -1,6 +1,6 @@
 """The settings of one runtime, each defined once. Nothing mutates a config.
 
-The keyword arguments of the SDK, the options of the command line, the names in a ``--config`` file and the table in the
+The keyword arguments of the SDK, the options of the command line, the names in a ``--config`` file and the page in the
 documentation are derived from the fields of ``EngineConfig`` by ``lamina.settings``.
 """
 

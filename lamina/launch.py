@@ -293,7 +293,7 @@ def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
     try:
         from lamina.cluster.launchers import ray_workers
     except ImportError as error:
-        raise ConfigError(f"ray cannot be used: {error}. Run pip install 'lamina[ray]'") from error
+        raise ConfigError(f"ray cannot be used: {error}. Run pip install 'ray[serve]'") from error
     bundles = ray_bundles(config)
     own = ray_workers.connect(config.ray or "auto")
     try:

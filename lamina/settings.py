@@ -131,8 +131,10 @@ def _setting(field: "dataclasses.Field[Any]", annotated: Any) -> Setting:
     return Setting(field.name, hint, meaning, field.default, tuple(kinds), tuple(choices), optional)
 
 
-def read_settings(file: Path, config: type[Any]) -> dict[str, Any]:
-    """The settings in a YAML file, by name. Settings that contradict each other are left to ``config``.
+def read_settings(file: Path, config: type[Any], others: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values in a YAML file, by name. Settings that contradict each other are left to ``config``.
+
+    ``others``: names besides those of ``config`` that the file may have; their values are returned unchecked.
 
     Raises ConfigError, naming the file, if it cannot be read, names an unknown setting or has an invalid value.
     """
@@ -150,10 +152,12 @@ def read_settings(file: Path, config: type[Any]) -> dict[str, Any]:
         raise ConfigError(f"{file} holds {_shown(content)}; give one 'name: value' on each line")
     known = {setting.name: setting for setting in settings(config)}
     for name in content:
-        if name not in known:
-            raise ConfigError(f"{file}: there is no setting {name!r}; {_nearest(str(name), known)}")
-    values = {name: known[name].parse(value) for name, value in content.items()}
+        if name not in known and name not in others:
+            raise ConfigError(f"{file}: there is no setting {name!r}; {_nearest(str(name), [*known, *others])}")
+    values = {name: known[name].parse(value) if name in known else value for name, value in content.items()}
     for name, value in values.items():
+        if name not in known:
+            continue
         try:
             known[name].check(value)
         except ConfigError as error:

@@ -1,6 +1,7 @@
 """Settings are defined once: what is derived from the definition, and the checks of values."""
 
 import inspect
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -88,10 +89,13 @@ def test_a_new_setting_appears_in_the_file(tmp_path: Path) -> None:
     assert run("--config", str(file), "--spares", "auto") == Extended(colour="blue")
 
 
-def test_a_new_setting_appears_in_the_table() -> None:
-    rows = settings_page(Extended).split("\n")
-    assert "| `spares` | `int` | 2 to 9 | workers per pool |  | Idle workers kept warm. |" in rows
-    assert "| `colour` | `red`, `blue` |  |  | `red` | Of nothing. |" in rows
+def test_a_new_setting_appears_on_the_page() -> None:
+    page = settings_page(Extended)
+    assert "## `spares`\n\n`int`, 2 to 9, workers per pool\n\nIdle workers kept warm.\n" in page
+    assert "## `colour`\n\n`red` or `blue`, default `red`\n\nOf nothing.\n" in page
+    headings = re.findall("^##+ (.*)", page, re.MULTILINE)
+    assert len(headings) == len(set(headings))  # each is an anchor
+    assert "### `LAMINA_ADMIN_KEY`" in page
 
 
 def test_lamina_takes_the_settings_as_keywords() -> None:

@@ -1,4 +1,4 @@
-"""mkdocs hooks: repository documents as pages, links between those and docs/, and the table of settings.
+"""mkdocs hooks: repository documents as pages, links between those and docs/, and the page of settings.
 
 Documents outside docs/ (README.md, ARCHITECTURE.md, ...) are shown on the site as well. Links in all documents are
 written for readers of the repository, relative to the document's own directory; these hooks turn them into links of the
@@ -41,7 +41,7 @@ _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the documents of ``PAGES`` and the table of settings."""
+    """Add the documents of ``PAGES`` and the page of settings."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, SETTINGS, content=settings_page()))

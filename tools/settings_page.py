@@ -9,12 +9,7 @@ from lamina.settings import Setting, settings
 
 
 def settings_page(config: type[object] = EngineConfig) -> str:
-    """One table of all settings of ``config``."""
-    rows = [
-        f"| `{setting.name}` | {_values(setting)} | {setting.range} | {setting.meaning.unit} | {_default(setting)} "
-        f"| {setting.meaning.help} |"
-        for setting in settings(config)
-    ]
+    """A section for each setting of ``config`` and for each variable, so that each has a link of its own."""
     return "\n".join(
         [
             "# Settings",
@@ -22,7 +17,8 @@ def settings_page(config: type[object] = EngineConfig) -> str:
             "Settings of the engine are keyword arguments of [`Lamina`](api.md#lamina.Lamina), and options of every",
             "command that runs a model (`generate`, `chat`, `launch`, `bench`). As an option, `max_num_seqs` is",
             "`--max-num-seqs`; a setting of type `bool`, such as `tls`, is `--tls` or `--no-tls`. An optional",
-            "number may be `auto`, its default. `--config FILE.yaml` reads settings from a file; options override it:",
+            "number may be `auto`, its default. `--config FILE.yaml` reads settings, and the command's own options",
+            "such as `port`, from a file; options override it:",
             "",
             "```yaml",
             "compute: cpu:1",
@@ -31,34 +27,25 @@ def settings_page(config: type[object] = EngineConfig) -> str:
             "tls: true",
             "```",
             "",
-            "This table is generated from the code.",
+            "This page is generated from the code.",
             "",
-            "| Setting | Values | Range | Unit | Default | Meaning |",
-            "|---|---|---|---|---|---|",
-            *rows,
-            "",
+            *(line for setting in settings(config) for line in _section(setting)),
             "## Environment variables",
             "",
-            "| Variable | Meaning |",
-            "|---|---|",
-            *_variables(),
-            "",
+            *(line for name, meaning in _variables() for line in (f"### `{name}`", "", meaning, "")),
         ]
     )
 
 
-def _values(setting: Setting) -> str:
-    """The names of its types, or its choices."""
-    names = setting.choices or [kind.__name__ for kind in setting.kinds]
-    return ", ".join(f"`{name}`" for name in names)
+def _section(setting: Setting) -> list[str]:
+    values = " or ".join(f"`{name}`" for name in setting.choices or [kind.__name__ for kind in setting.kinds])
+    default = "" if setting.default is None else f"default `{setting.default}`"
+    facts = ", ".join(filter(None, (values, setting.range, setting.meaning.unit, default)))
+    return [f"## `{setting.name}`", "", facts, "", setting.meaning.help, ""]
 
 
-def _default(setting: Setting) -> str:
-    return "" if setting.default is None else f"`{setting.default}`"
-
-
-def _variables() -> list[str]:
-    """Rows of the environment variables, from the docstring of ``Environment``."""
+def _variables() -> list[tuple[str, str]]:
+    """The environment variables and what they mean, from the docstring of ``Environment``."""
     text = inspect.cleandoc(Environment.__doc__ or "")
     entries = re.findall(r"^    \w+: ``(LAMINA_\w+)``, (.*(?:\n {8}.*)*)", text, re.MULTILINE)
-    return [f"| `{name}` | {' '.join(meaning.split()).replace('``', '`')} |" for name, meaning in entries]
+    return [(name, " ".join(meaning.split()).replace("``", "`")) for name, meaning in entries]

@@ -25,9 +25,9 @@ PAPER = prices.Prices(
     market="the first Lamina paper",
     entries={
         "a100-40g": prices.Price(
-            BOUGHT.require("a100-80g").usd, "that of the 80 GB card, the only one it prices", "2024"
+            BOUGHT.entries["a100-80g"].usd, "that of the 80 GB card, the only one it prices", "2024"
         ),
-        "rtx3090": BOUGHT.require("rtx3090"),
+        "rtx3090": BOUGHT.entries["rtx3090"],
     },
     years=BOUGHT.years,
 )
@@ -82,7 +82,7 @@ def table_1(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sect
             ("usd_gb", "$/GB", entry.memory_bytes / 2**30 * 1e9),  # capacities on data sheets are binary
             ("usd_gb_s", "$/(GB/s)", entry.memory_bytes_s),
         ):
-            ours = BOUGHT.require(kind).usd / amount * 1e9
+            ours = BOUGHT.entries[kind].usd / amount * 1e9
             rows.append(Comparison(f"{kind}, {unit}", unit, table["source"], table[name][kind], ours, why))
     section.compare("Purchase price over capacity and bandwidth", rows)
     return section
@@ -221,7 +221,7 @@ def _best_ratio(
 ) -> float:
     """Highest tokens/s per dollar of both pools over the highest of A100s alone."""
     model = cost_model(shape, a100)
-    usd = BOUGHT.require(a100.kind).usd
+    usd = BOUGHT.entries[a100.kind].usd
     market = prices.Prices(
         name="Figure 1",
         entries={a100.kind: prices.Price(usd, "", ""), memory.kind: prices.Price(usd / PIECES, "", "")},
@@ -248,7 +248,7 @@ same proportion is taken."""
 
 def _charged(a100: hardware.Hardware, card: hardware.Hardware) -> tuple[float, float]:
     """Dollars of an A100-40G as compute worker, and as memory worker at the card's price of a GB."""
-    return PAPER.require(a100.kind).usd, a100.memory_bytes * PAPER.require(card.kind).usd / card.memory_bytes
+    return PAPER.entries[a100.kind].usd, a100.memory_bytes * PAPER.entries[card.kind].usd / card.memory_bytes
 
 
 def figures_12_and_13(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:

@@ -4,7 +4,7 @@
     lamina bench cost
 
 Every number of ours comes from the catalogue and the cost model that `lamina plan` uses; nothing is tuned to a figure.
-Needs matplotlib (``pip install 'lamina[bench]'``).
+Needs matplotlib (``pip install matplotlib``).
 """
 
 import argparse

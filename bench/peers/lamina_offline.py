@@ -12,9 +12,11 @@ TIMEOUT_S = 900
 
 
 @contextmanager
-def load(cell: Cell) -> Iterator[Generate]:
-    """An engine that gets requests in the way a server submits them."""
-    with Lamina(cell.model, threads=cell.threads, max_num_batched_tokens=STEP_TOKENS, prefix_cache=False) as lamina:
+def load(cell: Cell, memory: str | None = None) -> Iterator[Generate]:
+    """An engine that gets requests in the way a server submits them. ``memory``: its memory pool."""
+    with Lamina(
+        cell.model, memory=memory, threads=cell.threads, max_num_batched_tokens=STEP_TOKENS, prefix_cache=False
+    ) as lamina:
 
         def generate(prompts: list[list[int]], tokens: int) -> list[list[float]]:
             arrivals = decode_batch(lamina.engine, prompts, tokens, TIMEOUT_S)

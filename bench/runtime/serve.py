@@ -1,14 +1,15 @@
 """Offline decode and prefill of a random Llama: Lamina, other engines and the memory limit, measured in the same run.
 
     python -m bench.runtime.serve [--model 250m] [--grid 1x512,8x512,64x512,16x2048,4x8192] [--rounds 3]
-                          [--peers DIR] [--engines lamina,unsplit,openvino,llama_cpp] [--json FILE]
+                          [--peers DIR] [--engines lamina,lamina_pools,unsplit,openvino,llama_cpp] [--json FILE]
 
 Every engine is a process of its own, on all cores this process may use, with the same weights: bfloat16 weights and KV,
 greedy decoding, random prompts. The engines of a cell take turns, ``--rounds`` times, while the others wait; figures
 are medians. So are the ratios to other engines, over the rounds, since the machine's speed may change between these;
 with a 95% confidence interval, from six rounds on (order statistics of the ratios).
-``bench/peers/setup.sh DIR`` makes the environments of the peers; the models are kept in DIR too. ``unsplit`` is Lamina
-in one process, without workers and transport.
+``bench/peers/setup.sh DIR`` makes the environments of the peers; the models are kept in DIR too. ``lamina`` has its
+default pools, a compute worker with local memory; ``lamina_pools`` has a memory worker instead; ``unsplit`` is Lamina's
+kernels in one process, without workers and transport.
 
 A decode step must read every weight once and every request's KV once: the limit is those bytes over the read bandwidth
 that a native loop reaches with all cores, measured before every engine's turn.
@@ -62,6 +63,7 @@ ENGINES = {
     engine.name: engine
     for engine in (
         Engine("lamina", "lamina_offline"),
+        Engine("lamina_pools", "lamina_pools"),
         Engine("unsplit", "unsplit", variables=WORKER_VARIABLES),
         Engine("openvino", "openvino_peer", "openvino"),
         Engine("llama_cpp", "llama_cpp_peer", "llama_cpp"),

@@ -31,13 +31,16 @@ from lamina.errors import LaminaError, UserError
 
 logger = logging.getLogger(__name__)
 
+MOST_HELP_COLUMNS = 160
+"""Help is as wide as the terminal, up to this."""
+
 app = typer.Typer(
     name="lamina",
     help="LLM inference that cuts the model at its attention operators: compute workers run the dense layers, memory "
     "workers hold the KV cache and run attention.",
     no_args_is_help=True,
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MOST_HELP_COLUMNS},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich's tables truncate long option names at 80 columns
 )

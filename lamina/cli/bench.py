@@ -37,7 +37,7 @@ def bench(
     options.check_model(config)
     from lamina.launch import launch
     from lamina.observe.decoding import decode_batch, decode_window
-    from lamina.observe.progress import loading_progress
+    from lamina.observe.progress import loading_progress, waiting
 
     config = replace(config, max_num_seqs=max(batch, config.max_num_seqs))
     spans: dict[str, list[Span]] = {}
@@ -46,7 +46,8 @@ def bench(
     try:
         draw = random.Random(0)
         prompts = [[draw.randrange(engine.vocab_size) for _ in range(context)] for _ in range(batch)]
-        window = decode_window(decode_batch(engine, prompts, tokens, TIMEOUT_S))
+        with waiting(f"Running {batch} prompts of {context} tokens and drawing {tokens} more for each"):
+            window = decode_window(decode_batch(engine, prompts, tokens, TIMEOUT_S))
     finally:
         engine.close()
     _show(spans, window)

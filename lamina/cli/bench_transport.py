@@ -53,6 +53,7 @@ def transport(
     --connect HOST:PORT --secret-file F
     """
     from lamina.config import check_writable
+    from lamina.observe.progress import waiting
     from lamina.profiling.transports import MAX_NBYTES
     from lamina.protocol.choice import Transport
 
@@ -68,7 +69,10 @@ def transport(
     if not all(0 < number <= MAX_NBYTES for number in numbers):
         raise ConfigError(f"sizes are {sizes!r}; give numbers from 1 to {MAX_NBYTES}, separated by commas")
     waits = _waits(two_hosts=connect is not None)
-    with local_far_side() if connect is None else _remote(connect, secret_file) as near:
+    with (
+        waiting(f"Measuring {', '.join(named)}"),
+        local_far_side() if connect is None else _remote(connect, secret_file) as near,
+    ):
         results = [
             result
             for name in named
@@ -206,7 +210,7 @@ def plot(results: "Sequence[Result]", file: str) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("a plot needs matplotlib: pip install 'lamina[bench]', or give --json instead") from error
+        raise ConfigError("a plot needs matplotlib: pip install matplotlib, or give --json instead") from error
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     latency, bandwidth = figure.subplots(1, 2)

@@ -1,59 +1,110 @@
 """`lamina chat`: a conversation in the terminal, or one message per line from a pipe."""
 
+import re
 import sys
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
 from lamina.cli import options
 from lamina.config import EngineConfig
-from lamina.errors import EngineDeadError, RequestError
+from lamina.errors import ConfigError, EngineDeadError, RequestError
 from lamina.types import SamplingParams
 
 if TYPE_CHECKING:
     from lamina.sdk import Lamina
 
-HELP = "/clear starts a new conversation, /exit quits; Ctrl-C stops an answer."
+HELP = "/reset starts a new conversation, /exit quits, /help shows this; Ctrl-C stops an answer."
+
+_COMMAND = re.compile(r"/[a-z]+")
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Model(Protocol):
+    """What answers: an engine of this process, or a server."""
+
+    name: str
+
+    def answer(self, messages: Messages) -> Generator[str, None, None]:
+        """Yield the answer in pieces; closing the iterator cancels it. Raises RequestError if there is none."""
+        ...
 
 
 @options.engine_options
 def chat(
     config: EngineConfig,
+    url: Annotated[
+        str | None, typer.Option(help="Talk to the server that runs there instead of starting an engine.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.7,
     top_p: options.TopP = 1.0,
     seed: options.Seed = None,
 ) -> None:
-    """Talk to a model. Reads one message per line; /exit or end of input quits."""
+    """Talk to a model. Reads one message per line; /exit or end of input quits, /help lists the other commands."""
     params = options.sampling_params(max_tokens, temperature, top_p, seed)
+    if url is not None:
+        from lamina.cli.remote_chat import Server
+
+        if config != EngineConfig():
+            raise ConfigError("--url talks to a running server, which has its settings: leave out those of an engine")
+        Conversation(Server(url, params), system).run()
+        return
     options.check_model(config)
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 
     with Lamina.from_config(config) as lamina:
-        if sys.stdin.isatty():
-            output().print(f"[bold]{lamina.engine.model_name}[/]  [dim]{HELP}[/]", soft_wrap=True)
-            if config.model is None:
-                output().print(
-                    "[dim]The bundled model only continues Python source; give --model DIR for a chat model.[/]"
-                )
-        _Conversation(lamina, params, system).run()
+        if sys.stdin.isatty() and config.model is None:
+            output().print("[dim]The bundled model only continues Python source; give --model DIR for a chat model.[/]")
+        Conversation(_Local(lamina, params), system).run()
 
 
-class _Conversation:
-    def __init__(self, lamina: "Lamina", params: SamplingParams, system: str | None) -> None:
-        self._lamina = lamina
-        self._params = params
+class _Local:
+    def __init__(self, lamina: "Lamina", params: SamplingParams) -> None:
+        self.name = lamina.engine.model_name
+        self._lamina, self._params = lamina, params
+
+    def answer(self, messages: Messages) -> Generator[str, None, None]:
+        from lamina.frontend.prompts import chat_prompt
+
+        engine, shown = self._lamina.engine, 0
+        prompt = chat_prompt(self._lamina.tokenizer, messages, engine.max_model_len)
+        with closing(self._lamina.stream(prompt, self._params)) as outputs:
+            for output in outputs:
+                text = output.outputs[0].text
+                yield text[shown:]
+                shown = len(text)
+                if output.error:
+                    dead = engine.stats().dead is not None  # nothing more can be answered
+                    raise EngineDeadError(output.error) if dead else RequestError(output.error)
+
+
+class Conversation:
+    """The messages so far. ``system``: its first message."""
+
+    def __init__(self, model: Model, system: str | None = None) -> None:
+        self._model = model
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
 
     def run(self) -> None:
         """Read and answer until /exit or the end of input."""
-        while (line := _read_line()) is not None and line.strip() != "/exit":
-            if line.strip() == "/clear":
+        from lamina.cli.console import notes, print_text
+
+        if sys.stdin.isatty():
+            print_text(f"{self._model.name}: {HELP}\n", console=notes())
+        while (line := _read_line()) is not None and (word := line.strip()) != "/exit":
+            if word == "/reset":
                 self._messages = list(self._start)
-            elif line.strip():
+            elif _COMMAND.fullmatch(word):
+                wrong = "" if word == "/help" else f"There is no command {word}. "
+                print_text(f"{wrong}{HELP}\n", console=notes())
+            elif word:
                 self._answer(line)
 
     def _answer(self, line: str) -> None:
@@ -61,35 +112,28 @@ class _Conversation:
 
         messages = [*self._messages, {"role": "user", "content": line}]
         try:
-            text = self._stream(messages)
+            text = self._print(messages)
         except RequestError as error:
-            print_error(f"{error}. /clear starts a new conversation" if self._messages else error)
+            print_error(f"{error}. /reset starts a new conversation" if self._messages else error)
             return
         self._messages = [*messages, {"role": "assistant", "content": text}]
 
-    def _stream(self, messages: list[dict[str, str]]) -> str:
+    def _print(self, messages: Messages) -> str:
         """Print the answer as it is generated and return it; Ctrl-C keeps what has been generated so far."""
-        from lamina.cli.console import print_error, print_text
-        from lamina.frontend.prompts import chat_prompt
+        from lamina.cli.console import print_text
 
         text = ""
-        answer = self._lamina.stream(
-            chat_prompt(self._lamina.tokenizer, messages, self._lamina.engine.max_model_len), self._params
-        )
         try:
-            for output in answer:
-                print_text(output.outputs[0].text[len(text) :])
-                text = output.outputs[0].text
-                if output.error:
-                    if self._lamina.engine.stats().dead is not None:  # nothing more can be answered
-                        raise EngineDeadError(output.error)
-                    print_error(output.error)
+            with closing(self._model.answer(messages)) as pieces:
+                for piece in pieces:
+                    print_text(piece)
+                    text += piece
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
         finally:
-            answer.close()
-        print_text("\n")
+            if text:
+                print_text("\n")
         return text
 
 

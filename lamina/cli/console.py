@@ -2,9 +2,11 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
@@ -30,19 +32,50 @@ def notes() -> Console:
 
 
 def print_table(table: "Table", console: Console | None = None) -> None:
-    """Print a table at its full width: no figure is cut off, and a narrower terminal wraps its lines.
+    """Print a table without cutting off a figure.
 
-    A pipe has no width, so the table takes what it needs.
+    A pipe has no width, so the table takes what it needs. On a terminal, texts wrap between words; if some column is
+    too narrow for its words even then, the table becomes a list with a line for each cell.
     """
     console = console or output()
+    if console.is_terminal:
+        if _fits(table, console):
+            console.print(table)
+        else:
+            console.print(table.title or "")
+            console.print("\n".join(_listed(table)), soft_wrap=True, markup=False)
+            console.print(table.caption or "")
+        return
     width = console.width
     console.width = MOST_COLUMNS
-    needed = console.measure(table).maximum
-    console.width = max(needed, width) if console.is_terminal else needed
+    console.width = console.measure(table).maximum
     try:
         console.print(table)
     finally:
         console.width = width
+
+
+def _fits(table: "Table", console: Console) -> bool:
+    """Whether the table is as wide as the console at most, and no word is cut off, which rich marks with "…"."""
+    lines = console.render_lines(table, pad=False)
+    texts = ["".join(segment.text for segment in line) for line in lines]
+    return not any("…" in text or cell_len(text) > console.width for text in texts)
+
+
+def _listed(table: "Table") -> Iterator[str]:
+    """A line "heading  cell" for each cell, and a blank line after each row."""
+    headings = [_plain(column.header) for column in table.columns]
+    width = max(map(cell_len, headings), default=0)
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        for heading, cell in zip(headings, row, strict=True):
+            yield f"{heading:<{width}}  {_plain(cell)}".strip()
+        yield ""
+
+
+def _plain(cell: object) -> str:
+    """The text of a cell on one line."""
+    text = Text.from_markup(cell).plain if isinstance(cell, str) else str(cell or "")
+    return " ".join(text.split())
 
 
 def discard_output() -> None:

@@ -20,16 +20,18 @@ def write() -> None:
         LaminaError: the suite failed or took longer than ``TIMEOUT_S``.
     """
     from lamina.config import check_writable
+    from lamina.observe.progress import waiting
 
     if not SUITE.is_file():
         raise ConfigError(
             f"the cost suite is not part of the installed package: {SUITE} does not exist. Run it from a checkout"
         )
     if find_spec("matplotlib") is None:
-        raise ConfigError("the cost suite needs matplotlib, which is not installed: pip install 'lamina[bench]'")
+        raise ConfigError("the cost suite needs matplotlib, which is not installed: pip install matplotlib")
     check_writable("the report", REPORT)
     try:
-        done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=TIMEOUT_S, check=False)
+        with waiting("Comparing with the papers"):
+            done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise LaminaError(
             f"{SUITE} did not finish within {TIMEOUT_S:g} s; is the machine busy? Run it without a time limit: "

@@ -29,7 +29,7 @@ def doctor(
 ) -> None:
     """Check this machine. Exit status 1 if a problem must be fixed first."""
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from lamina.cli.console import output
 
@@ -37,7 +37,7 @@ def doctor(
         _show_topology()
         return
     findings = list(examine())
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table = Table("", "", Column(overflow="fold"), box=None, padding=(0, 2, 0, 0), show_header=False)
     for finding in findings:
         remedy = f"\n[dim]remedy:[/] {escape(finding.remedy)}" if finding.remedy else ""
         table.add_row(finding.status.value, finding.subject, escape(finding.found) + remedy)
@@ -51,13 +51,13 @@ def doctor(
 
 def _show_topology() -> None:
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from lamina.cli.console import output
     from lamina.cli.doctor_topology import lines
     from lamina.cluster.locality import here
 
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    table = Table("", Column(overflow="fold"), box=None, padding=(0, 2, 0, 0), show_header=False)
     for part, found in lines(here()):
         table.add_row(part, escape(found))
     output().print(table)

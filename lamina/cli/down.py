@@ -24,15 +24,17 @@ def down(
     the server does not listen any more. The server and this command need the same key in LAMINA_ADMIN_KEY.
     """
     from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
 
-    workers = administer(url, "/admin/stop", {})
-    where = urllib.parse.urlsplit(url)
-    address = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
-    deadline = time.monotonic() + END_S
-    while _listens(address):
-        if time.monotonic() > deadline:
-            raise TransportError(f"the server at {url} was told to stop, but still listens after {END_S:.0f} s")
-        time.sleep(POLL_S)
+    with waiting("Waiting for open answers and workers to end"):
+        workers = administer(url, "/admin/stop", {})
+        where = urllib.parse.urlsplit(url)
+        address = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
+        deadline = time.monotonic() + END_S
+        while _listens(address):
+            if time.monotonic() > deadline:
+                raise TransportError(f"the server at {url} was told to stop, but still listens after {END_S:.0f} s")
+            time.sleep(POLL_S)
     print_text(f"stopped: {', '.join(workers)}\n")
 
 

@@ -4,7 +4,7 @@ import functools
 import inspect
 import resource
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -34,7 +34,7 @@ MIN_OPEN_FILES = 64
 """Open-file limit needed to start one compute and one memory worker."""
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of settings, by name. Options given here override it.")
+    Path | None, typer.Option("--config", help="YAML file of these options, by name. Options given here override it.")
 ]
 
 
@@ -60,11 +60,12 @@ def options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..
         def run(**values: Any) -> None:
             _require_files()
             invocation: typer.Context = values["context" if context is None else context]
-            chosen = {} if values["config_file"] is None else read_settings(values["config_file"], config)
+            chosen, others = _read_file(values["config_file"], config, invocation, own)
             for name, setting in known.items():
-                if (source := invocation.get_parameter_source(name)) is not None and source.name != "DEFAULT":
+                if _is_given(invocation, name):
                     chosen[name] = setting.parse(values[name])
-            command(config(**chosen), **{name: values[name] for name in own})
+            others = {name: value for name, value in others.items() if not _is_given(invocation, name)}
+            command(config(**chosen), **{name: values[name] for name in own} | others)
 
         added = [_parameter("config_file", None, ConfigFile)]
         if context is None:
@@ -74,6 +75,31 @@ def options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..
         return run
 
     return decorate
+
+
+def _is_given(invocation: typer.Context, name: str) -> bool:
+    source = invocation.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _read_file(
+    file: Path | None, config: type[Any], invocation: typer.Context, own: Collection[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings in a ``--config`` file, and values of the command's ``own`` options. Raises ConfigError."""
+    if file is None:
+        return {}, {}
+    known = {setting.name for setting in settings(config)}
+    options = {
+        one.name: one for one in invocation.command.params if one.name in own and one.param_type_name == "option"
+    }
+    values = read_settings(file, config, options.keys() - known)
+    others = {}
+    for name in values.keys() - known:
+        try:
+            others[name] = options[name].process_value(invocation, str(values[name]))
+        except typer.BadParameter as error:
+            raise ConfigError(f"{file}: {name} is {values[name]!r}: {error.format_message()}") from None
+    return {name: value for name, value in values.items() if name in known}, others
 
 
 def _parameter(name: str, default: object, annotation: Any) -> inspect.Parameter:

@@ -176,8 +176,7 @@ def _priced(
     pools = catalogue.pool(compute, MOST_COMPUTE), catalogue.pool(memory, MOST_MEMORY)
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
     market = load(prices)
-    for kind in costs:
-        market.require(kind)
+    market.require(costs)
     return pools, costs, market
 
 

@@ -104,6 +104,7 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     """The `lamina launch` command that starts these pools."""
     from lamina.cli.ways import kv_option, quantization_option
+    from lamina.plan.models import directory_to_launch
     from lamina.plan.planner import Partition
 
     compute, memory = _typed_kinds(plan)
@@ -113,7 +114,7 @@ def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     if pools.tensor_parallel > 1:  # one lane for each copy of the weights
         order = f"--tensor-parallel {pools.tensor_parallel}"
     return (
-        f"lamina launch --model {shlex.quote(model)} --compute {compute}:{pools.compute_workers} "
+        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{pools.compute_workers} "
         f"--memory {memory}:{pools.memory_workers} {order}"
         + (" --partition head" if pools.partition is Partition.HEAD else "")
         + _batch_options(plan)

@@ -31,8 +31,8 @@ def validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalo
         f"too fast. {_fitted_to(entry)}",
         caption_justify="left",
     )
-    table.add_column("operator", no_wrap=True)
-    table.add_column("band", no_wrap=True)
+    table.add_column("operator")
+    table.add_column("band")
     for heading in ("measured", "median error", "95th percentile", "bias"):
         table.add_column(heading, justify="right")
     for row in errors(file, CostModel(shape, entry, Fits.load(entry))):
@@ -65,6 +65,7 @@ def measure(file: Path) -> None:
         ConfigError: a file exists already or cannot be written. LaminaError: the runtime failed.
     """
     from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
     from lamina.plan import hardware
     from lamina.plan.store import ProfileStore
     from lamina.profiling import measure as machine
@@ -84,10 +85,11 @@ def measure(file: Path) -> None:
         )
     watch = Watch()
     compute, _ = profile.halves()
-    with profile.on_cores(compute):
+    with waiting("Measuring the peaks of this machine"), profile.on_cores(compute):
         values = machine.entry()
     file.write_text(machine.as_toml(values))
-    profile.measure("cpu", store)
+    with waiting("Measuring slices, attention and the runtime, about a minute"):
+        profile.measure("cpu", store)
     entry = hardware.load(file)["cpu"]
     rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
     print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")

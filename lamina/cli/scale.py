@@ -23,6 +23,7 @@ def scale(
     and this command need the same key in LAMINA_ADMIN_KEY.
     """
     from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
 
     wanted = {"memory": memory, "compute": compute}
     changes = {pool: change for pool, change in wanted.items() if change is not None}
@@ -30,5 +31,6 @@ def scale(
         raise ConfigError("nothing to change; give --memory or --compute, such as --memory +2")
     for pool, change in changes.items():
         parse_change(pool, change)
-    workers = administer(url, "/admin/scale", changes)
+    with waiting("Waiting for workers to join or leave"):
+        workers = administer(url, "/admin/scale", changes)
     print_text(f"done: {', '.join(workers)}\n")

@@ -129,7 +129,6 @@ def simulate(
         profile=ProfileStore.beside(hardware),
         prices=_market(prices, (kind, memory_kind)),
     )
-    deployment.usd_per_hour  # noqa: B018 - a kind without a price is refused before the simulation
     arrivals = _arrivals(trace, rate_scale, draw, seed, first, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]
     with counting_progress("Requests", len(arrivals)) as on_progress:
@@ -154,12 +153,19 @@ def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]
 
 
 def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | None":
-    """The market to price in; None if none was requested and the default one does not have every kind."""
+    """The market to price in; None if none was requested and the default one does not have every kind.
+
+    Raises ConfigError if the requested one lacks a kind.
+    """
     from lamina.plan import prices
 
-    market = prices.load(prices.DEFAULT if name is None else name)
-    priced = all(market.has(one.kind) for one in kinds if one is not None)
-    return market if priced or name is not None else None
+    named = [one.kind for one in kinds if one is not None]
+    if name is not None:
+        market = prices.load(name)
+        market.require(named)
+        return market
+    market = prices.load(prices.DEFAULT)
+    return market if all(map(market.has, named)) else None
 
 
 def _arrivals(
@@ -206,7 +212,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
 
     table = Table(title=f"{result.system}: {deployment.model.name}, {trace.name}", box=SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     ended = ", ".join(f"{result.log.count(state)} {state.value}" for state in State if result.log.count(state))
     table.add_row("requests", f"{ended}, in {result.seconds:.0f} s")
     if lost and result.log.count(State.FINISHED) < len(result.log.arrivals):

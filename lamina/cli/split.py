@@ -2,7 +2,6 @@
 
 import enum
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,14 +36,15 @@ def split(
 
     Lists the slices, the tensors that cross each cut, and bytes per token.
     """
-    from lamina.cli.console import notes, print_table
+    from lamina.cli.console import print_table
     from lamina.config import check_writable
     from lamina.models.directory import find_config
+    from lamina.observe.progress import waiting
 
     if output is not None:
         check_writable("--output", output)
     place = find_config(model)  # errors come before the slow imports
-    with notes().status("Importing transformers and splitting the model") if notes().is_terminal else nullcontext():
+    with waiting("Importing transformers and splitting the model"):
         from lamina.models.config import load_config, resolve_dtype
         from lamina.splitter import split as split_model
 

@@ -76,7 +76,7 @@ def _fetch(url: str) -> tuple[int, str]:
         ) from error
 
 
-BAR = 40  # characters of a memory worker's slots
+BAR = 20  # characters of a memory worker's slots
 
 
 def placement_lines(answer: str) -> list[str]:

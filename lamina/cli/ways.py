@@ -13,6 +13,8 @@ from lamina.types import DType
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rich.table import Table
+
     from lamina.plan.models import ModelShape
     from lamina.plan.serving import Server
     from lamina.plan.ways import Way
@@ -30,11 +32,12 @@ def show(
     Raises:
         ConfigError: no candidate fits, or none keeps the SLOs.
     """
-    from lamina.observe.progress import counting_progress
+    from lamina.observe.progress import counting_progress, waiting
     from lamina.plan.ways import shortlist
     from lamina.simulate.trial import ROUNDS, WORSE
 
-    found = [one for way in candidates if (one := server.evaluate(way)) is not None]
+    with waiting(f"Ranking {len(candidates)} ways to serve by the closed form"):
+        found = [one for way in candidates if (one := server.evaluate(way)) is not None]
     if not found:
         raise _refusal(server, candidates)
     chosen = shortlist(found)
@@ -77,34 +80,18 @@ def _print(
     found: int,
     tried: int,
 ) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     from lamina.cli.console import output, print_table, print_text
 
-    narrow = output().is_terminal and output().width < _WIDE
     slo = server.slo
-    table = Table(
-        title=f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {tried}",
-        caption=f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and p99 TBT within "
+    title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {tried}"
+    caption = (
+        f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and p99 TBT within "
         f"{slo.tbt_s * 1e3:g} ms. stall: TTFT plus the longest later wait for a token of a request, p99 within "
         f"{slo.ttft_s + slo.tbt_s:g} s. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
-        f"requests/s by the closed form that ranked all ways. Prices: {server.prices.describe(server.models)}.",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
+        f"requests/s by the closed form that ranked all ways. Prices: {server.prices.describe(server.models)}."
     )
-    table.add_column("way to serve", max_width=11 if narrow else None)
-    requests_s, _, stall, *others = HEADINGS
-    for heading in (requests_s, f"TTFT, {stall}", *others) if narrow else HEADINGS:
-        table.add_column(heading.replace(" ", "\n") if narrow else heading, justify="right", no_wrap=True)
-    for trial in trials:
-        way, *figures = cells(trial)
-        if narrow:
-            requests_s, ttft, stall, *others = map(_broken, figures)
-            figures = [requests_s, f"{ttft}\n{stall}", *others]
-        table.add_row(way, *figures, style="bold green" if trial is trials[0] else None)
-    print_table(table)
+    narrow = output().is_terminal and output().width < _WIDE
+    print_table(table_of([cells(trial) for trial in trials], title, caption, narrow))
     print_text("Recommended\n", style="bold")
     for line in [*advice(server, trials), agreement(trials)]:
         print_text(f"  {line}\n")
@@ -117,6 +104,33 @@ def _print(
         *notes,
     ]:
         print_text(f"  {line}\n", style="dim")
+
+
+def table_of(rows: "Sequence[tuple[str, ...]]", title: str, caption: str, narrow: bool) -> "Table":
+    """The ways, the recommended one first.
+
+    Args:
+        rows: of ``cells``.
+        narrow: for terminals of 80 columns: cells of several lines, some of which hold two figures.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("way to serve", max_width=12 if narrow else None)
+    for heading in _stacked(tuple(one.replace(" ", "\n") for one in HEADINGS), ",\n") if narrow else HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for place, (way, *figures) in enumerate(rows):
+        shown = _stacked(tuple(map(_broken, figures)), "\n") if narrow else figures
+        table.add_row(way, *shown, style="bold green" if place == 0 else None)
+    return table
+
+
+def _stacked(cells: tuple[str, ...], joint: str) -> list[str]:
+    """One cell each for requests and tokens per second, TTFT and stall, dollars in and out."""
+    requests_s, ttft, stall, tbt, tokens_s, usd, usd_in, usd_out, *others = cells
+    pairs = f"{requests_s}{joint}{tokens_s}", f"{ttft}{joint}{stall}", f"{usd_in}{joint}{usd_out}"
+    return [pairs[0], pairs[1], tbt, usd, pairs[2], *others]
 
 
 def cells(trial: "Trial") -> tuple[str, ...]:
@@ -224,6 +238,7 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
     """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet. ``sequences``: at once."""
     from lamina.cluster.pool import RUNNABLE
     from lamina.plan.hardware import ALIASES
+    from lamina.plan.models import directory_to_launch
     from lamina.plan.ways import Kind
 
     way = trial.way
@@ -245,7 +260,7 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
     if way.tensor_parallel > 1:
         order = f" --tensor-parallel {way.tensor_parallel}"
     return [
-        f"lamina launch --model {shlex.quote(model)} --compute {kinds[0]}:{way.compute_workers} "
+        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {kinds[0]}:{way.compute_workers} "
         f"--memory {memory}{order} --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)

@@ -64,6 +64,8 @@ MOST_PER_CORE = 32
 MAX_COUNT = 1024
 """Most workers of one kind in one pool: a higher number is probably a typing error."""
 
+_VENDORS = ("nvidia", "geforce", "tesla", "rtx")
+
 _ENTRY = re.compile(r"(?P<kind>[a-z0-9_-]+)\s*(?P<count>:.*)?", re.DOTALL)
 _GRAMMAR = "give kind:count, separated by commas, such as cpu:2 or a100:2,rtx3090:6"
 
@@ -157,7 +159,7 @@ def require_kind(kind: str, known: Collection[str]) -> None:
     """Raises ConfigError unless workers of this kind can be started here."""
     if kind not in known:
         names = ", ".join(name for name in known if name != EMULATED)
-        raise ConfigError(f"unknown kind {kind!r}{_near(kind, list(known))} Known here: {names}")
+        raise ConfigError(f"unknown kind {kind!r}{near(kind, known)} Known here: {names}")
 
 
 def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
@@ -268,7 +270,7 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
     kind, count = match["kind"], (match["count"] or f":{default_count}")[1:].strip()
     if kind not in known:
         names = ", ".join(name for name in known if name != EMULATED)
-        raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{_near(kind, known)} Known: {names}")
+        raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{near(kind, known)} Known: {names}")
     if kind == LOCAL and match["count"]:
         raise ConfigError(f"pool {text!r} gives local a count; it is the compute worker's own memory: write local")
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
@@ -278,6 +280,13 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
     return PoolEntry(kind, int(count))
 
 
-def _near(kind: str, known: list[str]) -> str:
-    matches = difflib.get_close_matches(kind, known, n=3)
+def near(kind: str, known: Collection[str]) -> str:
+    """Return a hint at the kinds that an unknown one may mean: "; did you mean cuda?", or "." if none is similar.
+
+    "gpu" never means cpu, although their names differ in one letter.
+    """
+    if "gpu" in kind or kind in _VENDORS:
+        matches = [name for name in (CUDA, "a100") if name in known]
+    else:
+        matches = difflib.get_close_matches(kind, known, n=3)
     return f"; did you mean {' or '.join(matches)}?" if matches else "."

@@ -1,10 +1,10 @@
-"""Draws progress bars on standard error if it is a terminal."""
+"""Shows on standard error how far long work is: bars on a terminal, else a line every ``REPORT_S`` seconds."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -17,21 +17,22 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from lamina.cluster.gather import OnProgress
-from lamina.protocol.messages import LoadProgress
+if TYPE_CHECKING:
+    from lamina.cluster.gather import OnProgress
+    from lamina.protocol.messages import LoadProgress
 
-REPORT_S = 30.0
+REPORT_S = 10.0
 
 
 @contextmanager
-def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
+def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
     """One line per worker while it loads weights; yields the callback for ``launch``.
 
     If standard error is not a terminal, prints every worker's progress in one line every ``REPORT_S`` seconds.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal:
-        with _reports(console) as on_progress:
+        with _loading_reports(console) as on_progress:
             yield on_progress
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
@@ -39,7 +40,7 @@ def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
         starting = progress.add_task("workers", total=None, stage="starting")
         tasks: dict[str, TaskID] = {}
 
-        def show(worker: str, report: LoadProgress) -> None:
+        def show(worker: str, report: "LoadProgress") -> None:
             progress.update(starting, visible=False)
             if worker not in tasks:
                 tasks[worker] = progress.add_task(worker, stage=report.stage)
@@ -49,33 +50,68 @@ def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def _reports(console: Console) -> Iterator[OnProgress]:
+def _loading_reports(console: Console) -> "Iterator[OnProgress]":
     newest: dict[str, LoadProgress] = {}
+
+    def report(seconds: float) -> str:
+        each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
+        waited = f"after {seconds:.0f} s, workers are still starting"
+        return ": ".join([waited, *([", ".join(each)] if each else [])])
+
+    with _reports(console, report):
+        yield newest.__setitem__
+
+
+@contextmanager
+def _reports(console: Console, report: Callable[[float], str]) -> Iterator[None]:
+    """Print ``report`` of the seconds so far every ``REPORT_S`` seconds."""
     begin, over = time.monotonic(), threading.Event()
 
-    def report() -> None:
+    def repeat() -> None:
         while not over.wait(REPORT_S):
-            each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
-            waited = f"after {time.monotonic() - begin:.0f} s, workers are still starting"
-            console.print(": ".join([waited, *([", ".join(each)] if each else [])]), soft_wrap=True)
+            console.print(report(time.monotonic() - begin), soft_wrap=True)
 
-    reporter = threading.Thread(target=report, name="lamina-loading", daemon=True)
+    reporter = threading.Thread(target=repeat, name="lamina-progress", daemon=True)
     reporter.start()
     try:
-        yield newest.__setitem__
+        yield
     finally:
         over.set()
         reporter.join()
 
 
 @contextmanager
-def counting_progress(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar over ``total`` items; yields a function that sets how many are done."""
-    console = Console(stderr=True)
+def counting_progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
+    """Show how many of ``total`` items are done; yields a function that sets the number."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        at = 0
+
+        def count(done: int) -> None:
+            nonlocal at
+            at = done
+
+        with _reports(console, lambda seconds: f"{description}: {at} of {total} after {seconds:.0f} s"):
+            yield count
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(description, total=total)
         yield lambda done: progress.update(task, completed=done)
+
+
+@contextmanager
+def waiting(description: str, console: Console | None = None) -> Iterator[None]:
+    """Show that work of unknown length goes on, with little effect on what it may measure."""
+    console = console or Console(stderr=True)
+    if not console.is_terminal:
+        with _reports(console, lambda seconds: f"{description}: {seconds:.0f} s so far"):
+            yield
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
+        progress.add_task(description, total=None)
+        yield
 
 
 class BatchProgress:

@@ -4,7 +4,6 @@
 single values. All quantities here are in SI units: FLOP/s, bytes, bytes/s, seconds.
 """
 
-import difflib
 import math
 import re
 import tomllib
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.cluster.pool import CPU, GPUS, parse
+from lamina.cluster.pool import CPU, GPUS, near, parse
 from lamina.errors import ConfigError
 from lamina.types import DType
 
@@ -92,11 +91,9 @@ class Catalogue:
                 f"{', '.join(sorted(self.kinds))}. To add {name}, describe it in a file given with --hardware FILE"
             )
         if name not in self.kinds:
-            known = [*self.kinds, *ALIASES]
-            near = difflib.get_close_matches(name, known, n=3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
             raise ConfigError(
-                f"{kind!r} is not in the hardware catalogue{hint} Known: {', '.join(sorted(self.kinds))}. "
+                f"{kind!r} is not in the hardware catalogue{near(name, [*self.kinds, *ALIASES])} "
+                f"Known: {', '.join(sorted(self.kinds))}. "
                 "To add one, describe it in a file given with --hardware FILE"
             )
         return self.kinds[name]

@@ -190,6 +190,19 @@ def find(model: str) -> ModelShape:
     return from_config(file.parent.resolve().name if file.name == CONFIG else file.stem, read_json(file))
 
 
+def directory_to_launch(model: str) -> str:
+    """Return the directory of a model that was planned for, for ``lamina launch --model``.
+
+    Where only a name or a configuration is known, it is a placeholder: PATH_TO_Llama-3-8B.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return model
+    if path.is_file() and path.name == CONFIG:
+        return str(path.parent)
+    return f"PATH_TO_{find(model).name}"
+
+
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
     """The shape that a parsed config.json describes. Raises like ``find``."""
     nested = config.get("text_config")

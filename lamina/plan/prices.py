@@ -64,23 +64,31 @@ class Prices:
         Raises:
             ConfigError: the market has no price for it; says which have one.
         """
-        usd = self.require(hardware.kind).usd
+        self.require([hardware.kind])
+        usd = self.entries[hardware.kind].usd
         if self.years is None:
             return usd
         bought = usd + (self.network_usd if networked else 0.0)
         return bought / (self.years * HOURS_PER_YEAR) + hardware.watts / 1000 * self.usd_per_kwh
 
-    def require(self, kind: str) -> Price:
-        """The entry of a kind. Raises ConfigError like ``usd_per_hour``."""
-        if kind not in self.entries:
-            others = [name for name in names() if load(name).has(kind)]
-            where = f"It has a price in: {', '.join(others)}. " if others else "No market of the package has one. "
-            raise ConfigError(
-                f"the market {self.name} has no price for {kind}, and prices of two markets are not mixed. {where}"
-                f"Name a market that prices every kind, or give --prices FILE with [kinds.{kind}] and usd_per_hour, "
-                "source and date"
-            )
-        return self.entries[kind]
+    def require(self, kinds: Iterable[str]) -> None:
+        """Raise ConfigError if a kind has no price; the error names the markets that price all of them."""
+        kinds = list(dict.fromkeys(kinds))
+        missing = [kind for kind in kinds if kind not in self.entries]
+        if not missing:
+            return
+        others = [f"--prices {name}" for name in names() if all(map(load(name).has, kinds))]
+        remedy = (
+            f"Give {' or '.join(others)}, which price{'s' * (len(others) == 1)} {' and '.join(kinds)}"
+            if others
+            else f"No market of the package prices {' and '.join(kinds)}; {self.name} has {', '.join(self.entries)}. "
+            "Name other hardware"
+        )
+        raise ConfigError(
+            f"the market {self.name} has no price for {' and '.join(missing)}, and prices of two markets are not "
+            f"mixed. {remedy}, or give --prices FILE with usd_per_hour, source and date in [kinds.KIND] for each of "
+            "them"
+        )
 
     def describe(self, kinds: Iterable[str]) -> str:
         """The market, and the price of each kind with source and date."""

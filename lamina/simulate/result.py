@@ -316,4 +316,4 @@ def check_requests_file(file: Path) -> None:
     if file.suffix not in (".csv", ".parquet"):
         raise ConfigError(f"cannot write requests to {file}: give a file name that ends in .csv or .parquet")
     if file.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError("Parquet needs pyarrow: pip install 'lamina[parquet]', or give a .csv file")
+        raise ConfigError("Parquet needs pyarrow: pip install pyarrow, or give a .csv file")

@@ -1,28 +1,24 @@
-"""Commands under adverse conditions: narrow terminals, full disks, early Ctrl-C, wrong names."""
+"""Commands under adverse conditions: full disks, early Ctrl-C, wrong names."""
 
 import io
 import json
 import os
-import pty
 import re
 import resource
 import signal
 import socket
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from rich.table import Table
 from typer.testing import CliRunner
 
 from lamina.cli import app, bench_transport, options
 from lamina.cli.bench import verdict
-from lamina.cli.console import print_table
 from lamina.cluster import pool
 from lamina.errors import ConfigError, ModelError, TransportError
 from lamina.models.directory import BUNDLED
@@ -33,9 +29,7 @@ from lamina.protocol.messages import LoadProgress
 
 LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0
-ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 PLAN = ("plan", "--model", "Llama-3-70B", "--compute", "a100-80g:2", "--memory", "rtx3090:4")
-PLAN_REQUESTS = (*PLAN, "--prompt", "512", "--output", "16")  # few tokens, which are soon simulated
 PLAN_DECODING = (*PLAN, "--context", "1024")
 
 
@@ -46,54 +40,6 @@ def run(*arguments: str, stdout: int = subprocess.PIPE, before: Callable[[], Non
         command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=RUN_S, check=False, preexec_fn=before
     )
     return done.returncode, done.stderr
-
-
-def in_terminal(columns: int, *arguments: str) -> str:
-    """The output of a command in a terminal with so many columns."""
-    near, far = pty.openpty()
-    termios.tcsetwinsize(far, (24, columns))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    process = subprocess.Popen(
-        [*LAMINA, *arguments],
-        stdin=far,
-        stdout=far,
-        stderr=subprocess.DEVNULL,
-        env={**environment, "TERM": "xterm", "NO_COLOR": "1"},
-    )
-    os.close(far)
-    printed = b""
-    try:
-        while piece := os.read(near, 65536):
-            printed += piece
-    except OSError:  # Linux's way to say that nobody has the other end
-        pass
-    os.close(near)
-    assert process.wait(RUN_S) == 0
-    return ESCAPES.sub("", printed.decode())
-
-
-# -- width ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_no_figure_of_a_table_is_cut(terminal: bool) -> None:
-    table = Table("kind", "figure")
-    table.add_row("k" * 60, "123456.789")
-    printed = io.StringIO()
-    print_table(table, Console(file=printed, width=40, force_terminal=terminal, color_system=None))
-    assert "k" * 60 in printed.getvalue() and "123456.789" in printed.getvalue() and "…" not in printed.getvalue()
-
-
-@pytest.mark.parametrize(("columns", "lines_of_a_way"), [(80, 3), pytest.param(200, 1, marks=pytest.mark.slow)])
-def test_plan_fits_a_terminal_and_shows_every_figure(columns: int, lines_of_a_way: int) -> None:
-    printed = in_terminal(columns, *PLAN_REQUESTS)
-    table = printed.partition("Simulated at")[0]
-    assert "…" not in table and max(map(len, table.splitlines())) <= columns
-    rows = table.count(" ms")  # TBT
-    assert rows > 0 and len(re.findall(r"\d+\.\d\d s\b", table)) == 2 * rows  # TTFT, stall
-    assert len(re.findall(r"\d+\.\d\d", table)) == 7 * rows  # these, requests/s, $/h, $/M in, $/M out, model
-    second_pools = [line.split("+ rtx3090:")[0].strip() for line in table.splitlines() if "+ rtx3090:" in line]
-    assert second_pools and all((before == "") == (lines_of_a_way > 1) for before in second_pools)
 
 
 # -- system errors ---------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_text_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_chat_answers_each_line_of_a_pipe() -> None:
     done = run(
-        "chat", "--max-tokens", "4", "--temperature", "0", stdin="sort a list\n\nreverse it\n/clear\n/exit\nno\n"
+        "chat", "--max-tokens", "4", "--temperature", "0", stdin="sort a list\n\nreverse it\n/reset\n/exit\nno\n"
     )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) >= 4 and "error" not in done.stderr
@@ -99,7 +99,7 @@ def test_commands_whose_engine_dies_fail(command: tuple[str, ...], monkeypatch: 
     process.stdin.flush()
     while "compute0 and memory0 are linked" not in (line := process.stderr.readline()):
         assert line, process.wait(END_S)
-    time.sleep(2.0)  # requests run
+    time.sleep(0.5)  # requests run, and a conversation is not yet as long as the model allows
     children = psutil.Process(process.pid).children()
     next(child for child in children if "lamina.memory.worker" in child.cmdline()).kill()
     _, said = process.communicate(timeout=END_S)

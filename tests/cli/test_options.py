@@ -1,7 +1,8 @@
 """The engine's options on the command line, and the configuration a command receives for them."""
 
 from dataclasses import fields
-from typing import Any, get_args
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 import pytest
 import typer
@@ -12,6 +13,7 @@ from lamina.cli.options import engine_options
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError
 from lamina.types import DType, DTypeName
+from tests.cli.commands import run_here
 
 GIVEN: dict[str, Any] = {
     "model": "M",
@@ -64,7 +66,7 @@ def call(*arguments: str) -> tuple[EngineConfig, int]:
     got: list[tuple[EngineConfig, int]] = []
 
     @engine_options
-    def command(config: EngineConfig, own: int = 3) -> None:
+    def command(config: EngineConfig, own: Annotated[int, typer.Option(max=99)] = 3) -> None:
         got.append((config, own))
 
     under_test = typer.Typer()
@@ -79,6 +81,29 @@ def call(*arguments: str) -> tuple[EngineConfig, int]:
 def test_without_options_a_command_gets_the_configuration_s_own_defaults() -> None:
     assert call() == (EngineConfig(), 3)
     assert call("--lanes", "auto", "--dtype", "auto", "--threads", "auto")[0] == EngineConfig()
+
+
+def test_a_file_has_the_command_s_own_options_too(tmp_path: Path) -> None:
+    file = tmp_path / "lamina.yaml"
+    file.write_text("own: 5\nlanes: 2\n")
+    assert call("--config", str(file)) == (EngineConfig(lanes=2), 5)
+    assert call("--config", str(file), "--own", "6", "--lanes", "3") == (EngineConfig(lanes=3), 6)
+    for text, said in (
+        ("own: 100", "own is 100: Invalid value for '--own'"),
+        ("own: many", "own is 'many': Invalid value"),
+        ("own: true", "own is True: Invalid value"),
+        ("owm: 1", "there is no setting 'owm'; the nearest name is 'own'"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=f"lamina.yaml: {said}"):
+            call("--config", str(file))
+
+
+def test_launch_reads_its_address_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "lamina.yaml").write_text("host: not an address\nport: 8123\n")
+    refused = run_here("launch", "--config", str(tmp_path / "lamina.yaml"))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "cannot listen on" in refused.stderr and "8123" in refused.stderr
 
 
 def test_every_element_type_has_its_name() -> None:

@@ -70,7 +70,7 @@ def test_what_is_no_server_of_lamina_is_refused(stranger: Stranger, answer: byte
 def test_placement_is_a_bar_for_each_worker_with_its_largest_requests_and_moves() -> None:
     answer = json.dumps(placement_of(FakeEngine().stats()))
     assert status.placement_lines(answer) == [
-        "memory0   [" + "#" * 23 + "+" * 14 + "...] 5 used, 3 cached of 9 slots",
+        "memory0   [" + "#" * 12 + "+" * 7 + ".] 5 used, 3 cached of 9 slots",
         "          chat-1 5",
         "imbalance 1.00 (fullest over mean)",
         "moves     3 completed, 2 refused, 1 cancelled; now 64 tokens memory0 -> memory1",

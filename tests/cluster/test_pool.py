@@ -60,6 +60,8 @@ def test_a_count_left_out_is_one() -> None:
         ("cpu:1025", "invalid count '1025' for cpu"),
         ("cpu:" + "9" * 5000, "give a whole number from 1 to 1024"),
         ("cpu:1,cpu:2", "names cpu 2 times; write cpu:3 once"),
+        ("gpu:1", "unknown kind 'gpu'; did you mean cuda or a100?"),
+        ("nvidia", "unknown kind 'nvidia'; did you mean cuda or a100?"),
         ("rtx309:6", "unknown kind 'rtx309'; did you mean rtx3090"),
         ("toaster:1", "unknown kind 'toaster'. Known: cpu, local, cuda, p100"),
         ("cpu 2", "contains 'cpu 2'"),

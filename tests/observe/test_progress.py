@@ -1,10 +1,14 @@
-"""Progress bars: what a terminal shows, and that nothing else shows anything."""
+"""Progress: bars on a terminal, and lines elsewhere when work takes long."""
 
 import io
+import time
+from contextlib import AbstractContextManager
 
+import pytest
 from rich.console import Console
 
-from lamina.observe.progress import BatchProgress, loading_progress
+from lamina.observe import progress
+from lamina.observe.progress import BatchProgress, counting_progress, loading_progress, waiting
 from lamina.protocol.messages import LoadProgress
 
 
@@ -41,3 +45,29 @@ def test_nothing_is_drawn_without_a_terminal_or_when_not_wanted() -> None:
     with loading_progress(shown) as show:
         show("compute0", LoadProgress("weights", 1, 2))
     assert written.getvalue() == ""
+
+
+def test_long_work_is_reported_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "REPORT_S", 0.02)
+    for said, make in (
+        ("Cells: 3 of 7 after 0 s\n", lambda piped: counting_progress("Cells", 7, piped)),
+        ("Measuring: 0 s so far\n", lambda piped: waiting("Measuring", piped)),
+    ):
+        piped, written = console(False)
+        shown: AbstractContextManager[object] = make(piped)
+        with shown as count:
+            if callable(count):
+                count(3)
+            deadline = time.monotonic() + 20
+            while said not in written.getvalue() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert said in written.getvalue()
+
+
+def test_counting_and_waiting_show_a_bar_on_a_terminal() -> None:
+    terminal, written = console(True)
+    with counting_progress("Cells", 7, terminal) as count:
+        count(3)
+    with waiting("Measuring", terminal):
+        pass
+    assert "Cells" in written.getvalue() and "Measuring" in written.getvalue()

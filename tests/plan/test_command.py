@@ -17,6 +17,7 @@ from lamina.cli import app, ways
 from lamina.cluster import sizing
 from lamina.config import EngineConfig
 from lamina.errors import UserError
+from lamina.models.directory import BUNDLED
 from lamina.pipeline import Pipeline
 from lamina.plan import hardware, models
 from lamina.plan.store import Fit
@@ -44,7 +45,7 @@ def plan(line: str) -> str:
 
 def test_a_plan_says_what_to_launch_and_what_it_waits_for() -> None:
     printed = plan(f"{PAIR} --budget 44.24")
-    assert "lamina launch --model Llama-3-70B --compute h100:2 --memory h20:4" in printed
+    assert "lamina launch --model PATH_TO_Llama-3-70B --compute h100:2 --memory h20:4" in printed
     assert "Bottleneck: compute" in printed
     assert "8 h20 instead of 4:" in printed
     assert "supports" not in printed
@@ -76,7 +77,7 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
     result = json.loads(plan(f"{arguments} --json"))
     for one in (result["recommended"], *result["front"]):
         settings = parsed(one["launch"])
-        assert settings["model"] == result["model"]
+        assert settings["model"] == f"PATH_TO_{result['model']}"
         assert settings["compute"] == f"{compute.split(':', maxsplit=1)[0]}:{one['compute']['workers']}"
         assert settings["memory"] == f"{memory.split(':', maxsplit=1)[0]}:{one['memory']['workers']}"
         degree, replicas = one["compute"]["tensor_parallel"], one["compute"]["replicas"]
@@ -97,6 +98,24 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
     best = result["recommended"]
     has_lanes = best["compute"]["tensor_parallel"] > 1 and best["lanes"] > best["compute"]["replicas"]
     assert ("lamina launch lacks yet" in printed) == has_lanes
+
+
+def test_the_advised_model_is_a_directory_or_clearly_a_placeholder(tmp_path: Path) -> None:
+    """Launch refuses the names and single files that plan takes."""
+    directory = tmp_path / "my model"
+    directory.mkdir()
+    config = (BUNDLED / "config.json").read_text()
+    for file in (directory / "config.json", tmp_path / "shape.json"):
+        file.write_text(config)
+    for model, launched in (
+        ("llama-3-8b", "PATH_TO_Llama-3-8B"),
+        (str(directory), str(directory)),
+        (str(directory / "config.json"), str(directory)),
+        (str(tmp_path / "shape.json"), "PATH_TO_shape"),
+    ):
+        pools = "--compute h100:1 --memory h20:1 --context 64 --json"
+        best = json.loads(plan(f"--model {shlex.quote(model)} {pools}"))["recommended"]
+        assert parsed(best["launch"])["model"] == launched
 
 
 def test_json_holds_the_front_with_the_units_in_its_names() -> None:
@@ -164,7 +183,14 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
         ("--measure /nowhere/cpu.toml", "in a folder that does not exist"),
         ("--measure cpu.sqlite", "where its profile would be written"),
         (f"{PAIR} --kind h100", "--kind is for --validate only"),
-        ("--model Llama-3-8B --compute tpu-v6e --memory h20", "market own has no price for tpu-v6e.*in: gcp"),
+        (
+            "--model Llama-3-8B --compute tpu-v6e --memory h20",
+            "market own has no price for tpu-v6e.*No market.*own has a100-80g",
+        ),
+        (
+            "--model Llama-3-8B --compute h100 --memory h20 --prices aws",
+            "aws has no price for h20.*Give --prices own or",
+        ),
         ("--model Llama-3-8B --compute h100 --memory rtx3090 --prices gcp", "market gcp has no price for rtx3090"),
         ("--model Llama-3-70B --compute h100 --memory h21", "did you mean h20"),
         (
@@ -200,7 +226,7 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
     pools = f"--hardware {file} --compute cpu:1 --memory cpu:2 --prices {priced}"
     result = json.loads(plan(f"--model LLaMA-7B {pools} --context 512 --json"))
     best = result["recommended"]
-    assert best["launch"].startswith("lamina launch --model LLaMA-7B --compute cpu:1 --memory cpu:")
+    assert best["launch"].startswith("lamina launch --model PATH_TO_LLaMA-7B --compute cpu:1 --memory cpu:")
     # Slices cost what the profile next to the file says: 1e-10 s a weight, 1e-4 s a slice, and the output head.
     dense_s = 32 * 1e-4 + models.find("LLaMA-7B").layer_parameters * 32e-10 + 1e-4 + 32000 * 4096e-10
     assert best["compute_busy"] * best["tbt_s"] == pytest.approx(best["lanes"] * dense_s, rel=1e-6)

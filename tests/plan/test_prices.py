@@ -1,5 +1,6 @@
 """Prices: one market at a time, every price with its source, and what is not priced refused by name."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,9 @@ def test_the_papers_prices_over_the_catalogue() -> None:
     per_gb = {"a100-80g": 219, "h100": 456, "rtx3090": 67, "rx7900xtx": 42, "arc-a770": 22}
     per_gb_s = {"h100": 10.90, "rtx3090": 1.71, "rx7900xtx": 1.04, "arc-a770": 0.63}
     for kind, whole in per_gb.items():
-        assert own.require(kind).usd / (KINDS[kind].memory_bytes / 2**30) == pytest.approx(whole, abs=0.6)
+        assert own.entries[kind].usd / (KINDS[kind].memory_bytes / 2**30) == pytest.approx(whole, abs=0.6)
     for kind, dollars in per_gb_s.items():
-        assert own.require(kind).usd / (KINDS[kind].memory_bytes_s / 1e9) == pytest.approx(dollars, abs=0.006)
+        assert own.entries[kind].usd / (KINDS[kind].memory_bytes_s / 1e9) == pytest.approx(dollars, abs=0.006)
     paper = prices.load("paper")
     assert [paper.usd_per_hour(KINDS[kind]) for kind in ("h100", "h20")] == [11.06, 4.63]
 
@@ -41,10 +42,24 @@ def test_what_is_bought_is_spread_over_its_years_with_electricity_and_network() 
 
 
 def test_a_market_is_never_completed_from_another() -> None:
-    with pytest.raises(ConfigError, match=r"market runpod has no price for h100.*not mixed.*in: aws, gcp, own, paper"):
-        prices.load("runpod").usd_per_hour(KINDS["h100"])
-    with pytest.raises(ConfigError, match=r"no price for epyc.*No market of the package has one"):
-        prices.load("own").usd_per_hour(KINDS["epyc"])
+    runpod, own = prices.load("runpod"), prices.load("own")
+    with pytest.raises(ConfigError, match=r"market runpod has no price for h100.*not mixed\. Give --prices aws or "):
+        runpod.usd_per_hour(KINDS["h100"])
+    with pytest.raises(ConfigError, match=r"no price for epyc.*No market of the package prices epyc"):
+        own.usd_per_hour(KINDS["epyc"])
+
+
+def test_the_remedy_names_exactly_the_markets_that_price_every_kind() -> None:
+    for kinds in (["h100", "h20"], ["a100-80g", "h100"], ["h100", "rtx3090"]):
+        for name in prices.names():
+            market = prices.load(name)
+            if all(map(market.has, kinds)):
+                market.require(kinds)
+                continue
+            with pytest.raises(ConfigError) as refused:
+                market.require(kinds)
+            offered = set(re.findall(r"--prices ([a-z]+)", str(refused.value)))
+            assert offered == {one for one in prices.names() if prices.load(one).entries.keys() >= set(kinds)}
 
 
 def test_a_file_of_one_s_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import socket
@@ -37,6 +38,7 @@ from lamina.protocol.secret import Secret
 log = logging.getLogger(__name__)
 
 REACH_S = 60.0  # for an engine that may start at the same time
+SILENT_S = 3.0  # until the user is told that none has answered yet
 ATTEMPT_S = 10.0
 RETRY_S = 0.5
 TURN_S = 0.5
@@ -116,17 +118,19 @@ class Supervisor:
 
     def _reach(self) -> None:
         """Wait until the engine listens."""
-        deadline, where = time.monotonic() + REACH_S, f"{self._host}:{self._port}"
+        begin, told, where = time.monotonic(), False, f"{self._host}:{self._port}"
+        remedy = "start the engine with --listen, and give its address and port to --engine"
         while True:
             try:
                 socket.create_connection((self._host, self._port), ATTEMPT_S).close()
                 return
             except ConnectionRefusedError as error:
-                if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"nothing has listened at {where} for {REACH_S:.0f} s; start the engine with --listen, and "
-                        f"give its address to --engine"
-                    ) from error
+                waited = time.monotonic() - begin
+                if waited > REACH_S:
+                    raise ConfigError(f"nothing has listened at {where} for {REACH_S:.0f} s; {remedy}") from error
+                if waited > SILENT_S and not told:
+                    told = True
+                    log.warning("nobody answers at %s; trying for %.0f s. If this lasts, %s", where, REACH_S, remedy)
             except OSError as error:
                 raise ConfigError(
                     f"no engine can be reached at {where}: {error}; check the address, and the firewalls between"
@@ -145,6 +149,7 @@ class Supervisor:
         for one in (dealer, monitor, self._wakeup):
             poller.register(one, zmq.POLLIN)
         known, silent_at = False, time.monotonic() + ATTEMPT_S
+        tell_at = time.monotonic() + SILENT_S
         while True:
             ready = dict(poller.poll(self._patience(silent_at)))
             if monitor in ready:
@@ -167,6 +172,11 @@ class Supervisor:
             now = time.monotonic()
             if self._end_at is not None and now >= self._end_at and self._process is not None:
                 self._process.kill()
+            if known and not self._name and now >= tell_at:
+                tell_at = math.inf
+                log.warning(
+                    "the engine at %s:%d has no place for this worker yet; waiting for one", self._host, self._port
+                )
             if now >= silent_at:
                 raise self._silence(known)
 

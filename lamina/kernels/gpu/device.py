@@ -10,7 +10,7 @@ from lamina.errors import ConfigError
 
 LEAST_CAPABILITY = 80  # products of bfloat16
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
-REMEDY = "pip install 'lamina[cuda]'"
+REMEDY = "pip install triton 'cupy-cuda13x[ctk]' torchao"
 
 
 @dataclass(frozen=True)

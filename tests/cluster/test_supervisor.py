@@ -1,0 +1,56 @@
+"""What `lamina worker` says while it waits for an engine."""
+
+import logging
+import socket
+import threading
+
+import pytest
+
+from lamina.cluster.launchers import supervisor
+from lamina.cluster.launchers.remote import RemoteWorkers
+from lamina.cluster.launchers.supervisor import Place, Supervisor, keys_of
+from lamina.errors import ConfigError
+from lamina.protocol.control import ENGINE
+from lamina.protocol.recruiting import Apply
+from lamina.protocol.secret import new
+from lamina.transport.listener import LOOPBACK
+from lamina.version import __version__
+
+ABOUT = Apply(__version__, "memory", "cpu", "another host", "far")
+
+
+def test_a_port_where_nobody_listens_is_told_long_before_the_wait_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "SILENT_S", 0.0)
+    monkeypatch.setattr(supervisor, "REACH_S", 0.6)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
+    with socket.create_server((LOOPBACK, 0)) as closed:
+        port = closed.getsockname()[1]
+    with pytest.raises(ConfigError, match="nothing has listened"):
+        Supervisor((LOOPBACK, port), keys_of(new()), ABOUT, Place()).run()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"nobody answers at {LOOPBACK}:{port}" in said and "--listen" in said and "--engine" in said
+
+
+def test_a_worker_without_a_place_says_that_it_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "SILENT_S", 0.0)
+    monkeypatch.setattr(supervisor, "TURN_S", 0.02)
+    told = threading.Event()
+    monkeypatch.setattr(supervisor.log, "warning", lambda text, *values: (logging.info(text, *values), told.set()))
+    caplog.set_level(logging.INFO)
+    secret = new()
+    workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
+    waiting = Supervisor((LOOPBACK, workers.port), keys_of(secret), ABOUT, Place())
+    running = threading.Thread(target=waiting.run)
+    running.start()
+    try:
+        assert told.wait(30)
+        waiting.leave()
+        running.join(30)
+        assert not running.is_alive()
+    finally:
+        workers.close()
+    assert "has no place for this worker yet" in caplog.text
