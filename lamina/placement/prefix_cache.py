@@ -83,9 +83,10 @@ class PrefixCache:
             self._trees = left | new
 
     def idle(self, worker: str) -> tuple[int, int]:
-        """Idle tokens on a worker, and how many cached sequences have tokens there."""
-        trees = [tree for place in self._placement.places_on(worker) if (tree := self._trees.get(place)) is not None]
-        return self._placement.idle_on(worker), sum(tree.sequence_count for tree in trees)
+        """Idle tokens on a worker, and how many cached sequences have tokens there. Any thread may ask."""
+        places = self._placement.places_on(worker)
+        counts = itertools.chain.from_iterable(list(tree.held_on.items()) for tree in list(self._trees.values()))
+        return self._placement.idle_on(worker), sum(count for held, count in counts if not held.isdisjoint(places))
 
     def sequences(self, worker: str) -> dict[int, int]:
         """Length of every cached sequence that has tokens on a worker."""
@@ -258,12 +259,6 @@ class PrefixCache:
         groups = {group: stop for group, (_, end) in self._shared.items() if (stop := shared(end))}
         ends = {leaf: shared(leaf) for leaf in tree.below(top)}
         return groups, {leaf.any_sequence: stop if stop < leaf.stop else None for leaf, stop in ends.items()}
-
-    def relocate(self, node: Node, start: int, worker: str) -> None:
-        """Note that the tokens from ``start`` to the end of ``node`` are on ``worker``. The caller reserves them."""
-        for one in node.path():
-            if one.start >= start:
-                one.worker = worker
 
     # -- prefixes that come from elsewhere -----------------------------------------------------------------------
 

@@ -15,10 +15,13 @@ GRAIN = 64  # least number of tokens evicted at once
 
 
 class PrefixTree:
-    """The prefixes kept for requests placed on one memory worker; ``sequence_count`` sequences hold them.
+    """The prefixes kept for requests placed on one memory worker.
 
-    ``idle``: by worker, the tokens that no request uses. ``checkpoints``: the nodes from which requests may
-    continue, if layers forget; otherwise they may continue from any token.
+    Attributes:
+        held_on: by set of workers, how many sequences have tokens on exactly these workers.
+        idle: by worker, the tokens that no request uses.
+        checkpoints: the nodes from which requests may continue, if layers forget; otherwise they may continue from any
+            token.
     """
 
     def __init__(self, window: int = 0, most_rows: int = 0) -> None:
@@ -27,9 +30,14 @@ class PrefixTree:
         self._uses = itertools.count(1)
         self._tickets = itertools.count()
         self._oldest: list[tuple[int, int, Node]] = []  # a heap of (used, ticket, idle leaf); some are out of date
-        self.sequence_count = 0
+        self.held_on = Counter[frozenset[str]]()
         self.idle = Counter[str]()
         self.checkpoints = Checkpoints(window, most_rows)
+
+    @property
+    def sequence_count(self) -> int:
+        """Number of sequences that hold the prefixes."""
+        return self.held_on.total()
 
     def find(self, salt: str, ids: Ids) -> tuple[Node | None, int]:
         """The deepest node with tokens of ``ids``, and how many of these the tree has; (None, 0) without any."""
@@ -76,13 +84,13 @@ class PrefixTree:
             node = self._top.children.setdefault(salt, Node(salt, ids_of([]), self._top))
         leaf = Node(tokens[0], tokens, node, node.stop + len(tokens), sequence=sequence)
         node.children[leaf.key] = leaf
-        self.sequence_count += 1
         superseded = None if node in self.checkpoints else self.take_sequence(node)
         for segment in segments:
             if leaf.start < segment.tokens[0] < leaf.stop:
                 upper = self.split(leaf, segment.tokens[0])
                 upper.worker = holding(segments, upper.start).worker
         leaf.worker = holding(segments, leaf.start).worker
+        self._count(leaf, 1)
         if self.checkpoints.window:
             self.checkpoints.use(leaf)
         return leaf, superseded
@@ -90,14 +98,32 @@ class PrefixTree:
     def give_sequence(self, node: Node, sequence: int) -> None:
         """Give ``node`` a sequence of its own. It must have none."""
         node.sequence = sequence
-        self.sequence_count += 1
+        self._count(node, 1)
 
     def take_sequence(self, node: Node) -> int | None:
         """Take away the sequence of ``node`` and return it; None if it had none. The node ceases to be a checkpoint."""
+        if node.sequence is not None:
+            self._count(node, -1)
         sequence, node.sequence = node.sequence, None
-        self.sequence_count -= sequence is not None
         self.checkpoints.discard(node)
         return sequence
+
+    def move(self, node: Node, start: int, worker: str) -> None:
+        """Note that the tokens from ``start``, where a node begins, to the end of ``node`` are on ``worker``."""
+        moved = [one for one in node.path() if one.start >= start]
+        ends = list(self.below(moved[-1]))
+        for end in ends:
+            self._count(end, -1)
+        for one in moved:
+            one.worker = worker
+        for end in ends:
+            self._count(end, 1)
+
+    def _count(self, end: Node, change: int) -> None:
+        workers = frozenset(node.worker for node in end.path())
+        self.held_on[workers] += change
+        if not self.held_on[workers]:
+            del self.held_on[workers]
 
     def remove(self, leaf: Node) -> Node | None:
         """Remove a leaf. Returns its parent if that becomes a leaf, which needs a sequence unless it has one."""

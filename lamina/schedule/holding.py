@@ -28,13 +28,20 @@ class Holding:
         """Hold these from now on; ``waiting`` are those of them that wait to be admitted. Those that may run again, and
         have KV, do once requests are dealt out again."""
         self._hold = hold
-        self._admissions.only = hold.only
+        self._admissions.restrict(hold.only)
         for group in [one for one in waiting if one not in self._parked]:
             self._admissions.remove(group)
             self._parked[group] = None
         for group in [one for one in self._parked if self.may_run(one)]:
             del self._parked[group]
             self._admissions.put_back(group)
+
+    def add(self, group: Group) -> None:
+        """Queue a request, unless it has the id of a held one."""
+        if group.request.request_id in self._hold.held:
+            self._parked[group] = None
+        else:
+            self._admissions.add(group)
 
     def put_back(self, group: Group) -> None:
         """A request that was admitted before waits again, ahead of all others that do."""

@@ -269,7 +269,7 @@ class Moves:
         groups, cached = {move.group: move.stop}, dict[int, int | None]()
         if move.tree is not None and move.node is not None:
             groups, cached = self._prefixes.sharers(move.tree, move.node, move.start)
-            self._prefixes.relocate(move.node, move.start, move.target)
+            move.tree.move(move.node, move.start, move.target)
         told = [Segment(one, move.target, move.group.heads, (move.start, stop)) for one, stop in cached.items()]
         for group, stop in groups.items():
             known = group.completions if group.forked else group.completions[:1]

@@ -100,9 +100,9 @@ class Scheduler:
         self._draining = Draining(placement, self._relocations, self.moves, self._growth, self.drop)
         self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(limits, placement, self._relocations, self.prefixes)
-        moving, queue = self.moves.touches_any, self._admissions.add
-        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
         self._holding = Holding(self._admissions, self.drop)
+        moving, queue = self.moves.touches_any, self._holding.add
+        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
         self.moves.on_end = self._admissions.given_back
         self._steps = itertools.count(1)
 
@@ -156,7 +156,7 @@ class Scheduler:
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
         if not self.disks.hold(group):
-            self._admissions.add(group)
+            self._holding.add(group)
         return group
 
     def use_lanes(self, active: int, rotates: bool = False) -> None:
@@ -182,7 +182,7 @@ class Scheduler:
     def hold(self, hold: Hold) -> None:
         """Let others wait. Those that may run again do once no step is in flight; to hold one that runs, ``apply``."""
         known = [self._requests[one] for one in hold.held if one in self._requests]
-        self._holding.use(hold, [group for group in known if group.lane < 0])
+        self._holding.use(hold, [group for group in known if group.lane < 0 and group not in self.disks.held])
         self._moving = True
 
     def apply(self, topology: Topology) -> Remains:
@@ -338,7 +338,7 @@ class Scheduler:
         if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
             successor = self._withdraw(group)
             successor.gave_way = True
-            self._admissions.add(successor)
+            self._holding.add(successor)
 
     def _release(self, lane: Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""

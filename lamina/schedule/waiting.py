@@ -11,6 +11,7 @@ client is charged for all KV tokens that its request reserves, since others cann
 """
 
 import heapq
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -33,14 +34,16 @@ class _Line:
     def add(self, group: Group) -> None:
         self._groups[group] = None
 
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
     def first(self) -> Group:
         return next(iter(self._groups))
 
-    def pop(self) -> Group:
-        return self._groups.popitem(last=False)[0]
-
     def remove(self, group: Group) -> None:
         del self._groups[group]
+
+    pop = remove
 
     def firsts(self) -> Iterator[Group]:
         if self._groups:
@@ -66,6 +69,9 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return self._length
+
+    def __iter__(self) -> Iterator[Group]:
+        return itertools.chain.from_iterable(self._lines.values())
 
     def add(self, group: Group) -> None:
         """Queue a request behind those of its connection."""
@@ -95,16 +101,23 @@ class WaitingQueue:
         for line in self._lines.values():
             yield from line.firsts()
 
-    def pop(self) -> Group:
-        """Remove the first request and charge its client for it."""
-        group = self._next().pop()
-        self._now, joined, name = self._order[0]
-        heapq.heapreplace(self._order, (self._now + group.tokens, joined, name))
+    def pop(self, group: Group) -> None:
+        """Remove a request that is served, and charge its client for it. Costs O(clients) if it is not the first."""
+        name = group.request.client[self._level]
+        self._lines[name].pop(group)
+        place = next(place for place, (_, _, one) in enumerate(self._order) if one == name)
+        tag, joined, _ = self._order[place]
+        charged = tag + group.tokens, joined, name
+        if place == 0:
+            self._now = tag
+            heapq.heapreplace(self._order, charged)
+        else:
+            self._order[place] = charged
+            heapq.heapify(self._order)
         self._shorten()
-        return group
 
     def remove(self, group: Group) -> None:
-        """Remove a request."""
+        """Remove a request that is not served."""
         self._lines[group.request.client[self._level]].remove(group)
         self._shorten()
 

@@ -21,6 +21,7 @@ from lamina.protocol.control import ControlClient, ControlServer
 from lamina.protocol.messages import Failed, Hello, SlabReady
 from lamina.schedule.limits import Limits
 from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
+from tests.schedule.schedules import client
 
 END_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, n=2)
@@ -105,7 +106,7 @@ def test_whatever_ends_the_thread_is_recorded_and_answered(
 ) -> None:
     caller = Caller(4)
     for number in range(3):
-        engine.submit(str(number), [5, 6, 7], PARAMS, whole(engine.tokenizer, caller))
+        engine.submit(str(number), [5, 6, 7], PARAMS, whole(engine.tokenizer, caller), client(number, 3))
     engine.submit("deaf", [5, 6, 7], PARAMS, raising(SystemExit("the callback's own business")))
     engine.submit("last", [5, 6, 7], PARAMS, whole(engine.tokenizer, caller))
     assert engine.stats().waiting == 5
@@ -130,7 +131,7 @@ def test_whatever_ends_the_thread_is_recorded_and_answered(
 def test_closing_while_it_dies_answers_everybody_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = Caller(50)
     for number in range(50):
-        engine.submit(str(number), [5, 6, 7], PARAMS, whole(engine.tokenizer, caller))
+        engine.submit(str(number), [5, 6, 7], PARAMS, whole(engine.tokenizer, caller), client(number, 3))
     monkeypatch.setattr(engine._scheduler, "plannable", raising(SystemExit(3)))
     closers = [threading.Thread(target=engine.close) for _ in range(4)]
     for closer in closers:

@@ -17,6 +17,7 @@ from lamina.types import DType, RequestOutput, SamplingParams
 from tests.random_models import SERVED_VOCABULARY, served
 from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until
+from tests.schedule.schedules import client
 from tests.sweep import sweep
 
 PARAMS = [
@@ -59,7 +60,7 @@ def generate(
 
     for index, each in enumerate(params):
         prompt = [draw.randrange(3, SERVED_VOCABULARY) for _ in range(draw.choice([1, 5, 40, 70]))]
-        engine.submit(str(index), prompt, each, on_update)
+        engine.submit(str(index), prompt, each, on_update, client(index, 3))
     assert ended.wait(120), f"{sorted(left)} have not ended; {engine.stats()}"
     return [whole.output() for whole in wholes]
 

@@ -6,16 +6,18 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 
 from lamina import spills
 from lamina.groups import Completion, Group
 from lamina.memory.slab import Slab
+from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.spills import Fetch
 from lamina.steps import LAST_DRAWN, Admission, Fork, Migration, SequenceStep, StepPlan
 from lamina.types import Request, Segment
-from tests.schedule.schedules import ATTENTIONS, LIMITS, request, scheduler
+from tests.schedule.schedules import ATTENTIONS, LIMITS, client, request, scheduler
 
 MANY = Limits(max_sequences=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
 
@@ -187,7 +189,13 @@ requests = st.lists(
 
 @dataclass(frozen=True)
 class Course:
-    """The size of a cluster, and its events: by turn and by method name, the arguments of the call."""
+    """A cluster's size, and what happens to it.
+
+    Attributes:
+        events: by method name and turn, the arguments of the call.
+        clients: number of clients whose requests alternate.
+        share: steps between two comparisons of the clients' seats.
+    """
 
     memories: int
     lanes: int
@@ -197,6 +205,8 @@ class Course:
     longest: int | None
     migration_turns: int
     events: dict[str, dict[int, Any]]
+    clients: int = 1
+    share: int = SHARE
 
     @property
     def sizes(self) -> tuple[int, int, int, Limits, int, int | None]:
@@ -216,6 +226,8 @@ def courses(**events: st.SearchStrategy[dict[int, Any]]) -> st.SearchStrategy[Co
         longest=st.sampled_from([None, None, 5, 11]),
         migration_turns=st.integers(1, 6),
         events=st.fixed_dictionaries({"use_lanes": turns(st.integers(1, 3), 4)} | events),
+        clients=st.integers(1, 5),
+        share=st.sampled_from([0, SHARE]),
     )
 
 
@@ -257,9 +269,16 @@ class Cluster:
         self._owners: dict[int, tuple[int, int]] = {}  # by sequence: its request and completion
         self._drawn: dict[tuple[int, int], list[int]] = {}  # by request and completion
         self.moved = self.grown = self.turn = 0
+        self.clients = 1
 
     def play(self, course: Course, least: int) -> None:
         """Play all turns of a course, at least ``least``, until nothing is left to do."""
+        self.clients = course.clients
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lamina.schedule.admission.SHARE", course.share)
+            self._play(course, least)
+
+    def _play(self, course: Course, least: int) -> None:
         for self.turn in itertools.count():
             assert self.turn < 2000, "the scheduler does not come to rest"
             self.arrive(self.turn)
@@ -303,7 +322,7 @@ class Cluster:
     def arrive(self, turn: int) -> None:
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(self.requests):
             if arrival == turn:
-                new = request(str(index), prompt, max_tokens=max_tokens, n=n)
+                new = request(str(index), prompt, client(index, self.clients), max_tokens=max_tokens, n=n)
                 self.submit(index, dataclasses.replace(new, prompt_token_ids=self.prompt(index)))
             if aborted is not None and aborted == turn - arrival:
                 self.scheduler.abort(str(index))

@@ -6,7 +6,7 @@ from lamina.placement.map import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from lamina.steps import StepPlan
-from lamina.types import Request, SamplingParams
+from lamina.types import NOBODY, Client, Request, SamplingParams
 
 LIMITS = Limits(max_sequences=4, max_num_batched_tokens=8, max_model_len=32)
 ATTENTIONS = 3
@@ -33,8 +33,14 @@ def scheduler(
     )
 
 
-def request(name: str, prompt: int, **params: Any) -> Request:
-    return Request(name, None, list(range(prompt)), SamplingParams(**params))
+def request(name: str, prompt: int, client: Client = NOBODY, **params: Any) -> Request:
+    return Request(name, None, list(range(prompt)), SamplingParams(**params), client=client)
+
+
+def client(number: int, clients: int) -> Client:
+    """Return the client of request ``number``, where ``clients`` connections, two of each account, take turns."""
+    connection = number % clients
+    return Client(str(connection // 2), str(connection))
 
 
 def plan_of(under_test: Scheduler) -> StepPlan:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from lamina.schedule import admission
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
+from lamina.schedule.suspects import Hold
 from lamina.steps import StepPlan
 from lamina.types import Client, Request, SamplingParams
 from tests.schedule.schedules import request, scheduler
@@ -217,6 +218,16 @@ def test_no_worker_hears_of_a_request_that_ends_between_its_lane_and_its_plan() 
     under_test.abort("b")
     assert under_test.running == 1 and under_test.placement.reserved == {"memory0": 4}
     assert under_test.plan(1) is None
+
+
+def test_a_suspect_is_admitted_while_only_it_may_run_wherever_it_waits() -> None:
+    """A request that gave way waits in the queue, and may be a suspect: a step in flight ran it."""
+    under_test = scheduler({"memory0": 100})
+    for name in "ab":
+        under_test.add(request(name, 4, max_tokens=4))
+    under_test.hold(Hold(only=frozenset("b")))
+    plan = under_test.plan(0)
+    assert plan is not None and [chunk.sequence for chunk in plan.chunks] == [1] and under_test.waiting == 1
 
 
 def test_a_newcomer_gets_a_seat_from_clients_that_hold_all_of_them_for_long() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lamina.errors import RequestError
 from lamina.pipeline import Pipeline
+from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.recipients import Recipients
 from lamina.schedule.suspects import Hold
@@ -161,6 +162,8 @@ holds = st.one_of(
     leaves=st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=4),
     deals=st.sets(st.integers(0, 30), max_size=3),
     drops=st.dictionaries(st.integers(0, 30), st.integers(0, 20), max_size=3),
+    clients=st.integers(1, 5),
+    share=st.sampled_from([0, SHARE]),
 )
 @example(  # the first of three completions has ended, and the request is held before the others have been forked
     requests=[(1, 7, 3, [1, 5, 13], None, 9)],
@@ -177,6 +180,8 @@ holds = st.one_of(
     leaves={},
     deals={10},
     drops={},
+    clients=1,
+    share=SHARE,
 )
 def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_same_tokens(
     requests: list,
@@ -193,34 +198,39 @@ def test_whenever_workers_join_leave_and_are_lost_every_request_ends_with_the_sa
     leaves: dict[int, int],
     deals: set[int],
     drops: dict[int, int],
+    clients: int,
+    share: int,
 ) -> None:
     cluster = Losing(requests, memories, lanes, depth, limits, capacity, longest)
+    cluster.clients = clients
     paused = False
-    for turn in itertools.count():
-        assert turn < 2000, "the scheduler does not come to rest"
-        cluster.arrive(turn)
-        if turn % migration_turns == 0:
-            cluster.migrate()
-        if turn in drops:
-            cluster.drop(drops[turn])
-        if turn in ends:
-            cluster.end_epoch(*ends[turn])
-        if turn in releases or turn == 41:
-            cluster.release()
-        if turn in joins:
-            cluster.join(joins[turn])
-        if turn in leaves:
-            cluster.drain(leaves[turn])
-        cluster.leave()
-        paused = paused or turn in deals
-        paused = paused and not cluster.deal_again()
-        for lane in range(lanes):
-            if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
-                cluster.complete(lane)
-            if not paused:
-                cluster.plan(lane)
-        if turn > 41 and not cluster.busy:
-            break
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lamina.schedule.admission.SHARE", share)
+        for turn in itertools.count():
+            assert turn < 2000, "the scheduler does not come to rest"
+            cluster.arrive(turn)
+            if turn % migration_turns == 0:
+                cluster.migrate()
+            if turn in drops:
+                cluster.drop(drops[turn])
+            if turn in ends:
+                cluster.end_epoch(*ends[turn])
+            if turn in releases or turn == 41:
+                cluster.release()
+            if turn in joins:
+                cluster.join(joins[turn])
+            if turn in leaves:
+                cluster.drain(leaves[turn])
+            cluster.leave()
+            paused = paused or turn in deals
+            paused = paused and not cluster.deal_again()
+            for lane in range(lanes):
+                if cluster.scheduler.in_flight(lane) and (turn + lane) % 2:
+                    cluster.complete(lane)
+                if not paused:
+                    cluster.plan(lane)
+            if turn > 41 and not cluster.busy:
+                break
     cluster.leave()
     assert not cluster.scheduler.placement.closed
     assert all(memory.slab.used == 0 and not memory.here for memory in cluster.memories)

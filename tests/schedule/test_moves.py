@@ -11,6 +11,7 @@ from lamina.pipeline import Pipeline
 from lamina.placement import balance
 from lamina.placement.balance import POLICIES
 from lamina.schedule import balancing
+from lamina.schedule.admission import SHARE
 from lamina.schedule.balancing import Balancing
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Move
@@ -88,8 +89,18 @@ def run(cluster: Moving, course: Course) -> None:
 
 
 def course_of(draw: random.Random, lanes: int, longest: int | None, events: dict[str, dict[int, Any]]) -> Course:
-    limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 60, 27])
-    return Course(draw.randint(2, 4), lanes, draw.randint(1, 3), limits, capacity, longest, draw.randint(1, 3), events)
+    return Course(
+        memories=draw.randint(2, 4),
+        lanes=lanes,
+        depth=draw.randint(1, 3),
+        limits=draw.choice([LIMITS, MANY]),
+        capacity=draw.choice([60, 60, 27]),
+        longest=longest,
+        migration_turns=draw.randint(1, 3),
+        events=events,
+        clients=draw.randint(1, 5),
+        share=draw.choice([0, SHARE]),
+    )
 
 
 def events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:

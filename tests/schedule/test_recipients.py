@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -16,13 +17,14 @@ from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.pipeline import Arrangement, Pipeline
 from lamina.protocol.wire import message_rows
+from lamina.schedule.admission import SHARE
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
 from lamina.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan, Switch
 from lamina.topology import FIRST, Member, Topology
 from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
-from tests.schedule.schedules import request
+from tests.schedule.schedules import client, request
 from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -127,8 +129,9 @@ class Told(Driver):
         longest: int | None,
         memories: tuple[str, str],
         shards: HeadShards,
+        clients: int,
     ) -> None:
-        super().__init__(pipeline, depth, chance, longest, memories, shards)
+        super().__init__(pipeline, depth, chance, longest, memories, shards, clients)
         self.shards = shards
         self.computes = [f"compute{number}" for number in range(pipeline.replicas)]
         self.pipeline = pipeline
@@ -144,7 +147,8 @@ class Told(Driver):
         """Mostly with one completion, so that it may move; some with histories."""
         n, penalty = self.chance.choice([1, 1, 1, 3]), self.chance.choice([1.0, 1.0, 1.2])
         prompt, most = self.chance.randint(1, 20), self.chance.randint(1, 24 // n)
-        made = request(name, prompt, max_tokens=most, n=n, repetition_penalty=penalty)
+        asks = client(int(name), self.clients)
+        made = request(name, prompt, asks, max_tokens=most, n=n, repetition_penalty=penalty)
         self.live[name] = self.turn.scheduler.add(made)
 
     def take(self, plan: StepPlan) -> None:
@@ -205,7 +209,7 @@ class Told(Driver):
             self.moves = scheduler.moves.counts.moves
 
 
-@example(FIXED, 1, 13, 0.1, 6, "striped", 198851571)  # a chunk before the first segment of a worker
+@example(FIXED, 1, 13, 0.1, 6, "striped", 198851571, 1, SHARE)  # a chunk before the first segment of a worker
 @given(
     pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS]),
     depth=st.integers(1, DEPTH),
@@ -214,28 +218,39 @@ class Told(Driver):
     longest=st.sampled_from([None, 6]),
     kind=st.sampled_from(["apart", "local", "striped"]),
     seed=st.integers(0, 2**32),
+    clients=st.integers(1, 5),
+    share=st.sampled_from([0, SHARE]),
 )
 def test_those_concerned_and_nobody_else_are_told_what_they_need(
-    pipeline: Pipeline, depth: int, requests: int, leaving: float, longest: int | None, kind: str, seed: int
+    pipeline: Pipeline,
+    depth: int,
+    requests: int,
+    leaving: float,
+    longest: int | None,
+    kind: str,
+    seed: int,
+    clients: int,
+    share: int,
 ) -> None:
     chance = random.Random(seed)
     memories = LOCAL if kind == "local" and pipeline.replicas == 1 else APART
-    driver = Told(pipeline, depth, chance, longest, memories, SHARDED if kind == "striped" else WHOLE)
+    driver = Told(pipeline, depth, chance, longest, memories, SHARDED if kind == "striped" else WHOLE, clients)
     driver.pause_s = RELEASE_S
-    for number in range(requests):
-        driver.come(str(number))
-        if chance.random() < leaving:
-            driver.go()
-        if chance.random() < 0.1:
-            one = chance.choice([pipeline.start, *pipeline.choices])
-            driver.turn.scheduler.use_lanes(one.lanes, one.rotates)
-        driver.move()
-        driver.turn_once()
-    for _ in range(ENOUGH):
-        if not driver.live and not driver.turn.in_flight:
-            break
-        driver.move()
-        driver.turn_once()
+    with mock.patch("lamina.schedule.admission.SHARE", share):
+        for number in range(requests):
+            driver.come(str(number))
+            if chance.random() < leaving:
+                driver.go()
+            if chance.random() < 0.1:
+                one = chance.choice([pipeline.start, *pipeline.choices])
+                driver.turn.scheduler.use_lanes(one.lanes, one.rotates)
+            driver.move()
+            driver.turn_once()
+        for _ in range(ENOUGH):
+            if not driver.live and not driver.turn.in_flight:
+                break
+            driver.move()
+            driver.turn_once()
     assert driver.ended == Counter(map(str, range(requests)))
     driver.tell_overdue(float("inf"))
     assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())

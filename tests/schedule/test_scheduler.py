@@ -15,7 +15,7 @@ from lamina.schedule.scheduler import Scheduler
 from lamina.steps import StepPlan
 from lamina.types import Request, SamplingParams
 from tests.schedule.clusters import MANY, Cluster, Course, courses, requests, turns
-from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from tests.schedule.schedules import LIMITS, client, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -94,9 +94,10 @@ def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
     depth=st.integers(1, 3),
     switches=st.dictionaries(st.integers(0, 20), st.integers(1, 5), max_size=4),
     random=st.randoms(use_true_random=False),
+    clients=st.integers(1, 5),
 )
 def test_lanes_that_are_not_plannable_have_nothing_to_plan(
-    requests: list, lanes: int, depth: int, switches: dict[int, int], random: Random
+    requests: list, lanes: int, depth: int, switches: dict[int, int], random: Random, clients: int
 ) -> None:
     """Asking only those gives the plans that asking every lane in every turn gives."""
     asked, all_asked = (scheduler({"memory0": 60, "memory1": 40}, lanes) for _ in range(2))
@@ -105,7 +106,7 @@ def test_lanes_that_are_not_plannable_have_nothing_to_plan(
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(requests):
             for one in pair:
                 if arrival == turn:
-                    one.add(request(str(index), prompt, max_tokens=max_tokens, n=n))
+                    one.add(request(str(index), prompt, client(index, clients), max_tokens=max_tokens, n=n))
                 if aborted is not None and aborted == turn - arrival:
                     one.abort(str(index))
         lane = random.randrange(lanes)

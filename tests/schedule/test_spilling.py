@@ -12,6 +12,7 @@ from lamina import spills
 from lamina.groups import Group, ids_of
 from lamina.placement import spill
 from lamina.placement.spill import Blocks, keys_of
+from lamina.schedule.admission import SHARE
 from lamina.schedule.moves import Range
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
@@ -163,10 +164,17 @@ def spill_at_random(seeds: range) -> Counter[str]:
     for seed in seeds:
         draw = Random(seed)
         prompts, others = chats(draw)
-        lanes, longest = draw.randint(1, 3), draw.choice([None, None, 11])
-        limits, capacity = draw.choice([LIMITS, MANY]), draw.choice([60, 27, 35])
         course = Course(
-            draw.randint(1, 3), lanes, draw.randint(1, 3), limits, capacity, longest, draw.randint(1, 6), events(draw)
+            lanes=draw.randint(1, 3),
+            longest=draw.choice([None, None, 11]),
+            limits=draw.choice([LIMITS, MANY]),
+            capacity=draw.choice([60, 27, 35]),
+            memories=draw.randint(1, 3),
+            depth=draw.randint(1, 3),
+            migration_turns=draw.randint(1, 6),
+            events=events(draw),
+            clients=draw.randint(1, 5),
+            share=draw.choice([0, SHARE]),
         )
         cluster = Spilling(others, prompts, draw, *course.sizes)
         run(cluster, course)
@@ -272,6 +280,19 @@ def test_nothing_is_fetched_behind_tokens_that_move() -> None:
     assert step(under_test).switches
     under_test.add(request("another", 49, max_tokens=2))
     assert not under_test.disks.held, "some of what they continue is on the other worker"
+
+
+def test_a_request_with_the_id_of_a_suspect_waits_for_its_blocks_and_then_until_it_may_run() -> None:
+    """The suspect was aborted, and its id is used again."""
+    under_test, _ = continued()
+    under_test.add(request("next", 49, max_tokens=2))
+    assert under_test.disks.held
+    under_test.hold(Hold(held=frozenset({"next"})))
+    (fetch,) = step(under_test).fetches
+    under_test.disks.done("memory0", fetch.number, True, "")
+    assert not step(under_test).admitted and not under_test.disks.held and under_test.waiting == 1
+    under_test.hold(NOBODY)
+    assert [len(one.segments) for one in step(under_test).admitted] == [1] and under_test.waiting == 0
 
 
 def test_a_prefix_on_several_workers_is_not_copied() -> None:

@@ -16,11 +16,12 @@ from lamina.memory.store import KvStore
 from lamina.placement import prefix_cache
 from lamina.placement.stripes import StripedPlacement
 from lamina.protocol.wire import check_segments
+from lamina.schedule.admission import SHARE
 from lamina.schedule.turn import Turn
 from lamina.steps import StepPlan
 from lamina.topology import FIRST, Member, Topology
 from lamina.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
-from tests.schedule.schedules import ATTENTIONS, LIMITS
+from tests.schedule.schedules import ATTENTIONS, LIMITS, client
 from tests.schedule.test_turn import ENOUGH, FIXED, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -32,8 +33,10 @@ SPEC = AttentionSpec(layer=0, query_heads=3, kv_heads=3, qk_dim=1, v_dim=1, scal
 class Striped(Driver):
     """With a prefix cache. Every memory worker is told of everything."""
 
-    def __init__(self, capacities: list[int], depth: int, chance: random.Random, longest: int | None) -> None:
-        super().__init__(FIXED, depth, chance, longest)
+    def __init__(
+        self, capacities: list[int], depth: int, chance: random.Random, longest: int | None, clients: int
+    ) -> None:
+        super().__init__(FIXED, depth, chance, longest, clients=clients)
         self.stores = {f"memory{number}": self.store(number, room) for number, room in enumerate(capacities)}
         rooms = dict(zip(self.stores, capacities, strict=True))
         self.placement = StripedPlacement(rooms, SHARDS, longest)
@@ -62,7 +65,8 @@ class Striped(Driver):
         first, length = 100 * self.chance.choice([0, int(name)]), self.chance.randint(1, 20)
         params = SamplingParams(n=self.chance.randint(1, 3), max_tokens=self.chance.randint(1, 8))
         try:
-            self.live[name] = self.turn.scheduler.add(Request(name, None, [*range(first, first + length)], params))
+            ids, asks = [*range(first, first + length)], client(int(name), self.clients)
+            self.live[name] = self.turn.scheduler.add(Request(name, None, ids, params, client=asks))
         except RequestError:  # too long for the workers that are left
             self.ended[name] += 1
 
@@ -82,7 +86,7 @@ class Striped(Driver):
         for name, store in self.stores.items():
             assert store.slab.used <= taken[name] <= store.slab.capacity
             assert not resting or store.slab.used == taken[name]
-            assert not resting or store.used_tokens == self.turn.scheduler.prefixes.idle(name)[0]
+            assert not resting or (store.used_tokens, store.sequences) == self.turn.scheduler.prefixes.idle(name)
         for plan in self.turn.in_flight.values():
             for step in plan.sequences:
                 held = [one for store in self.stores.values() for one in store.held.segments.get(step.sequence, [])]
@@ -131,7 +135,9 @@ class Striped(Driver):
             scheduler.drain(self.leaving)
 
 
-@example(capacities=[30, 33], depth=1, requests=11, longest=6, changes=0.0, seed=1)  # grows there and back at once
+@example(  # grows there and back at once
+    capacities=[30, 33], depth=1, requests=11, longest=6, changes=0.0, seed=1, clients=1, share=SHARE
+)
 @given(
     capacities=st.lists(st.integers(30, 60), min_size=2, max_size=4),
     depth=st.integers(1, 2),
@@ -139,13 +145,22 @@ class Striped(Driver):
     longest=st.sampled_from([None, 6]),
     changes=st.sampled_from([0.0, 0.15]),
     seed=st.integers(0, 2**32),
+    clients=st.integers(1, 5),
+    share=st.sampled_from([0, SHARE]),
 )
 def test_every_head_of_every_token_is_somewhere_while_workers_come_and_go(
-    capacities: list[int], depth: int, requests: int, longest: int | None, changes: float, seed: int
+    capacities: list[int],
+    depth: int,
+    requests: int,
+    longest: int | None,
+    changes: float,
+    seed: int,
+    clients: int,
+    share: int,
 ) -> None:
     chance = random.Random(seed)
-    with mock.patch.object(prefix_cache, "SHORTEST", 3):
-        driver = Striped(capacities, depth, chance, longest)
+    with mock.patch.object(prefix_cache, "SHORTEST", 3), mock.patch("lamina.schedule.admission.SHARE", share):
+        driver = Striped(capacities, depth, chance, longest, clients)
         for number in range(requests):
             driver.come(str(number))
             if chance.random() < changes:

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,12 +26,13 @@ from lamina.placement.stripes import StripedPlacement
 from lamina.plan import hardware, models
 from lamina.protocol.control import ControlServer
 from lamina.protocol.messages import StepDone
+from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.simulate import Arrivals, Deployment, runtime
 from lamina.steps import StepPlan
 from lamina.types import AttentionSpec, DType
-from tests.schedule.schedules import ATTENTIONS, LIMITS, request
+from tests.schedule.schedules import ATTENTIONS, LIMITS, client, request
 
 FIXED = Pipeline(3, 1)
 WHOLE = HeadShards(2)
@@ -49,8 +51,9 @@ class Driver:
         longest: int | None = None,
         memories: tuple[str, str] = ("memory0", "memory1"),
         shards: HeadShards = WHOLE,
+        clients: int = 1,
     ) -> None:
-        self.depth, self.chance = depth, chance
+        self.depth, self.chance, self.clients = depth, chance, clients
         capacities = dict(zip(memories, (60, 40), strict=True))
         local = [name for name in memories if name.startswith("compute")]
         striped = shards.count > 1
@@ -72,7 +75,8 @@ class Driver:
 
     def come(self, name: str) -> None:
         prompt, most, n = self.chance.randint(1, 20), self.chance.randint(1, 8), self.chance.randint(1, 3)
-        self.live[name] = self.turn.scheduler.add(request(name, prompt, max_tokens=most, n=n))
+        asks = client(int(name), self.clients)
+        self.live[name] = self.turn.scheduler.add(request(name, prompt, asks, max_tokens=most, n=n))
 
     def go(self) -> None:
         """A caller gives up."""
@@ -143,21 +147,24 @@ class Driver:
     requests=st.integers(0, 25),
     leaving=st.sampled_from([0.0, 0.1]),
     seed=st.integers(0, 2**32),
+    clients=st.integers(1, 5),
+    share=st.sampled_from([0, SHARE]),
 )
 def test_each_request_ends_once_and_every_slot_comes_back(
-    pipeline: Pipeline, depth: int, requests: int, leaving: float, seed: int
+    pipeline: Pipeline, depth: int, requests: int, leaving: float, seed: int, clients: int, share: int
 ) -> None:
     chance = random.Random(seed)
-    driver = Driver(pipeline, depth, chance)
-    for number in range(requests):
-        driver.come(str(number))
-        if chance.random() < leaving:
-            driver.go()
-        driver.turn_once()
-    for _ in range(ENOUGH):
-        if not driver.live and not driver.turn.in_flight:
-            break
-        driver.turn_once()
+    driver = Driver(pipeline, depth, chance, clients=clients)
+    with mock.patch("lamina.schedule.admission.SHARE", share):
+        for number in range(requests):
+            driver.come(str(number))
+            if chance.random() < leaving:
+                driver.go()
+            driver.turn_once()
+        for _ in range(ENOUGH):
+            if not driver.live and not driver.turn.in_flight:
+                break
+            driver.turn_once()
     assert driver.ended == Counter(map(str, range(requests)))
     assert driver.completed == driver.planned, "steps of a lane complete in the order in which they were planned"
     scheduler = driver.turn.scheduler

@@ -26,6 +26,12 @@ def alone(name: str) -> Client:
     return Client(name, name)
 
 
+def serve(queue: WaitingQueue) -> Group:
+    first = queue.first()
+    queue.pop(first)
+    return first
+
+
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=8)
 
 
@@ -37,7 +43,7 @@ def test_clients_that_wait_all_the_time_are_given_equal_tokens_up_to_one_request
         for _ in range(2):
             queue.add(group(alone(str(name)), next(cycle)))
     for _ in range(100):
-        served = queue.pop()
+        served = serve(queue)
         name = int(served.request.client.account)
         given_to[name] += served.tokens
         queue.add(group(served.request.client, next(cycles[name])))
@@ -51,34 +57,39 @@ def test_a_newcomer_comes_before_anybodys_second_request(waiting: list[tuple[int
     for name, tokens in waiting:
         queue.add(group(alone(str(name)), tokens))
     for _ in range(data.draw(st.integers(0, len(waiting) - 1))):
-        queue.pop()
+        serve(queue)
     queue.add(group(alone("new"), 1000))
     before = []
-    while (served := queue.pop()).request.client.account != "new":
+    while (served := serve(queue)).request.client.account != "new":
         before.append(served.request.client.account)
     assert len(before) == len(set(before))
 
 
+ACTIONS = ("add", "add", "add", "pop the first", "pop one", "remove one")
+
+
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 9), st.sampled_from("aaaapr")), max_size=80)
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(1, 9), st.sampled_from(ACTIONS)), max_size=80)
 )
 def test_every_request_comes_out_once_and_a_connections_in_order(actions: list[tuple[int, int, int, str]]) -> None:
     queue, inside = WaitingQueue(), defaultdict[Client, list[Group]](list)
 
     def pop() -> None:
-        first = queue.first()
-        assert queue.pop() is first is inside[first.request.client].pop(0)
+        first = serve(queue)
+        assert first is inside[first.request.client].pop(0)
 
     for account, connection, tokens, action in actions:
         own = inside[Client(str(account), str(connection))]
-        if action == "a":
+        if action == "add":
             own.append(group(Client(str(account), str(connection)), tokens))
             queue.add(own[-1])
-        elif action == "r" and own:
+        elif action == "remove one" and own:
             queue.remove(own.pop(tokens % len(own)))
-        elif action == "p" and len(queue):
+        elif action == "pop one" and own:
+            queue.pop(own.pop(tokens % len(own)))
+        elif action == "pop the first" and len(queue):
             pop()
-        assert len(queue) == sum(len(each) for each in inside.values())
+        assert {*queue} == {one for each in inside.values() for one in each} and len([*queue]) == len(queue)
     while len(queue):
         pop()
     assert not any(inside.values())
@@ -90,9 +101,9 @@ def test_the_connections_of_an_account_share_what_it_gets() -> None:
         queue.add(group(Client("many", "flood"), 10))
         queue.add(group(Client("one", "c"), 10))
     for _ in range(10):
-        queue.pop()
+        serve(queue)
     queue.add(group(Client("many", "bystander"), 10))
-    served = [queue.pop().request.client for _ in range(40)]
+    served = [serve(queue).request.client for _ in range(40)]
     assert "bystander" in [client.connection for client in served[:4]]
     assert abs(sum(client.account == "one" for client in served) - 20) <= 1
 
@@ -105,11 +116,21 @@ def test_a_client_gains_nothing_by_coming_and_going(mine: int, theirs: int) -> N
         queue.add(group(alone("flood"), theirs))
     queue.add(group(alone("single"), mine))
     for _ in range(100):
-        served = queue.pop()
+        served = serve(queue)
         given_to[served.request.client.account] += served.tokens
         if served.request.client.account == "single":
             queue.add(group(alone("single"), mine))
     assert abs(given_to["flood"] - given_to["single"]) <= mine + theirs
+
+
+def test_a_request_that_is_served_out_of_turn_is_charged_as_well() -> None:
+    queue = WaitingQueue()
+    for name in "abab":
+        queue.add(group(alone(name), 10))
+    queue.pop(next(one for one in queue if one.request.client == alone("b")))
+    assert [serve(queue).request.client.account for _ in range(3)] == ["a", "a", "b"]
+    with pytest.raises(KeyError):
+        queue.pop(group(alone("b"), 10))
 
 
 def test_clients_that_have_gone_are_forgotten_while_others_wait() -> None:
@@ -118,8 +139,8 @@ def test_clients_that_have_gone_are_forgotten_while_others_wait() -> None:
     for number in range(1000):
         queue.add(group(alone("stays"), 1))
         queue.add(group(alone(str(number)), 1))
-        queue.pop()
-        queue.pop()
+        serve(queue)
+        serve(queue)
     assert len(queue) <= 1001 and len(queue._lines) < 10
 
 

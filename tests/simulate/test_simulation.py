@@ -33,6 +33,7 @@ from lamina.simulate import (
 from lamina.simulate import runtime as under_test
 from lamina.steps import StepPlan
 from lamina.types import Pipelining, Request
+from tests.schedule.schedules import client
 
 CATALOGUE = hardware.load()
 LLAMA = models.find("Llama-2-7B")
@@ -127,7 +128,16 @@ def test_long_attention_is_linear_in_tokens_whatever_the_rows(model: str, kind: 
         assert float(cost.attention_seconds(tokens, rows)) == pytest.approx(expected, rel=0.02)
 
 
-def test_tokens_are_conserved_and_every_request_ends_once() -> None:
+@pytest.mark.parametrize("clients", [1, 5])
+def test_tokens_are_conserved_and_every_request_ends_once(clients: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if its scheduler has several clients, and compares their seats with every step."""
+
+    class Shared(Scheduler):
+        def add(self, request: Request, drawn: Any = None) -> Any:
+            return super().add(replace(request, client=client(int(request.request_id), clients)), drawn)
+
+    monkeypatch.setattr(turn, "Scheduler", Shared)
+    monkeypatch.setattr("lamina.schedule.admission.SHARE", 0)
     arrivals = mixed(300)
     for system, deployment in (
         (System.LAMINA, pools(compute_workers=2, memory_workers=3, lanes=None)),
