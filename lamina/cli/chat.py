@@ -122,17 +122,18 @@ class Conversation:
         """Print the answer as it is generated and return it; Ctrl-C keeps what has been generated so far."""
         from lamina.cli.console import print_text
 
-        text = ""
+        text, refused = "", True
         try:
             with closing(self._model.answer(messages)) as pieces:
                 for piece in pieces:
                     print_text(piece)
                     text += piece
+            refused = False
         except KeyboardInterrupt:
             if not sys.stdin.isatty():
                 raise
         finally:
-            if text:
+            if text or not refused:
                 print_text("\n")
         return text
 

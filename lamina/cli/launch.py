@@ -1,5 +1,6 @@
 """`lamina launch`: starts an OpenAI-compatible server with its pools of workers on this machine."""
 
+import shlex
 import signal
 import sys
 from typing import Annotated
@@ -79,9 +80,13 @@ def _invite(config: EngineConfig) -> None:
     from lamina.cli.console import notes, print_text
 
     name, _, port = (config.listen or "").rpartition(":")
-    secret = f"--secret-file {config.secret_file}" if config.secret_file is not None else "(with LAMINA_SECRET set)"
-    command = f"lamina worker --engine {config.advertise or name}:{port} --role memory --kind cpu {secret}"
-    print_text(f"Workers of other machines join with\n  {command}\n", console=notes())
+    command = f"lamina worker --engine {config.advertise or name}:{port} --role memory --kind cpu"
+    if config.secret_file is not None:
+        where = f"with a copy of {config.secret_file}"
+        command += f" --secret-file {shlex.quote(str(config.secret_file))}"
+    else:
+        where = "with the same LAMINA_SECRET"
+    print_text(f"Workers of other machines join {where}:\n  {command}\n", console=notes())
 
 
 def _ready(summary: str, url: str) -> None:

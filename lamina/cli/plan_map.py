@@ -76,7 +76,8 @@ def show(
     print_text(
         f"  Closed form, * simulated; up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
         f"Prices: {prices.describe(models)}. (..): attention offloaded; before it: that or prefill apart. To simulate "
-        "one cell: lamina plan --prompt N --output N. Cells where two kinds pay by the closed form are simulated, "
+        "one cell: this command with --prompt N --output N instead of --map. Cells where two kinds pay by the closed "
+        "form are simulated, "
         f"but for those of sessions and of runs of over {MOST_STEPS} steps; sides that cost over three times as much "
         "as another keep the closed form's rate.\n",
         style="dim",

@@ -1,6 +1,5 @@
 """`lamina chat --url`: answers of a running server, over its OpenAI-compatible API."""
 
-import http
 import http.client
 import json
 import urllib.error
@@ -29,9 +28,7 @@ class Server:
         try:
             with self._open("/models") as response:
                 self.name = str(json.load(response)["data"][0]["id"])
-        except RequestError as error:
-            raise self._no_server(error) from error
-        except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+        except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:  # RequestError too
             raise self._no_server(error) from error
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Generator[str, None, None]:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import http.client
 import random
+import shlex
 import time
 from collections.abc import Iterator
 
@@ -12,6 +13,9 @@ import openai
 import psutil
 import pytest
 
+from lamina.cli.console import notes
+from lamina.cli.launch import _invite
+from lamina.config import EngineConfig
 from tests.cli.commands import END_S, RUN_S, Server, assert_refused, run, run_here, start
 
 
@@ -137,3 +141,16 @@ def test_clients_that_come_and_go_leave_nothing_behind(server: Server) -> None:
         asyncio.run(storm())
         assert http.post("/v1/completions", json=probe).json()["choices"] == before
         assert http.get("/health").json() == {"status": "ok", "running": 0, "waiting": 0}
+
+
+@pytest.mark.parametrize("secret_file", ["my secret", None])
+def test_the_printed_command_of_a_worker_can_be_pasted(
+    secret_file: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes.cache_clear()  # so that the next use writes to what pytest captures
+    _invite(EngineConfig(listen="10.0.0.1:7070", secret_file=secret_file))
+    how, command, _ = capsys.readouterr().err.split("\n")
+    words = shlex.split(command)
+    expected = ["lamina", "worker", "--engine", "10.0.0.1:7070", "--role", "memory", "--kind", "cpu"]
+    assert words == expected + (["--secret-file", secret_file] if secret_file else [])
+    assert (secret_file or "LAMINA_SECRET") in how

@@ -39,8 +39,13 @@ def test_a_worker_without_a_place_says_that_it_waits(
     monkeypatch.setattr(supervisor, "SILENT_S", 0.0)
     monkeypatch.setattr(supervisor, "TURN_S", 0.02)
     told = threading.Event()
-    monkeypatch.setattr(supervisor.log, "warning", lambda text, *values: (logging.info(text, *values), told.set()))
-    caplog.set_level(logging.INFO)
+
+    class Telling(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.set()
+
+    handler = Telling(logging.WARNING)
+    supervisor.log.addHandler(handler)
     secret = new()
     workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
     waiting = Supervisor((LOOPBACK, workers.port), keys_of(secret), ABOUT, Place())
@@ -52,5 +57,6 @@ def test_a_worker_without_a_place_says_that_it_waits(
         running.join(30)
         assert not running.is_alive()
     finally:
+        supervisor.log.removeHandler(handler)
         workers.close()
     assert "has no place for this worker yet" in caplog.text
