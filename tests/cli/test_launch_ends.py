@@ -181,3 +181,16 @@ def test_the_port_is_free_again_at_once() -> None:
         port = free.getsockname()[1]
     assert_refused(run("launch", "--port", str(port), "--memory", "a100"), "a100:1 asks for 1 GPU")
     socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:
+    command = [*LAMINA, "launch", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline, engines = time.monotonic() + RUN_S, list[psutil.Process]()
+    while not engines:
+        assert time.monotonic() < deadline
+        engines = [one for one in psutil.Process(process.pid).children() if "lamina.serve.engine" in one.cmdline()]
+    engines[0].kill()
+    said = process.communicate(timeout=END_S)[1]
+    assert process.returncode == 1
+    assert f"error: the engine could not start: its process was ended by signal 9 (process {engines[0].pid};" in said
