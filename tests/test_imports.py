@@ -31,6 +31,7 @@ LEVELS = (
         "settings",
         "config",
         "env",
+        "output",
         "version",
         "_native",
     },

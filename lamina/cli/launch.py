@@ -10,6 +10,7 @@ import typer
 from lamina.cli import options
 from lamina.config import EngineConfig
 from lamina.errors import ConfigError
+from lamina.output import unblock
 
 
 @options.engine_options
@@ -33,6 +34,8 @@ def launch(
     if dry_run:
         _print_placement(config)
         return
+    unblock("stdout")
+    unblock("stderr")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
     from lamina.serve.server import bind, serve, url
 

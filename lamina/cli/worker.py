@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from lamina.errors import ConfigError
+from lamina.output import unblock
 
 
 def worker(
@@ -62,6 +63,8 @@ def worker(
         os.sched_setaffinity(0, worker_cores(cores, 1, available)[0])
     place = Place(assigned.device, address or "", bind or "", own_cores=cores is not None)
     about = Apply(__version__, role, kind, host(), platform.node())
+    unblock("stdout")
+    unblock("stderr")
     supervisor = Supervisor((name, int(port)), keys_of(secret), about, place)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: supervisor.leave())

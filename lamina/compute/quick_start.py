@@ -6,6 +6,8 @@ import os
 import sys
 from typing import NoReturn
 
+from lamina.output import drain
+
 _UNUSED = ("PIL", "scipy", "sklearn")
 _UNUSED_ON_CPU = ("triton", "torchao")
 
@@ -35,4 +37,5 @@ def end_process(status: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
+    drain()
     os._exit(status)

@@ -75,8 +75,9 @@ class Leaves:
         held = placement.held(going)
         left = sum(placement.left(name) for name in staying)
         if held > left:
+            hold = "holds" if len(going) == 1 else "hold"
             raise ConfigError(
-                f"{', '.join(going)} hold {held} tokens, and the memory workers that stay have room for {left}. "
+                f"{', '.join(going)} {hold} {held} tokens, and the memory workers that stay have room for {left}. "
                 "Wait until requests have ended, or add memory workers first"
             )
         most = max((group.tokens for group in self._scheduler.requests), default=0)

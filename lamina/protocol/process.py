@@ -1,7 +1,6 @@
 """Body of every worker process: started with a bootstrap on standard input, ends with its engine."""
 
 import contextlib
-import logging
 import platform
 import sys
 import traceback
@@ -10,8 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from lamina.env import LOG_FORMAT, environment
 from lamina.errors import UserError
+from lamina.output import start_logging
 from lamina.protocol.control import Bootstrap, ControlClient
 from lamina.protocol.lifeline import exit_with
 from lamina.protocol.machine import greeting, inspection
@@ -48,7 +47,7 @@ def run_worker(
     ``gpu_memory``: bytes free on a device and in all, 0 unless it is a GPU.
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
     """
-    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    start_logging()
     bootstrap = bootstrap or read_bootstrap()
     exit_with(bootstrap.parent_pid)
     with contextlib.ExitStack() as resources:

@@ -7,7 +7,6 @@ accepts connections, and ``ALIVE`` again and again while its event loop runs.
 
 import asyncio
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -18,10 +17,10 @@ from pathlib import Path
 import msgspec
 
 from lamina.engine.remote import RemoteEngine
-from lamina.env import LOG_FORMAT, environment
 from lamina.errors import EngineDeadError, UserError
 from lamina.models.directory import find
 from lamina.models.tokenizer import Tokenizer
+from lamina.output import start_logging
 from lamina.protocol.frontends import ALIVE, ALIVE_S, ENGINE_STOPPED, READY, FrontendBootstrap
 from lamina.serve.server import serve_in_loop
 
@@ -29,7 +28,7 @@ from lamina.serve.server import serve_in_loop
 def main() -> None:
     """Serve until told to stop, or until the engine has stopped: then with status ``ENGINE_STOPPED``."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    start_logging()
     try:
         tokenizer = Tokenizer(find(Path(sys.argv[1]), weights=False))
     except UserError:  # reported by the process that started this one, which loads it too

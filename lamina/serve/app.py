@@ -6,6 +6,7 @@ import time
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp
 
 import lamina
 from lamina.engine.runtime import Runtime
@@ -33,14 +34,13 @@ CHAT = Form(
 )
 
 
-def create_app(engine: Runtime, owner: int | None = None) -> FastAPI:
+def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     """Build the application. The caller closes ``engine``. ``owner``: the process that SIGTERM stops the server in, for
     ``POST /admin/stop``; None: it cannot be stopped so."""
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
     errors.install(app)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
-    app.add_middleware(RequestLog)
     started = int(time.time())
     intake = Intake()
     metrics = Metrics(engine)
@@ -97,7 +97,7 @@ def create_app(engine: Runtime, owner: int | None = None) -> FastAPI:
 
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
-    return app
+    return RequestLog(app)  # around all else, so that it also sees answers to unexpected errors
 
 
 def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[Prompt], SamplingParams, list[str]]:

@@ -10,9 +10,11 @@ import errno
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import sys
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from lamina.errors import ConfigError
 from lamina.serve.errors import APIError
+from lamina.serve.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,9 @@ HEADER_S = 10.0
 
 DRAIN_S = 5.0
 """How long the rest of a body is read and discarded after its request has been answered."""
+
+LEFT_S = 0.1
+"""How often a client that has ended its side of a connection is looked at: it may have left."""
 
 MOST_CONNECTIONS = 4096
 RESERVED_FILES = 64
@@ -94,12 +100,58 @@ class Connections:
         return False
 
 
+class StrictParser(h11.Connection):
+    """Refuses requests whose end a proxy may see elsewhere than h11: what follows would be smuggled past the proxy."""
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """Parse the next event. Raises RemoteProtocolError for a request that is malformed or ambiguous."""
+        before = self.trailing_data[0]
+        event = super().next_event()
+        if isinstance(event, h11.Request | h11.EndOfMessage):
+            framing = before[: len(before) - len(self.trailing_data[0])]
+            if (fault := _ambiguity(event, framing)) is not None:
+                raise h11.RemoteProtocolError(*fault)
+        return event
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        """Encode an event. Closes the connection after an answer to a client that still waits to send its body: it may
+        send the next request instead."""
+        if isinstance(event, h11.Response) and self.they_are_waiting_for_100_continue:
+            headers = [*event.headers.raw_items(), (b"Connection", b"close")]
+            event = h11.Response(status_code=event.status_code, headers=headers, reason=event.reason)
+        return super().send(event)
+
+
+def _ambiguity(event: h11.Request | h11.EndOfMessage, framing: bytes) -> tuple[str, int] | None:
+    """Return why a header or trailer is refused, with the status, or None. ``framing``: its bytes (RFC 9112)."""
+    if framing.count(b"\n") != framing.count(b"\r\n"):
+        return "a line ends in LF without CR", 400
+    if re.search(rb"\r\n[ \t]", framing):
+        return "a header field is folded over several lines", 400
+    return _ambiguous_length(event, framing) if isinstance(event, h11.Request) else None
+
+
+def _ambiguous_length(event: h11.Request, framing: bytes) -> tuple[str, int] | None:
+    names = [name for name, _ in event.headers]
+    if event.http_version[:2] != b"1.":
+        return f"HTTP/{event.http_version.decode()} is not supported; use HTTP/1.1", 505
+    if b"transfer-encoding" in names and (b"content-length" in names or event.http_version == b"1.0"):
+        return "Transfer-Encoding is not allowed with Content-Length, nor in HTTP/1.0", 400
+    lengths = re.findall(rb"\r\ncontent-length:([^\r]*)", framing, re.IGNORECASE)  # h11 joins those that are equal
+    if len(lengths) > 1 or b"," in b"".join(lengths):
+        return "Content-Length is given more than once", 400
+    return None
+
+
 class Connection(H11Protocol):
-    """A client's connection: uvicorn's, plus a deadline for sending a header, and errors in OpenAI's form."""
+    """A client's connection: uvicorn's, plus a deadline for sending a header, strict parsing, clients that end their
+    side before the answer, and errors in OpenAI's form."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = StrictParser(h11.SERVER)
         self._connections = connections
+        self._half_closed = False
         self._refused = False
         self._deadline: asyncio.TimerHandle | None = None
         self._phase: str | None = None
@@ -112,11 +164,25 @@ class Connection(H11Protocol):
         self._enter("header")
 
     def data_received(self, data: bytes) -> None:
-        """Process received bytes."""
-        if self._refused:
+        """Process received bytes. Those after the last request of a connection are ignored."""
+        if self._refused or self.conn.their_state is h11.MUST_CLOSE:
             return
         super().data_received(data)
         self._update_phase()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection open if an answer is due that has not begun: the client has ended its side, or has left.
+
+        "100 Continue" tells which: a client that has left replies with a reset.
+        """
+        if self._refused or self.cycle is None or self.cycle.response_started or self.cycle.more_body:
+            return False
+        self._half_closed = True
+        if self.conn.their_http_version != b"1.0":
+            event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(event) or b"")
+        self._enter("half-closed")
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop the connection from the books."""
@@ -129,7 +195,9 @@ class Connection(H11Protocol):
         """After an answer: wait for the next request, or discard the rest of the body."""
         super().on_response_complete()
         self._update_phase()
-        if self._phase is None and self.conn.their_state is h11.IDLE:
+        if self.conn.their_state is h11.IDLE and self._half_closed:
+            self.transport.close()
+        elif self.conn.their_state is h11.IDLE and self._phase is None:
             self._connections.waits(self, answered=True)
 
     def send_400_response(self, msg: str) -> None:
@@ -159,7 +227,7 @@ class Connection(H11Protocol):
                 self._enter("drain")
         else:
             self._connections.works(self)
-            self._enter(None)
+            self._enter("half-closed" if self._half_closed else None)
 
     def _enter(self, phase: str | None) -> None:
         if self._deadline is not None:
@@ -167,12 +235,17 @@ class Connection(H11Protocol):
             self._deadline = None
         self._phase = phase
         if phase is not None:
-            self._deadline = self.loop.call_later(HEADER_S if phase == "header" else DRAIN_S, self._too_late)
+            self._deadline = self.loop.call_later(_phase_s(phase), self._too_late)
 
     def _too_late(self) -> None:
         if self.transport.is_closing():
             return
-        if self._phase == "header" and self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
+        if self._phase == "half-closed":
+            if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self.transport.abort()
+            else:
+                self._enter("half-closed")
+        elif self._phase == "header" and self.conn.trailing_data[0] and self.conn.our_state is h11.IDLE:
             self._refuse(408, f"no complete header within {HEADER_S:.0f} s; send it faster")
         else:
             self.transport.abort()
@@ -180,13 +253,22 @@ class Connection(H11Protocol):
     def _refuse(self, status: int, message: str) -> None:
         body = json.dumps(APIError(status, message).body()).encode()
         headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+        headers.append((REQUEST_ID, uuid.uuid4().hex.encode()))
         headers.append((b"content-length", str(len(body)).encode()))
         response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
         self._refused = True
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # the request whose body is malformed gets no other answer
+            self.cycle.message_event.set()
         self._enter("drain")  # closing with unread bytes would reset the connection, and the answer would be lost
         self.transport.write_eof()
+
+
+def _phase_s(phase: str) -> float:
+    """Return how long a phase may last; "half-closed" is checked and entered again."""
+    return {"header": HEADER_S, "drain": DRAIN_S}.get(phase, LEFT_S)
 
 
 async def accept(listener: socket.socket, make: Callable[[], Connection], connections: Connections, most: int) -> None:

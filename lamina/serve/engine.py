@@ -15,10 +15,10 @@ from lamina.cluster.launchers.supervised import SupervisedWorkers
 from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
-from lamina.env import LOG_FORMAT, environment
 from lamina.errors import LaminaError
 from lamina.launch import Home, launch
 from lamina.observe.progress import loading_progress
+from lamina.output import start_logging
 from lamina.protocol.choice import summary
 from lamina.protocol.lifeline import exit_with
 from lamina.protocol.supervision import (
@@ -152,7 +152,7 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 
 def main() -> None:
     """Body of the process."""
-    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    start_logging()
     line = Connection(int(sys.argv[1]))
     bootstrap = receive_from_supervisor(line)
     if not isinstance(bootstrap, EngineBootstrap):

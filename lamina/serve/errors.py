@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from lamina.errors import DeadlineError, EngineDeadError, OverloadedError, UserError
+from lamina.serve.logs import request_id
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def as_api_error(error: Exception) -> APIError:
         return APIError(503, first_line(str(error)), code="engine_dead")
     if isinstance(error, DeadlineError):
         return APIError(503, str(error), code="engine_silent")
-    logger.error("a request failed", exc_info=error)
+    logger.error("request %s failed", request_id.get(), exc_info=error)
     return APIError(500, f"{type(error).__name__}: {error}", code="internal_error")
 
 

@@ -76,7 +76,9 @@ class Generation:
         """Server-sent events, ended by ``[DONE]``. A client that leaves cancels the engine's requests."""
         # The background task also covers a client that leaves before the first event.
         close = BackgroundTask(self._outputs.close)
-        return StreamingResponse(self._events(choices), media_type="text/event-stream", background=close)
+        # Otherwise proxies keep events until the answer is complete.
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._events(choices), 200, headers, "text/event-stream", close)
 
     async def _read_all(self, gathered: dict[int, RequestUpdate]) -> None:
         async for prompt, update in self._outputs:

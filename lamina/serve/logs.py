@@ -1,8 +1,11 @@
-"""Logs one line per request at level INFO, and limits the rate of log lines that clients can trigger."""
+"""Gives each request an id, logs one line per request at level INFO, and limits log lines that clients can trigger."""
 
 import logging
+import re
 import time
+import uuid
 from collections.abc import Callable
+from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -10,11 +13,16 @@ logger = logging.getLogger(__name__)
 
 REPEAT_S = 10.0
 
+REQUEST_ID = b"x-request-id"
+request_id: ContextVar[str] = ContextVar("request_id", default="-")
+"""The id of the request that the current task answers."""
+
 
 class RequestLog:
-    """ASGI middleware: logs method, path, status, time and, for a generation, tokens and finish reasons.
+    """ASGI middleware: returns ``X-Request-Id``, the client's or a new one, and logs each request.
 
-    The line is written when the answer has been sent or the client has left; LAMINA_LOG_LEVEL=INFO shows it.
+    The line has method, path, status, time, the id and, for a generation, tokens and finish reasons. It is written when
+    the answer has been sent or the client has left; LAMINA_LOG_LEVEL=INFO shows it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -22,33 +30,44 @@ class RequestLog:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application and log the request."""
-        if scope["type"] != "http" or not logger.isEnabledFor(logging.INFO):
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begun = time.perf_counter()
+        given = dict(scope["headers"]).get(REQUEST_ID, b"")
+        own = given if re.fullmatch(rb"[!-~]{1,128}", given) else uuid.uuid4().hex.encode()
+        request_id.set(own.decode())
         status = 0
 
         async def note(message: Message) -> None:
             nonlocal status
-            status = message.get("status", status)
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (REQUEST_ID, own)]}
             await send(message)
 
         try:
             await self._app(scope, receive, note)
         finally:
-            figures: Callable[[], str] | None = scope.get("state", {}).get("figures")
-            host, port = scope.get("client") or ("-", 0)
-            path = scope["raw_path"].decode("ascii", "backslashreplace")
-            logger.info(
-                "%s:%d %s %s %s in %.3f s%s",
-                host,
-                port,
-                scope["method"],
-                path,
-                status or "unanswered",
-                time.perf_counter() - begun,
-                f": {figures()}" if figures else "",
-            )
+            if logger.isEnabledFor(logging.INFO):
+                _log(scope, status, time.perf_counter() - begun)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    figures: Callable[[], str] | None = scope.get("state", {}).get("figures")
+    host, port = scope.get("client") or ("-", 0)
+    path = scope["raw_path"].decode("ascii", "backslashreplace")
+    logger.info(
+        "%s:%d %s %s %s in %.3f s%s [%s]",
+        host,
+        port,
+        scope["method"],
+        path,
+        status or "unanswered",
+        seconds,
+        f": {figures()}" if figures else "",
+        request_id.get(),
+    )
 
 
 class OncePer(logging.Filter):

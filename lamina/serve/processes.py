@@ -22,6 +22,7 @@ from typing import Protocol, Self
 
 import msgspec
 
+from lamina.cluster.launchers.local import describe_exit
 from lamina.errors import EngineDeadError, WorkerError
 from lamina.protocol.frontends import ENGINE_STOPPED, READY
 from lamina.protocol.liveness import Liveness
@@ -173,7 +174,7 @@ class FrontendProcesses:
         while not self._signals and supervisor.dead is None:
             for process in self._ended():
                 if process.popen.returncode != ENGINE_STOPPED:
-                    raise WorkerError(process.name, f"it could not start: {_how(process.popen)}")
+                    raise WorkerError(process.name, f"it could not start: {describe_exit(process.popen)}")
                 self._running.remove(process)
             for process in self._running:
                 process.said()
@@ -207,7 +208,7 @@ class FrontendProcesses:
             if process.popen.returncode == ENGINE_STOPPED:  # the supervisor hears of that too, perhaps later
                 continue
             supervisor.leave(process.name)
-            how, now = _how(process.popen), time.monotonic()
+            how, now = describe_exit(process.popen), time.monotonic()
             log.warning("%s: %s; its requests are cancelled, and another takes its place", process.name, how)
             self._ends.append(now)
             if len(self._ends) == MOST_ENDS and now - self._ends[0] < ENDS_S:
@@ -257,8 +258,3 @@ class FrontendProcesses:
             os.close(key.fd)
         self._exits.close()
         self._folder.cleanup()
-
-
-def _how(process: subprocess.Popen[bytes]) -> str:
-    code = process.returncode
-    return f"its process was ended by signal {-code}" if code < 0 else f"its process exited with status {code}"

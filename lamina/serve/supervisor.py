@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lamina import errors
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.launchers.local import LocalWorkers, describe_exit
 from lamina.config import EngineConfig
 from lamina.engine.restarts import Restarts
 from lamina.errors import EngineDeadError, LaminaError, TransportError, UserError
@@ -108,7 +108,7 @@ class Supervisor:
             if self._refusal is not None:
                 raise _error(self._refusal)
             if self.dead is not None:
-                raise LaminaError(self.dead)
+                raise LaminaError(f"the engine could not start: {self.dead}")
         except BaseException:
             self.__exit__()
             raise
@@ -140,9 +140,9 @@ class Supervisor:
         try:
             while not self._closing.is_set() and self.dead is None:
                 before = self.serving
-                code = self._run_engine()
+                how = self._run_engine()
                 if not self._closing.is_set() and self.dead is None:
-                    self._prepare_another(code, served=self.serving is not before)
+                    self._prepare_another(how, served=self.serving is not before)
         except BaseException as error:
             log.exception("the supervisor failed")
             self._give_up(f"the supervisor failed: {error}")
@@ -150,8 +150,8 @@ class Supervisor:
             self._begun.set()
             self._workers.kill()
 
-    def _run_engine(self) -> int:
-        """Run an engine until its process has ended. Returns its exit status."""
+    def _run_engine(self) -> str:
+        """Run an engine until its process has ended. Returns how it has."""
         before = self.serving
         ours, theirs = multiprocessing.Pipe()
         with theirs:
@@ -187,7 +187,7 @@ class Supervisor:
             while ours.poll() and (message := self._read(ours)) is not None:
                 self._take(message)
             self._line = None
-        return engine.returncode
+        return describe_exit(engine)
 
     def _bootstrap(self) -> EngineBootstrap:
         exited = dict(self._workers.ended())
@@ -204,20 +204,19 @@ class Supervisor:
             exited,
         )
 
-    def _prepare_another(self, code: int, served: bool) -> None:
+    def _prepare_another(self, how: str, served: bool) -> None:
         """An engine has ended: another one is to take over, unless too many have."""
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
         at = self._restarts.next(time.monotonic())
         if at is None or self.serving is None:
             before = f", and {self._restarts.most} others before it" if at is None else ""
-            self._give_up(f"its process {how}{before}")
+            self._give_up(f"{how}{before}")
             return
         if not served:  # its workers may be what it failed of
             self._saved = None
         if self._saved is None:
             self._workers.kill()
             self._workers = LocalWorkers()
-        log.warning("the engine's process %s; another one takes over the workers", how)
+        log.warning("engine: %s; another one takes over the workers", how)
         self.restarted += 1
         self._closing.wait(max(0.0, at - time.monotonic()))
 

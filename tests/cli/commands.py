@@ -55,10 +55,10 @@ class Server:
         return psutil.Process(self.process.pid).children(recursive=True)
 
 
-def start(*arguments: str, **variables: str) -> Server:
+def start(*arguments: str, stderr: int = subprocess.PIPE, **variables: str) -> Server:
     """Start a server, with these environment variables besides those of this process."""
     command, env = [*LAMINA, "launch", "--port", "0", *arguments], os.environ | variables
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
     assert process.stdout is not None
     line = process.stdout.readline()
     match = re.search(r"http://127\.0\.0\.1:\d+", line)

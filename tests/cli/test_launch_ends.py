@@ -1,5 +1,6 @@
 """`lamina launch` ends: by signals, by workers that die or are stopped, and nothing is left."""
 
+import fcntl
 import json
 import os
 import signal
@@ -59,6 +60,24 @@ def test_a_second_ctrl_c_ends_everything_at_once_and_clients_are_told() -> None:
     (said,) = running.process.stderr.read().splitlines()
     assert said.endswith("ending 4 open answers with an error")
     assert psutil.wait_procs(workers, END_S)[1] == []
+
+
+@pytest.mark.parametrize("frontends", ["1", pytest.param("0", marks=pytest.mark.slow)])
+def test_a_server_whose_log_nobody_reads_serves_and_stops(frontends: str) -> None:
+    reading, writing = os.pipe()
+    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(writing, b"f" * 4096)
+    running = start("--frontends", frontends, stderr=writing, LAMINA_LOG_LEVEL="DEBUG")
+    workers = running.workers()
+    with httpx.Client(base_url=running.url, timeout=END_S) as client:
+        for _ in range(3):
+            assert client.post("/v1/completions", json={"prompt": "def", "max_tokens": 2}).status_code == 200
+            assert client.get("/health").json()["status"] == "ok"
+    running.process.send_signal(signal.SIGTERM)
+    assert running.process.wait(END_S) == 0
+    assert psutil.wait_procs(workers, END_S)[1] == []
+    for descriptor in (reading, writing):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize("frontends", ["1", pytest.param("0", marks=pytest.mark.slow)])
@@ -162,3 +181,16 @@ def test_the_port_is_free_again_at_once() -> None:
         port = free.getsockname()[1]
     assert_refused(run("launch", "--port", str(port), "--memory", "a100"), "a100:1 asks for 1 GPU")
     socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:
+    command = [*LAMINA, "launch", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline, engines = time.monotonic() + RUN_S, list[psutil.Process]()
+    while not engines:
+        assert time.monotonic() < deadline
+        engines = [one for one in psutil.Process(process.pid).children() if "lamina.serve.engine" in one.cmdline()]
+    engines[0].kill()
+    said = process.communicate(timeout=END_S)[1]
+    assert process.returncode == 1
+    assert f"error: the engine could not start: its process was ended by signal 9 (process {engines[0].pid};" in said

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from lamina.cluster.launchers import local
-from lamina.cluster.launchers.local import LocalWorkers, start_process
+from lamina.cluster.launchers.local import LocalWorkers, describe_exit, start_process
 from lamina.errors import ConfigError
 from lamina.protocol.control import Bootstrap
 
@@ -30,7 +30,9 @@ def test_a_worker_that_ends_before_it_has_read_its_keys_is_reported_as_ended() -
     deadline = time.monotonic() + 30
     while not workers.ended() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert workers.ended() == {"memory0": "its process exited with status 7"}
+    assert workers.ended() == {
+        "memory0": f"its process exited with status 7 (process {workers.processes['memory0'].pid})"
+    }
     workers.close()
 
 
@@ -113,3 +115,20 @@ def test_a_memory_worker_on_a_gpu_that_computes_knows_it(
     assert limited == (["memory0", "memory3"] if mps else [])
     assert all((tmp_path / one.name).read_text() == "\n" for one in started if one.name not in limited)
     assert caplog.text.count("nvidia-cuda-mps-control") == (0 if mps else 1)
+
+
+@pytest.mark.parametrize(
+    ("command", "how"),
+    [
+        ("exit 7", "its process exited with status 7 (process {})"),
+        ("kill -TERM $$", "its process was ended by signal 15 (process {})"),
+        (
+            "kill -KILL $$",
+            "its process was ended by signal 9 (process {}; the kernel does so when memory runs out: see dmesg)",
+        ),
+    ],
+)
+def test_the_end_of_a_process_names_it_and_the_usual_cause(command: str, how: str) -> None:
+    process = subprocess.Popen(["sh", "-c", command])
+    process.wait(30)
+    assert describe_exit(process) == how.format(process.pid)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def leaving(*prompts: int) -> Leaves:
 def test_a_memory_worker_stays_while_the_others_lack_room_for_what_it_holds_or_may_come_to() -> None:
     leaving(20).check(["memory0"], TOPOLOGY)
     leaving(20, 20).check(["memory1"], TOPOLOGY)
-    with pytest.raises(ConfigError, match="memory0 hold 40 tokens, and the memory workers that stay have room for 30"):
+    with pytest.raises(ConfigError, match="memory0 holds 40 tokens, and the memory workers that stay have room for 30"):
         leaving(20, 20).check(["memory0"], TOPOLOGY)
     with pytest.raises(ConfigError, match="may need 31 KV tokens, and the memory workers that stay hold 30"):
         leaving(30).check(["memory0"], TOPOLOGY)

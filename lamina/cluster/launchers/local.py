@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -174,7 +175,9 @@ class LocalWorkers:
         if self._closing:
             return {}
         for exited, _ in self._exits.select(0):
-            self._ended[exited.data] = describe_exit(self._processes[exited.data].wait())
+            process = self._processes[exited.data]
+            process.wait()
+            self._ended[exited.data] = describe_exit(process)
             self._exits.unregister(exited.fileobj)
             os.close(exited.fd)
         return self._ended
@@ -225,6 +228,10 @@ def wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:
         ) from error
 
 
-def describe_exit(code: int) -> str:
-    """How a process has ended, from its return code."""
-    return f"its process was ended by signal {-code}" if code < 0 else f"its process exited with status {code}"
+def describe_exit(process: subprocess.Popen[bytes]) -> str:
+    """Say how a process that has been waited for has ended, and what the cause of SIGKILL usually is."""
+    code = process.returncode
+    if code >= 0:
+        return f"its process exited with status {code} (process {process.pid})"
+    cause = "; the kernel does so when memory runs out: see dmesg" if -code == signal.SIGKILL else ""
+    return f"its process was ended by signal {-code} (process {process.pid}{cause})"

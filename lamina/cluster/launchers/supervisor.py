@@ -168,7 +168,7 @@ class Supervisor:
             if self._wakeup in ready and self._leave(dealer):
                 return ""
             if self._process is not None and self._process.poll() is not None:
-                return self._ended(dealer, self._process.returncode)
+                return self._ended(dealer, self._process)
             now = time.monotonic()
             if self._end_at is not None and now >= self._end_at and self._process is not None:
                 self._process.kill()
@@ -236,10 +236,10 @@ class Supervisor:
             self._send(dealer, Leaving())
         return self._process is None
 
-    def _ended(self, dealer: "zmq.Socket[bytes]", code: int) -> str:
-        how = describe_exit(code)
+    def _ended(self, dealer: "zmq.Socket[bytes]", process: subprocess.Popen[bytes]) -> str:
+        how = describe_exit(process)
         self._send(dealer, Exited(how))
-        if code == 0 or self._leaves > 1 or (self._end_at is not None and not self._reason):
+        if process.returncode == 0 or self._leaves > 1 or (self._end_at is not None and not self._reason):
             return self._name
         raise WorkerError(self._name, self._reason or how)
 

@@ -1,0 +1,125 @@
+"""Standard output and standard error of processes that serve: writing to them never waits.
+
+A reader that stalls (Docker's blocking log driver, ``| less``, Ctrl-S in a terminal) would otherwise stop every process
+that logs, in the middle of a request.
+"""
+
+import atexit
+import io
+import logging
+import os
+import queue
+import select
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Literal
+
+from lamina.env import LOG_FORMAT, environment
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+MOST_WAITING_BYTES = 1 << 20
+DRAIN_S = 1.0
+
+
+class Unblocked(io.RawIOBase):
+    """Hands what is written to a thread, which writes it to a descriptor.
+
+    At most ``MOST_WAITING_BYTES`` wait for the thread. What exceeds them is dropped and counted; a line says so once
+    the reader reads again. There are no locks: a thread that ends with the interpreter would keep them.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._pieces: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None: pieces were dropped here
+        self._accepted_bytes = self._done_bytes = 0  # the latter by the thread alone
+        self._dropped_lines = self._reported_lines = 0  # the latter by the thread alone
+        self._marked = False
+        threading.Thread(target=self._run, name=f"output-{descriptor}", daemon=True).start()
+
+    def write(self, data: "ReadableBuffer", /) -> int:
+        """Queue ``data``, or drop it. The caller, a ``BufferedWriter``, lets in one thread at a time."""
+        piece = bytes(data)
+        if self._accepted_bytes - self._done_bytes + len(piece) <= MOST_WAITING_BYTES:
+            self._accepted_bytes += len(piece)
+            self._pieces.put(piece)
+        else:
+            self._dropped_lines += piece.count(b"\n")
+            if not self._marked:
+                self._marked = True
+                self._pieces.put(None)
+        return len(piece)
+
+    def drain(self, deadline: float) -> None:
+        """Wait until everything is written, or until ``deadline`` (``time.monotonic``)."""
+        while (self._done_bytes < self._accepted_bytes or self._marked) and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        while True:
+            piece = self._pieces.get()
+            if piece is None:
+                self._marked = False
+                dropped = self._dropped_lines
+                if lines := dropped - self._reported_lines:
+                    self._write(b"%d lines were dropped here, since nobody read this output\n" % lines)
+                self._reported_lines = dropped
+            else:
+                self._write(piece)
+                self._done_bytes += len(piece)
+
+    def _write(self, piece: bytes) -> None:
+        while piece:
+            try:
+                piece = piece[os.write(self._descriptor, piece) :]
+            except BlockingIOError:  # another process has made the descriptor non-blocking
+                select.select([], [self._descriptor], [])
+            except OSError:  # the reader has gone, or the disk is full: the process serves on without a log
+                return
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def fileno(self) -> int:
+        """The descriptor that the thread writes to."""
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        """True if the descriptor is a terminal."""
+        return os.isatty(self._descriptor)
+
+
+_unblocked: list[Unblocked] = []
+
+
+def unblock(name: Literal["stdout", "stderr"]) -> None:
+    """Let writing to ``sys.stdout`` or ``sys.stderr`` never wait. A stream that the program has replaced is kept."""
+    stream = getattr(sys, name)
+    if stream is None or stream is not getattr(sys, f"__{name}__"):
+        return
+    stream.flush()
+    raw = Unblocked(stream.fileno())
+    _unblocked.append(raw)
+    text = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True)
+    setattr(sys, name, text)
+    for handler in logging.root.handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+            handler.setStream(text)
+
+
+def start_logging() -> None:
+    """Log to standard error, at the level of ``LAMINA_LOG_LEVEL``, without ever waiting for its reader."""
+    unblock("stderr")
+    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+
+
+@atexit.register
+def drain() -> None:
+    """Wait ``DRAIN_S`` at most for output to be written. A process that ends without ``atexit`` calls this itself."""
+    deadline = time.monotonic() + DRAIN_S
+    for raw in _unblocked:
+        raw.drain(deadline)
