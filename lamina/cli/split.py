@@ -38,11 +38,13 @@ def split(
     Lists the slices, the tensors that cross each cut, and bytes per token.
     """
     from lamina.cli.console import notes, print_table
+    from lamina.compute.quick_start import quiet_imports
     from lamina.config import check_writable
     from lamina.models.directory import find_config
 
     if output is not None:
         check_writable("--output", output)
+    quiet_imports()
     place = find_config(model)  # errors come before the slow imports
     with notes().status("Importing transformers and splitting the model") if notes().is_terminal else nullcontext():
         from lamina.models.config import load_config, resolve_dtype
