@@ -123,7 +123,7 @@ def _gptj_or_neo(module: nn.Module) -> None:
 
 def _llama4(module: Any) -> None:
     """Scale q by the temperature of each token's position; the original numbers the rows of the step instead."""
-    attention = getattr(module, "self_attn", None)
+    attention: Any = getattr(module, "self_attn", None)
     if not getattr(attention, "attn_temperature_tuning", False) or attention.use_rope:
         return
     attention.attn_temperature_tuning = False
@@ -135,7 +135,8 @@ def _llama4(module: Any) -> None:
     def scale(projection: nn.Module, args: Any, query: Tensor) -> Tensor:
         intervals = torch.floor((positions[0].float() + 1.0) / attention.floor_scale)
         scales = torch.log1p(intervals) * attention.attn_scale + 1.0
-        return (query * scales[:, None]).to(query.dtype)
+        scaled: Tensor = (query * scales[:, None]).to(query.dtype)
+        return scaled
 
     module.register_forward_pre_hook(receive, with_kwargs=True)
     attention.q_proj.register_forward_hook(scale)  # q has no norm in layers without rotary embedding

@@ -54,7 +54,7 @@ def _numbers_rows(node: fx.Node) -> bool:
         return False
     name = _name(node)
     if name == "getitem" and isinstance(node.args[0], fx.Node) and _name(node.args[0]) == "sort":
-        return node.args[1] == 1 and _sorts_rows(node.args[0])  # where each row was
+        return bool(node.args[1] == 1) and _sorts_rows(node.args[0])  # where each row was
     if name in _COUNTING or name == "argsort":
         return _sorts_rows(node) if name == "argsort" else bool(_row_dimensions(_input(node)))
     if name in _FILLING:
