@@ -1,7 +1,7 @@
-"""Adapters for families that compute attention in their own code instead of calling the registered function.
+"""Adapters for families whose own code computes attention, or numbers the rows of a step as if they were positions.
 
-Each adapter replaces the attention arithmetic of one family and leaves its weights, projections and rotary embedding
-alone. A model is built with ``build_implementation``, adapted, and then switched to our implementation.
+Each adapter replaces that arithmetic of one family and leaves its weights, projections and rotary embedding alone. A
+model is built with ``build_implementation``, adapted, and then switched to our implementation.
 """
 
 import sys
@@ -121,6 +121,27 @@ def _gptj_or_neo(module: nn.Module) -> None:
         _bind(module, "_attn", _attn)
 
 
+def _llama4(module: Any) -> None:
+    """Scale q by the temperature of each token's position; the original numbers the rows of the step instead."""
+    attention: Any = getattr(module, "self_attn", None)
+    if not getattr(attention, "attn_temperature_tuning", False) or attention.use_rope:
+        return
+    attention.attn_temperature_tuning = False
+    positions: list[Tensor] = []
+
+    def receive(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        positions[:] = [kwargs["position_ids"][0]]
+
+    def scale(projection: nn.Module, args: Any, query: Tensor) -> Tensor:
+        intervals = torch.floor((positions[0].float() + 1.0) / attention.floor_scale)
+        scales = torch.log1p(intervals) * attention.attn_scale + 1.0
+        scaled: Tensor = (query * scales[:, None]).to(query.dtype)
+        return scaled
+
+    module.register_forward_pre_hook(receive, with_kwargs=True)
+    attention.q_proj.register_forward_hook(scale)  # q has no norm in layers without rotary embedding
+
+
 def _real(compute: Callable[[], Tensor]) -> list[float]:
     """Compute real values inside a fake tensor mode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -134,5 +155,6 @@ _ADAPTERS: dict[str, Callable[[nn.Module], None]] = {
     "falcon": _falcon,
     "gpt_neo": _gptj_or_neo,
     "gptj": _gptj_or_neo,
+    "llama4_text": _llama4,
     "mpt": _mpt,
 }

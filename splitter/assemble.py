@@ -17,7 +17,7 @@ from lamina.splitter.parts import ONLY, Part, Rank, runs
 from lamina.splitter.shard import shard
 from lamina.splitter.slices import Partition, build, partition
 from lamina.splitter.split_model import Crossing, Cut, Shard, Slice, SplitModel, Weight
-from lamina.splitter.verify import verify, verify_capture, verify_partition
+from lamina.splitter.verify import verify, verify_capture, verify_order, verify_partition
 from lamina.types import AttentionSpec, DType
 
 
@@ -40,6 +40,7 @@ def capture_clean(config: PretrainedConfig, dtype: DType) -> Capture:
     captured = capture(config, dtype)
     clean(captured)
     verify_capture(captured)
+    verify_order(captured)
     return captured
 
 

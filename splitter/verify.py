@@ -7,13 +7,14 @@ from torch import fx
 from lamina.errors import UnsupportedModelError
 from lamina.splitter.capture import Capture
 from lamina.splitter.flow import ancestors, row_layout
-from lamina.splitter.rows import mixing
+from lamina.splitter.reorder import depends_on_order
+from lamina.splitter.rows import mixing, numbering
 from lamina.splitter.slices import Partition
 from lamina.splitter.split_model import Slice, SplitModel
 
 
 def verify_capture(captured: Capture) -> None:
-    """Check that all inputs of the graph are known by name, and that tokens mix only in attentions."""
+    """Check that all inputs of the graph are known by name, tokens mix only in attentions, and rows are not counted."""
     known = {captured.ids.name, captured.positions.name, *captured.weights, *captured.constants}
     unknown = [n.name for n in captured.graph.nodes if n.op == "placeholder" and n.users and n.name not in known]
     _require(not unknown, f"the traced graph has inputs of unknown origin: {unknown}")
@@ -21,8 +22,16 @@ def verify_capture(captured: Capture) -> None:
     _require(not foreign, f"the traced graph has nodes that are not operators: {foreign}")
     mixed = [f"{node.target}" for node in mixing(captured.graph)]
     _require(not mixed, f"tokens are mixed outside the attentions by {sorted(set(mixed))}: state besides the KV cache")
+    numbered = sorted({f"{node.meta['path']} ({node.target})" for node in numbering(captured.graph)})
+    _require(not numbered, f"{numbered} compute with the numbers of rows in a step, which are not tokens' positions")
     missing = sorted(set(captured.weights.values()) - set(captured.shapes))
     _require(not missing, f"the traced graph uses weights that the model's state dict lacks: {missing}")
+
+
+def verify_order(captured: Capture) -> None:
+    """Check that a row gives the same results in any order, beside others and alone."""
+    wrong = depends_on_order(captured)
+    _require(wrong is None, f"the result {wrong!r} of a token depends on the other tokens of a step, or their order")
 
 
 def verify_partition(captured: Capture, parts: Partition) -> None:

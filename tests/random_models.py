@@ -142,6 +142,8 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "intermediate_size_mlp": 48,
             "interleave_moe_layer_step": 2,
             "attention_chunk_size": 4,
+            "floor_scale": 3,
+            "attn_scale": 0.5,
             "no_rope_layers": [1, 0],
             "layer_types": ["chunked_attention", "full_attention"],
         },

@@ -227,7 +227,7 @@ def scripted(
     spec = AttentionSpec(layer=0, query_heads=32, kv_heads=8, qk_dim=128, v_dim=128, scale=1.0)
     pipeline = Pipeline(computes, computes)
     capacities = dict.fromkeys(memory_names, capacity)
-    cluster = Cluster(compute_names, capacities, (spec,) * 80, DType.BFLOAT16, 0, pipeline, {})
+    cluster = Cluster(compute_names, capacities, (spec,) * 80, DType.BFLOAT16, 0, 2048, pipeline, {})
     limits = Limits(sequences, 2048, 4096)
     engine = Engine(EngineConfig(prefix_cache=False), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
     try:

@@ -101,6 +101,7 @@ class Cluster:
     attentions: tuple[AttentionSpec, ...]
     dtype: DType
     parameters: int
+    vocabulary: int  # rows of the embedding
     pipeline: Pipeline
     links: Mapping[tuple[str, str], Choice]  # transports by pair of workers
     hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
@@ -212,6 +213,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         tuple(loaded.attentions),
         loaded.dtype,
         loaded.parameters,
+        loaded.vocabulary,
         plan.pipeline,
         fabric.links,
         {name: hello.host for name, hello in plan.greetings.items()},

@@ -86,6 +86,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         tuple(saved.loaded.attentions),
         saved.loaded.dtype,
         saved.loaded.parameters,
+        saved.loaded.vocabulary,
         before.pipeline,
         fabric.links,
         {member.name: member.host for member in before.members},

@@ -74,6 +74,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             list(prepared.lowered.whole),
             runner.dtype,
             sum(prepared.weights.expected[name].numel() for name in prepared.lowered.weights),
+            prepared.lowered.vocabulary,
             runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts),
             checkpoint_digest(place),
             starts,

@@ -10,6 +10,9 @@ from lamina.output import drain
 
 _UNUSED = ("PIL", "scipy", "sklearn")
 _UNUSED_ON_CPU = ("triton", "torchao")
+_TALKATIVE = ("torch.utils.flop_counter", "torch.utils._pytree", "torchao")
+"""Loggers that warn, while they are imported, of what nothing here uses: a missing triton, kernels of other GPUs, and
+torch's own deprecations in torchao."""
 
 
 def before_imports(device: str = "cpu") -> None:
@@ -22,8 +25,13 @@ def before_imports(device: str = "cpu") -> None:
     gc.disable()
     for package in (*_UNUSED, *(_UNUSED_ON_CPU if device == "cpu" else ())):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # None makes an import fail
-    # A torch built for CUDA warns that triton is missing, for an operation counter that nothing here uses.
-    logging.getLogger("torch.utils.flop_counter").setLevel(logging.ERROR)
+    quiet_imports()
+
+
+def quiet_imports() -> None:
+    """Keep warnings that torch and torchao log while they are imported off the user's screen; errors are shown."""
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def once_set_up() -> None:

@@ -55,7 +55,8 @@ class Engine:
 
     Attributes:
         default_max_tokens: most tokens of an answer to a chat request without a limit.
-        vocab_size: token ids of prompts must be below it; a tokenizer may have tokens that the embedding lacks.
+        vocab_size: rows of the embedding: token ids of prompts must be below it. The tokenizer may have fewer tokens,
+            other tokens, or ids without a token.
         after_turn: called in the engine's thread when a turn has told callers everything.
     """
 
@@ -75,7 +76,7 @@ class Engine:
         self.config = config
         self.model_name = model.name
         self.tokenizer = tokenizer
-        self.vocab_size = min(tokenizer.vocab_size, model.vocab_size or tokenizer.vocab_size)
+        self.vocab_size = cluster.vocabulary
         self._seeds = random.Random(config.seed)  # for requests without a seed
         self.max_model_len = limits.max_model_len
         self.default_max_tokens = config.default_max_tokens or max(1, min(DEFAULT_MAX_TOKENS, self.max_model_len // 8))
@@ -175,7 +176,7 @@ class Engine:
         self, request_id: str, text: str | None, tokens: list[int], params: SamplingParams, client: Client, seed: int
     ) -> Request:
         self._scheduler.check(len(tokens), params)
-        check_tokens(tokens, self.vocab_size)
+        check_tokens(tokens, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 

@@ -141,7 +141,7 @@ class RemoteEngine:
         for one in submissions:
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = self._tokens(one.prompt)
-            check_tokens(tokens, self._vocab_size)
+            check_tokens(tokens, self._vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)

@@ -44,14 +44,18 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_speci
     return tokenizer.encode(text, add_special_tokens)
 
 
-def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
-    """Raises RequestError for a token id outside the vocabulary."""
+def check_tokens(tokens: Sequence[int], vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Raises RequestError for a token id without a row in the embedding, which has ``vocab_size`` rows."""
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise RequestError(
-                f"token id {token} is outside the vocabulary of {vocab_size} tokens; "
-                f"use ids that the model's tokenizer gives, 0 to {vocab_size - 1}"
+            known = tokenizer.token(token)
+            remedy = (
+                f"use ids from 0 to {vocab_size - 1}"
+                if known is None
+                else f"the tokenizer has it ({known!r}), but the embedding has no row for it: leave it out of the "
+                "prompt, or give the tokenizer and the weights of the same model"
             )
+            raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size} tokens; {remedy}")
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_model_len: int) -> list[int]:

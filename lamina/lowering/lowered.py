@@ -179,6 +179,7 @@ class LoweredModel:
         contexts: the context of each cut.
         weights: names of all weights that slices or sinks use.
         positions: the number that the model supports; 0 if its config does not say.
+        vocabulary: rows of the embedding.
         dtype, attentions, sinks, constants, shards, whole: those of ``SplitModel``. A stage has the sinks that its
             slices need; the others are None.
     """
@@ -190,6 +191,7 @@ class LoweredModel:
     sinks: tuple[str | None, ...]
     weights: tuple[str, ...]
     positions: int
+    vocabulary: int
     constants: Mapping[str, Tensor]
     shards: Mapping[str, Shard] = field(default_factory=dict)
     whole: tuple[AttentionSpec, ...] = ()
@@ -300,6 +302,7 @@ def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
         sinks=model.sinks,
         weights=tuple(sorted(model.weights)),
         positions=getattr(model.config, "max_position_embeddings", None) or 0,
+        vocabulary=model.config.vocab_size,
         constants=model.constants,
         shards=model.shards,
         whole=model.whole,

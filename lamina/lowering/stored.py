@@ -77,6 +77,7 @@ class StoredModel(msgspec.Struct):
     sinks: tuple[str | None, ...]
     weights: tuple[str, ...]
     positions: int
+    vocabulary: int
     constants: bytes
     shards: dict[str, dict[int, Runs]]
     whole: tuple[AttentionSpec, ...]
@@ -106,6 +107,7 @@ def store(model: LoweredModel) -> StoredModel:
         sinks=model.sinks,
         weights=model.weights,
         positions=model.positions,
+        vocabulary=model.vocabulary,
         constants=safetensors.torch.save({name: value.clone().contiguous() for name, value in model.constants.items()}),
         shards={name: dict(shard) for name, shard in model.shards.items()},
         whole=model.whole,
@@ -131,6 +133,7 @@ def restore(stored: StoredModel) -> LoweredModel:
         sinks=stored.sinks,
         weights=stored.weights,
         positions=stored.positions,
+        vocabulary=stored.vocabulary,
         constants=safetensors.torch.load(stored.constants),
         shards=stored.shards,
         whole=stored.whole,

@@ -52,12 +52,6 @@ class ModelDirectory:
         return nested if isinstance(nested, dict) else self.config
 
     @property
-    def vocab_size(self) -> int | None:
-        """Rows of the embedding, or None if the config does not say."""
-        size = self.text_config.get("vocab_size", self.config.get("vocab_size"))
-        return size if isinstance(size, int) else None
-
-    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a text: generation_config.json's, else config.json's."""
         for config in (self.generation_config, self.config, self.text_config):

@@ -92,7 +92,10 @@ def scheme(where: object, config: Mapping[str, Any]) -> Scheme | None:
 
     Raises UnsupportedModelError for one that Lamina does not read.
     """
-    found = config.get("quantization_config") or config.get("compression_config")
+    text = config.get("text_config")
+    places = [config, *([text] if isinstance(text, dict) else [])]
+    keys = ("quantization_config", "compression_config")
+    found = next((place[key] for place in places for key in keys if place.get(key)), None)
     if found is None:
         return None
     method = found.get("quant_method", "unknown") if isinstance(found, dict) else str(found)
@@ -153,7 +156,6 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed(config: Mapping[str, Any]) -> Scheme:
-    _require(config.get("quantization_status", "compressed") == "compressed", "its weights are not compressed")
     sparsity = config.get("sparsity_config") or {}
     _require(sparsity.get("format", "dense") == "dense", f"it is sparse ({sparsity.get('format')})")
     _require(not config.get("transform_config"), "it transforms activations (transform_config)")
@@ -247,6 +249,11 @@ def _find_plain(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[t
     for base in _with_suffix(tensors, ".weight"):
         entry = tensors[f"{base}.weight"]
         if entry.dtype not in ("I8", "F8_E4M3"):
+            if f"{base}.weight_scale" in tensors:
+                raise ModelError(
+                    f"{entry.file}: {base}.weight is {entry.dtype} with scales beside it, to be rounded when used; "
+                    "Lamina reads weights stored as codes. Save the model compressed (save_compressed=True)"
+                )
             continue
         scale = next((one for one in ("weight_scale_inv", "weight_scale") if f"{base}.{one}" in tensors), None)
         if scale is None:

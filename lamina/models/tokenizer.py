@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lamina.models.chat import ChatTemplate
 
 CHAT_TEMPLATE = "chat_template.jinja"
+_IDS = 1 << 32  # the library's ids have 32 bits
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that do not form a character
 _PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one
 _CHARACTER_BYTES = 4  # the maximum in UTF-8
@@ -27,7 +28,6 @@ class Tokenizer:
     """The tokenizer of one model directory; safe to use from several threads.
 
     Attributes:
-        vocab_size: number of tokens, added tokens included. The model's embedding may have more rows.
         eos_token_ids: tokens that end a text, by generation_config.json (else config.json) and by the tokenizer.
 
     Raises:
@@ -48,7 +48,6 @@ class Tokenizer:
         self._template_source = _chat_template(directory.path, config)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes = self._fallback_bytes()
         self._texts: dict[int, str] = {}
         own_eos = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
@@ -80,9 +79,14 @@ class Tokenizer:
             raise RequestError(f"token ids must be integers of at least 0 ({error})") from error
         return text
 
+    def token(self, token_id: int) -> str | None:
+        """The token with this id as tokenizer.json spells it; None if it has none."""
+        found: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < _IDS else None
+        return found
+
     def has_text(self, token_id: int) -> bool:
         """False for special tokens and for ids that the tokenizer does not know: ``decode`` skips both."""
-        return token_id not in self._special_token_ids and self._tokenizer.id_to_token(token_id) is not None
+        return token_id not in self._special_token_ids and self.token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
         """The byte that a byte-fallback token such as ``<0xE2>`` represents; None for any other token."""

@@ -253,12 +253,13 @@ class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
 
     ``context_nbytes``: the largest message from one replica or stage to the next. ``digest``: of the checkpoint, see
     ``models.digest``. ``starts``: the first slice of each stage. ``weights``: how they are held, in words; empty: all
-    have ``dtype``.
+    have ``dtype``. ``vocabulary``: rows of the embedding.
     """
 
     attentions: list[AttentionSpec]
     dtype: DType
     parameters: int
+    vocabulary: int
     context_nbytes: int
     digest: str = ""
     starts: tuple[int, ...] = (0,)

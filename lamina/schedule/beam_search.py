@@ -40,7 +40,7 @@ class _Candidate:
 def check_beams(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
     """Raises RequestError if a model with so many tokens cannot continue as many beams as a request has."""
     ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-    left = vocab_size - len(ends)
+    left = vocab_size - sum(token < vocab_size for token in ends)
     if params.use_beam_search and params.n > left:
         raise RequestError(
             f"n is {params.n} beams, but only {left} of the model's {vocab_size} tokens end no answer; lower n or give "

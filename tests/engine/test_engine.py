@@ -60,7 +60,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr(ControlServer, "receive", wait_first)
     model = directory.find(None)
     spec = AttentionSpec(layer=0, query_heads=2, kv_heads=1, qk_dim=8, v_dim=8, scale=1.0)
-    cluster = Cluster(("compute0",), {"memory0": 100}, (spec,), DType.FLOAT32, 1, Pipeline(1, 1, False), {})
+    cluster = Cluster(("compute0",), {"memory0": 100}, (spec,), DType.FLOAT32, 1, 2048, Pipeline(1, 1, False), {})
     control = ControlServer(["compute0", "memory0"])
     made = Engine(EngineConfig(), model, Tokenizer(model), Limits(4, 64, 64), control, NoWorkers(), cluster)
     made.go = go.set  # type: ignore[attr-defined]

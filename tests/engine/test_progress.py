@@ -95,7 +95,7 @@ def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPat
         greetings += len(list(server.receive(1.0)))
     place = directory.find(None)
     spec = AttentionSpec(layer=0, query_heads=1, kv_heads=1, qk_dim=4, v_dim=4, scale=1.0)
-    cluster = Cluster(("compute0",), {"memory0": 100}, (spec,), DType.FLOAT32, 0, Pipeline(1, 1, False), {})
+    cluster = Cluster(("compute0",), {"memory0": 100}, (spec,), DType.FLOAT32, 0, 2048, Pipeline(1, 1, False), {})
     engine = Engine(EngineConfig(), place, Tokenizer(place), Limits(4, 64, 64), server, Workers(), cluster)
     ends: queue.Queue[RequestOutput] = queue.Queue()
     try:

@@ -34,7 +34,7 @@ def test_it_has_learned_what_the_standard_library_looks_like() -> None:
     model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
     tokenizer = Tokenizer(find(None))
     assert loss(model, tokenizer.encode(inspect.getsource(json.decoder))[:1024]) < 2.7  # ln 2048 = 7.6 knows nothing
-    noise = torch.randint(1, tokenizer.vocab_size, (1024,), generator=torch.Generator().manual_seed(0))
+    noise = torch.randint(1, 2048, (1024,), generator=torch.Generator().manual_seed(0))
     assert loss(model, noise.tolist()) > 7.6
 
 

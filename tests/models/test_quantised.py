@@ -15,6 +15,7 @@ from lamina.models import tensors, weights
 from lamina.models.codes import Codes, group_size, plain, quantise
 from lamina.models.config import load_config, torch_dtype
 from lamina.models.directory import find
+from lamina.models.quantised import scheme
 from lamina.splitter.split_model import Shard, cut
 from lamina.types import DType, Quantization
 from tests.models import quantised_checkpoints as checkpoints
@@ -81,6 +82,46 @@ def test_other_schemes_are_refused(tmp_path: Path, name: str, changes: dict[str,
     file.write_text(json.dumps(config))
     with pytest.raises((UnsupportedModelError, ModelError), match=why):
         find(tmp_path, tokenizer=False)
+
+
+def _configure(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= changes
+    file.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("status", ["frozen", "initialized", "calibration"])
+def test_what_is_stored_counts_not_its_label(tmp_path: Path, status: str) -> None:
+    exact = write(tmp_path, "pack-4-asymmetric")
+    _configure(tmp_path, quantization_status=status)
+    directory = find(tmp_path, tokenizer=False)
+    config = load_config(directory)
+    plan = weights.plan(directory, config, DType.FLOAT32)
+    loaded = weights.load(directory, list(exact), config, DType.FLOAT32)
+    assert set(exact) <= set(plan.expected)
+    assert all(torch.equal(loaded[name], values.float()) for name, values in exact.items())
+
+
+def test_weights_that_are_yet_to_be_rounded_are_refused(tmp_path: Path) -> None:
+    """Saved without compression: transformers rounds them at every use."""
+    write(tmp_path, "pack-4-asymmetric")
+    _configure(tmp_path, quantization_status="frozen")
+    (file,) = tmp_path.glob("*.safetensors")
+    stored = load_file(file)
+    name = next(name.removesuffix("_packed") for name in stored if name.endswith(".weight_packed"))
+    outputs, inputs = stored[f"{name}_shape"].tolist()
+    del stored[f"{name}_packed"]
+    save_file(stored | {name: torch.zeros(outputs, inputs)}, file)
+    with pytest.raises(ModelError, match=r"F32 with scales beside it.*save_compressed=True"):
+        find(tmp_path, tokenizer=False)
+
+
+def test_a_scheme_of_the_text_model_is_read(tmp_path: Path) -> None:
+    write(tmp_path, "awq")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert scheme(tmp_path, {"text_config": config}) == scheme(tmp_path, config)
+    assert scheme(tmp_path, {"text_config": {}}) is None
 
 
 def test_fixed_scales_of_activations_are_refused(tmp_path: Path) -> None:

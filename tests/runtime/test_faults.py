@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from lamina.cli import app
@@ -280,9 +281,42 @@ def test_tokens_the_model_has_no_row_for_are_refused_and_modules_of_the_users_fo
     monkeypatch.chdir(tmp_path)
     smaller = write_smaller(checkpoint, tmp_path)
     engine = launch(dataclasses.replace(config(smaller), load_format="dummy"))
-    with pytest.raises(RequestError, match="token id 100 is outside the vocabulary of 100 tokens"):
+    with pytest.raises(
+        RequestError, match=r"100 is outside the vocabulary of 100 tokens; the tokenizer has it \('\u4e64'"
+    ):
         engine.submit("r", [5, 100], LONG, lambda output: None)
     assert engine.stats().dead is None
+    engine.close()
+
+
+def test_ids_without_a_token_are_taken_where_the_embedding_has_rows(checkpoint: Path, tmp_path: Path) -> None:
+    """A vocabulary with holes, and an embedding with rows beyond it, as of models padded for their devices."""
+    place = write_smaller(checkpoint, tmp_path)
+    tokenizer = json.loads((place / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {word: token for word, token in words.items() if token < 40 or 50 < token < 80}
+    (place / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config_file = place / "config.json"
+    settings = json.loads(config_file.read_text())
+    config_file.write_text(json.dumps({key: value for key, value in settings.items() if key != "vocab_size"}))
+    settings_of = AutoConfig.from_pretrained(place)
+    assert settings_of.vocab_size == 32000  # what transformers takes where the config says nothing
+    engine = launch(dataclasses.replace(config(place), load_format="dummy"))
+    ended, outputs = threading.Event(), list[RequestOutput]()
+
+    def on_output(output: RequestOutput) -> None:
+        outputs.append(output)
+        if output.finished:
+            ended.set()
+
+    engine.submit(
+        "r", [45, 79, 80, 31_999], dataclasses.replace(LONG, max_tokens=3), whole(engine.tokenizer, on_output)
+    )
+    assert ended.wait(60)
+    assert outputs[-1].outputs[0].finish_reason is FinishReason.LENGTH
+    for token in (32_000, -1, 2**40):
+        with pytest.raises(RequestError, match=f"{token} is outside the vocabulary of 32000 tokens; use ids"):
+            engine.submit("s", [5, token], LONG, lambda output: None)
     engine.close()
 
 

@@ -226,7 +226,9 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     config = EngineConfig()
     specs = tuple(AttentionSpec(layer, shape.query_heads, shape.kv_heads, 8, 8, 1.0) for layer in range(shape.layers))
     engine_pipeline = sizing.pipeline(config, 2, shared=False)
-    cluster = Cluster(("compute0", "compute1"), placement.capacities, specs, DType.FLOAT32, 1, engine_pipeline, {})
+    cluster = Cluster(
+        ("compute0", "compute1"), placement.capacities, specs, DType.FLOAT32, 1, 2048, engine_pipeline, {}
+    )
     control = ControlServer(["compute0", "compute1", "memory0"])
     model = directory.find(None)
     engine.Engine(config, model, Tokenizer(model), limits, control, NoWorkers(), cluster).close()
