@@ -107,7 +107,10 @@ def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[Pro
     params = body.sampling_params()
     tokenizer, limit = engine.tokenizer, engine.max_model_len
     prompts: list[Prompt] = [encode_prompt(tokenizer, p, limit) if isinstance(p, str) else p for p in body.prompt]
-    echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+    echo = []
+    if body.echo:
+        skip = params.skip_special_tokens
+        echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt]
     return body, prompts, params, echo
 
 

@@ -44,6 +44,7 @@ _SAMPLING = (
     "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "ignore_eos",
     "min_tokens",
     "cache_salt",
@@ -105,6 +106,7 @@ class GenerationRequest(BaseModel):
     ] = None
     stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids", MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None

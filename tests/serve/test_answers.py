@@ -80,6 +80,7 @@ def test_every_sampling_field_arrives(server: Running) -> None:
         "stop": ["x", "y"],
         "stop_token_ids": [3],
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "ignore_eos": True,
         "min_tokens": 2,
         "max_tokens": 9,
@@ -105,7 +106,7 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.tokens == WORDS
     assert logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.text_offset == [0, 4, 8]
-    assert logprobs.top_logprobs == [{word: -0.5, "\N{REPLACEMENT CHARACTER}": -9999.0} for word in WORDS]
+    assert logprobs.top_logprobs == [{word: -0.5, "": -9999.0} for word in WORDS]
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
@@ -117,7 +118,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert [entry.token for entry in logprobs.content] == WORDS
     assert logprobs.content[0].bytes == list(b" one")
     assert [top.logprob for top in logprobs.content[0].top_logprobs] == [-0.5, -9999.0]
-    assert logprobs.content[0].top_logprobs[1].bytes is None  # part of a character: its bytes are not known
+    assert (logprobs.content[0].top_logprobs[1].token, logprobs.content[0].top_logprobs[1].bytes) == ("", [0xE2, 0x82])
 
 
 def test_a_streamed_completion_is_the_whole_one_in_pieces(client: openai.OpenAI) -> None:
