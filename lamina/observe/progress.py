@@ -1,9 +1,10 @@
-"""Draws progress bars on standard error if it is a terminal."""
+"""Draws progress bars on standard error if it is a terminal, and in notebooks."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Self
 
 from rich.console import Console
@@ -23,14 +24,19 @@ from lamina.protocol.messages import LoadProgress
 REPORT_S = 30.0
 
 
+def _can_draw(console: Console) -> bool:
+    return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
+
+
 @contextmanager
 def loading_progress(console: Console | None = None) -> Iterator[OnProgress]:
     """One line per worker while it loads weights; yields the callback for ``launch``.
 
-    If standard error is not a terminal, prints every worker's progress in one line every ``REPORT_S`` seconds.
+    If standard error is neither a terminal nor a notebook, prints every worker's progress in one line every
+    ``REPORT_S`` seconds.
     """
     console = console or Console(stderr=True)
-    if not console.is_terminal:
+    if not _can_draw(console):
         with _reports(console) as on_progress:
             yield on_progress
         return
@@ -73,7 +79,7 @@ def counting_progress(description: str, total: int) -> Iterator[Callable[[int], 
     """A bar over ``total`` items; yields a function that sets how many are done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not _can_draw(console)) as progress:
         task = progress.add_task(description, total=total)
         yield lambda done: progress.update(task, completed=done)
 
@@ -91,7 +97,7 @@ class BatchProgress:
             TextColumn("{task.fields[rate]}"),
             console=console,
             transient=True,
-            disable=not (enabled and console.is_terminal),
+            disable=not (enabled and _can_draw(console)),
         )
         self._task = self._progress.add_task("Generating", total=requests, rate="")
         self._total = 0

@@ -1,7 +1,13 @@
 """Progress bars: what a terminal shows, and that nothing else shows anything."""
 
+import contextlib
+import importlib.machinery
 import io
+import sys
+import types
+from typing import Any
 
+import pytest
 from rich.console import Console
 
 from lamina.observe.progress import BatchProgress, loading_progress
@@ -41,3 +47,33 @@ def test_nothing_is_drawn_without_a_terminal_or_when_not_wanted() -> None:
     with loading_progress(shown) as show:
         show("compute0", LoadProgress("weights", 1, 2))
     assert written.getvalue() == ""
+
+
+def test_a_notebook_with_widgets_shows_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    class Output(contextlib.nullcontext[None]):
+        def clear_output(self, wait: bool) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    for name, content in (
+        ("IPython", {}),
+        ("IPython.display", {"display": shown.append}),
+        ("ipywidgets", {"Output": Output}),
+    ):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    with BatchProgress(2, enabled=True, console=Console(force_jupyter=True)) as progress:
+        progress.update(5, finished=True)
+    assert any("Generating" in getattr(each, "text", "") for each in shown)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setattr("lamina.observe.progress.find_spec", lambda name: None)
+    shown.clear()
+    with BatchProgress(2, enabled=True, console=Console(force_jupyter=True)) as progress:
+        progress.update(5, finished=True)
+    assert shown == []
