@@ -65,6 +65,7 @@ Quantization = Literal["none", "int8", "int4", "fp8"]
 """How a user names what weights of linear layers become when they are loaded: none leaves them as they are."""
 
 LoadFormat = Literal["auto", "dummy"]
+GenerationConfig = Literal["auto", "none"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
@@ -126,7 +127,7 @@ class AttentionSpec:
         return self.query_heads * self.qk_dim * dtype.itemsize
 
 
-class FinishReason(enum.Enum):
+class FinishReason(enum.StrEnum):
     """The one terminal state of a completion."""
 
     STOP = "stop"  # a stop string, a stop token or end of sequence
@@ -311,14 +312,14 @@ class Logprob:
     Attributes:
         rank: 1 for the most likely token.
         text: what the token adds to the text, empty while it leaves a character incomplete.
-        encoded: the token's bytes, which may be a part of a character in UTF-8.
+        bytes: the token in UTF-8, which may be a part of a character.
     """
 
     token_id: int
     logprob: float
     rank: int
     text: str = ""
-    encoded: bytes = b""
+    bytes: tuple[int, ...] = ()
 
 
 @dataclass

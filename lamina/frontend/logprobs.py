@@ -1,9 +1,8 @@
 """Names the tokens of logprobs: the text and the bytes that they have where they stand."""
 
-import codecs
 from typing import NamedTuple
 
-from lamina.models.tokenizer import Tokenizer
+from lamina.models.tokenizer import Tokenizer, complete_text
 from lamina.protocol.logprobs import drawn_token, unpack
 from lamina.types import Logprob
 
@@ -29,25 +28,16 @@ def named(position: Position, tokenizer: Tokenizer) -> list[Logprob]:
     written out although the completion leaves them out. Of a character that several tokens make up, the last one has
     the text, and each has its bytes.
     """
-    drawn = drawn_token(position.packed)
+    drawn, pending = drawn_token(position.packed), position.pending
 
-    def name(token: int) -> tuple[str, bytes]:
+    def name(token: int) -> tuple[str, tuple[int, ...]]:
+        if token in tokenizer.special_texts or (token != drawn and not pending):
+            return tokenizer.token_text(token)
         encoded = tokenizer.token_bytes(token)
-        if (special := tokenizer.special_texts.get(token)) is not None:
-            return special, encoded
-        text, rest = _decode(position.pending + encoded)
+        text, rest = complete_text(pending + encoded)
         if token != drawn:
-            return text, encoded
+            return text, tuple(encoded)
         # A decoder strips the space at the beginning of a text.
-        return position.text, encoded if position.pending or rest else position.text.encode()
+        return position.text, tuple(encoded if pending or rest else position.text.encode())
 
     return unpack(position.packed, name)
-
-
-def _decode(encoded: bytes) -> tuple[str, bytes]:
-    """The text of ``encoded``, and the bytes of an incomplete character at its end."""
-    try:
-        return encoded.decode(), b""
-    except UnicodeDecodeError:
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        return decoder.decode(encoded), decoder.getstate()[0]

@@ -57,6 +57,7 @@ class Tokenizer:
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._bytes = self._fallback_bytes()
+        self._texts: dict[int, tuple[str, tuple[int, ...]]] = {}
         self._encoded: dict[int, bytes] = {token_id: token.content.encode() for token_id, token in added.items()}
         own_eos = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         self.eos_token_ids = directory.eos_token_ids | ({own_eos} if own_eos is not None else set())
@@ -102,6 +103,14 @@ class Tokenizer:
             encoded = self._encoded[token_id] = self._bytes_of(token_id)
         return encoded
 
+    def token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        """Text and bytes of one token inside a text, without an incomplete character in the text; cached."""
+        found = self._texts.get(token_id)
+        if found is None:
+            encoded = self.token_bytes(token_id)
+            found = self._texts[token_id] = complete_text(encoded)[0], tuple(encoded)
+        return found
+
     def _bytes_of(self, token_id: int) -> bytes:
         if (byte := self._bytes.get(token_id)) is not None:
             return bytes([byte])
@@ -135,13 +144,18 @@ class Tokenizer:
         ids = {byte: self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         return {token: byte for byte, token in ids.items() if token is not None}
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
 
         Raises:
-            RequestError: the template is invalid, a message is malformed, or the template rejects it.
+            RequestError: the template is invalid or uses no tools, a message is malformed, or the template rejects it.
         """
-        return self._chat_template.render(messages, add_generation_prompt)
+        return self._chat_template.render(messages, add_generation_prompt, tools)
 
     @cached_property
     def most_bytes_per_token(self) -> int | None:
@@ -179,6 +193,7 @@ class IncrementalDetokenizer:
         self._window = tokenizer.context(prompt_token_ids)
         self._context = 0  # leading tokens of the window whose text had been returned when the window last moved
         text = self._window_text()
+        self._held = text.endswith(_REPLACEMENT)  # an incomplete character at the end of the window
         self._sent = len(text.removesuffix(_REPLACEMENT))  # characters of the window's text that have been returned
         bytes_ = itertools.takewhile(lambda token: tokenizer.byte_of(token) is not None, reversed(self._window))
         for token in reversed(list(bytes_)):
@@ -191,11 +206,9 @@ class IncrementalDetokenizer:
     @property
     def pending(self) -> bytes:
         """The bytes of an incomplete character, which later tokens may complete."""
-        if self._run.pending or not (self._window and self._window_text().endswith(_REPLACEMENT)):
+        if not self._held:
             return self._run.pending
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(b"".join(map(self._tokenizer.token_bytes, self._window)))
-        return decoder.getstate()[0]
+        return complete_text(b"".join(map(self._tokenizer.token_bytes, self._window)))[1]
 
     def flush(self) -> str:
         """The rest of the text: replacement characters for the bytes of an incomplete character."""
@@ -215,16 +228,16 @@ class IncrementalDetokenizer:
         if byte is None:
             return self._run.end() + self._decode(token)
         self._window, self._context = [token], 1  # an ordinary token that follows is not at the beginning of the text
-        self._sent = len(self._window_text())
+        self._sent, self._held = len(self._window_text()), False
         return self._run.append(byte)
 
     def _decode(self, token: int) -> str:
         self._window.append(token)
         text = self._window_text()
-        held = text.endswith(_REPLACEMENT)  # one for an incomplete character; the text before it is final
-        complete = text[:-1] if held else text
+        self._held = text.endswith(_REPLACEMENT)  # one for an incomplete character; the text before it is final
+        complete = text[:-1] if self._held else text
         new = complete[self._sent :]
-        if held:
+        if self._held:
             self._sent = max(self._sent, len(complete))
             if len(self._window) - self._context > 2 * _CHARACTER_BYTES:
                 self._cut_window()
@@ -275,6 +288,15 @@ class _ByteRun:
         text = _REPLACEMENT * len(self.pending)
         self.pending, self._broken = b"", False
         return text
+
+
+def complete_text(encoded: bytes) -> tuple[str, bytes]:
+    """The text of ``encoded``, and the bytes of an incomplete character at its end."""
+    try:
+        return encoded.decode(), b""
+    except UnicodeDecodeError:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(encoded), decoder.getstate()[0]
 
 
 def check_unicode(text: str) -> int:

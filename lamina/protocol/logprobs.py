@@ -30,7 +30,7 @@ def pack_rows(
     return [row.tobytes() for row in rows]
 
 
-def unpack(packed: bytes, name: Callable[[int], tuple[str, bytes]] = lambda token: ("", b"")) -> list[Logprob]:
+def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = lambda token: ("", ())) -> list[Logprob]:
     """The entries, with the text and the bytes that ``name`` gives for their tokens."""
     count = (len(packed) - 4) // 8
     rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)

@@ -164,7 +164,7 @@ def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Body:
 
 
 def _chat_logprob(entry: Logprob) -> Body:
-    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.encoded)}
+    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.bytes)}
 
 
 def _finite(logprob: float) -> float:

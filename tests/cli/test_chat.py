@@ -14,7 +14,7 @@ from lamina.types import CompletionOutput, RequestOutput, SamplingParams
 class FakeTokenizer:
     most_bytes_per_token = None
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], tools: object = None) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

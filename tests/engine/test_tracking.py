@@ -117,9 +117,9 @@ def test_packed_logprobs_come_out_as_they_went_in(entries: list[tuple[int, float
     given = [Logprob(9, -2.0, rank), *(Logprob(token, value, n) for n, (token, value) in enumerate(entries, 1))]
     packed = pack(given)
     assert len(packed) == 4 + 8 * len(given)
-    back = unpack(packed, lambda token: (str(token), bytes([token % 256])))
+    back = unpack(packed, lambda token: (str(token), (token % 256,)))
     assert [(e.token_id, e.logprob, e.rank) for e in back] == [(e.token_id, e.logprob, e.rank) for e in given]
-    assert all((e.text, e.encoded) == (str(e.token_id), bytes([e.token_id % 256])) for e in back)
+    assert all((e.text, e.bytes) == (str(e.token_id), (e.token_id % 256,)) for e in back)
     assert drawn_token(packed) == 9
     assert unpack(pack([])) == []
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -247,6 +248,20 @@ def test_chat_template_renders_as_transformers(tmp_path: Path, template: str, ad
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert Tokenizer(directory).apply_chat_template(MESSAGES, add_generation_prompt) == expected
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+]
+
+
+def test_tools_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    directory = save(tmp_path, byte_level(), chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (TOOLS, None, []):
+        expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert Tokenizer(directory).apply_chat_template(MESSAGES, tools=tools) == expected
 
 
 def test_bundled_chat_template_renders_as_transformers(ours: dict[str, Tokenizer]) -> None:

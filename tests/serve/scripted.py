@@ -12,6 +12,7 @@ from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, Scalin
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.frontend.logprobs import Position
+from lamina.models.tokenizer import complete_text
 from lamina.protocol.choice import Choice, Transport
 from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, Request, SamplingParams
@@ -36,7 +37,11 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return [*(word.encode() for word in WORDS), b"\xe2\x82"][token_id]
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+    def token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        encoded = self.token_bytes(token_id)
+        return complete_text(encoded)[0], tuple(encoded)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: object = None) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
 
@@ -45,7 +50,7 @@ class FakeEngine:
 
     model_name = "fake"
     max_model_len = 100
-    default_max_tokens = 12
+    sampling_defaults: ClassVar[dict[str, int | float]] = {}
     tokenizer = FakeTokenizer()
 
     def __init__(self) -> None:
