@@ -20,14 +20,15 @@ HELP = "/clear starts a new conversation, /exit quits; Ctrl-C stops an answer."
 def chat(
     config: EngineConfig,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = 1.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum tokens per answer. Default: the model's, or the rest of its context.")
+    ] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
 ) -> None:
     """Talk to a model. Reads one message per line; /exit or end of input quits."""
-    params = options.sampling_params(max_tokens, temperature, top_p, seed)
-    options.check_model(config)
+    params = options.sampling_params(config, max_tokens, temperature, top_p, seed)
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 
