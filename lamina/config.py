@@ -16,6 +16,7 @@ from lamina.types import (
     Balance,
     DType,
     DTypeName,
+    GenerationConfig,
     KvCacheDType,
     LoadFormat,
     Partition,
@@ -24,8 +25,6 @@ from lamina.types import (
     Quantization,
     TransportName,
 )
-
-DEFAULT_MAX_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,13 @@ class EngineConfig:
             ge=2,
         ),
     ] = None
-    default_max_tokens: Annotated[
-        int | None,
+    generation_config: Annotated[
+        GenerationConfig,
         Meaning(
-            "Longest answer to a chat that gives no max_tokens. "
-            f"Default: {DEFAULT_MAX_TOKENS}, or an eighth of max_model_len if that is less.",
-            unit="tokens",
-            ge=1,
+            "Sampling defaults of requests that give none: auto takes temperature, top_p, top_k, min_p, "
+            "repetition_penalty and max_new_tokens from the model's generation_config.json, none takes nothing from it."
         ),
-    ] = None
+    ] = "auto"
     max_num_seqs: Annotated[int, Meaning("Most sequences that decode at once.", unit="sequences per replica", ge=1)] = (
         256
     )

@@ -25,6 +25,7 @@ from lamina.config import EngineConfig, check_writable
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.errors import ConfigError
+from lamina.frontend.defaults import sampling_defaults
 from lamina.models import directory
 from lamina.models.digest import checkpoint_digest
 from lamina.models.directory import ModelDirectory
@@ -109,6 +110,7 @@ def launch(
             "file to the other machines, or set LAMINA_SECRET"
         )
     tokenizer = Tokenizer(model)
+    sampling_defaults(model, config.generation_config)  # raises before anything is started
     receivers = [] if on_trace is None else [on_trace]
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))

@@ -9,17 +9,18 @@
             print(output.prompt, output.outputs[0].text)
 """
 
+import dataclasses
 import logging
 import uuid
 import weakref
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from typing import Self, cast
+from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
+from typing import Any, Self, cast
 
 from lamina.config import EngineConfig
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.engine.updates import Whole
 from lamina.errors import RequestError
-from lamina.frontend.prompts import Message, Prompt, as_prompts, chat_prompt
+from lamina.frontend.prompts import Message, Prompt, as_prompts, chat_prompt, plain_prompts
 from lamina.launch import launch
 from lamina.models.tokenizer import Tokenizer
 from lamina.observe.progress import BatchProgress, loading_progress
@@ -27,6 +28,12 @@ from lamina.settings import keywords_of
 from lamina.types import RequestOutput, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+Params = SamplingParams | Mapping[str, Any]
+"""Sampling parameters, or some of them by name."""
+
+Prompts = str | Iterable[str] | Iterable[int] | Iterable[Iterable[int]]
+"""A text, token ids, or any number of either."""
 
 PART = 8192
 """Prompts submitted together: a longer list must not take all places of the engine."""
@@ -50,6 +57,10 @@ class Lamina:
     def __init__(self, config: EngineConfig) -> None:
         self._start(config)
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of ``generate`` without ``sampling_params``: those of the model's generation_config.json."""
+        return _params_of(None, 1, self.engine.sampling_defaults)[0]
+
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
         """As the constructor, with settings that are already a config."""
@@ -64,15 +75,17 @@ class Lamina:
 
     def generate(
         self,
-        prompts: str | list[int] | Sequence[str] | Sequence[list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Complete all prompts, texts or token ids, and return when the last has ended.
 
         Args:
-            sampling_params: one for all prompts or one per prompt; None is ``SamplingParams()``.
-            use_tqdm: show a progress bar if standard error is a terminal.
+            prompts: one or any number of them, also from a generator; token ids may be NumPy arrays.
+            sampling_params: one for all prompts or one per prompt. In a dict, what is missing has the model's default,
+                as with None; a ``SamplingParams`` is taken as it is.
+            use_tqdm: show a progress bar, in a terminal or a notebook (which needs ipywidgets).
 
         Returns:
             One output per prompt, in the order of the prompts. ``error`` of an output says why the runtime could
@@ -83,8 +96,8 @@ class Lamina:
                 of ``PART`` if there are more.
             EngineDeadError: the engine has stopped.
         """
-        wanted = as_prompts(prompts)
-        params = _params_of(sampling_params, len(wanted))
+        wanted = _prompts_of(prompts)
+        params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [Whole(self.tokenizer) for _ in wanted]
         with BatchProgress(len(wanted), enabled=use_tqdm) as progress:
             for part in _parts(len(wanted)):
@@ -97,44 +110,50 @@ class Lamina:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         use_tqdm: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's chat template; otherwise as :meth:`generate`.
 
-        Without ``sampling_params`` an answer has at most ``default_max_tokens`` tokens.
+        Without a limit from ``sampling_params`` or the model, an answer may take the rest of the context.
+
+        Args:
+            tools: functions that the model may call, as OpenAI's API takes them. Calls come as text, in the model's
+                own form.
 
         Raises:
-            RequestError: also when the model has no chat template or the template refuses the messages.
+            RequestError: also when the template refuses the messages, or uses no tools.
         """
-        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
-            chat_prompt(self.tokenizer, cast(Sequence[Message], turns), self.engine.max_model_len)
+            chat_prompt(self.tokenizer, cast(Sequence[Message], turns), self.engine.max_model_len, tools)
             for turns in conversations
         ]
-        if sampling_params is None:
-            sampling_params = SamplingParams(max_tokens=self.engine.default_max_tokens)
-        return self.generate(prompts, sampling_params, use_tqdm)
+        defaults: dict[str, Any] = {"max_tokens": None, **self.engine.sampling_defaults}
+        return self.generate(prompts, _params_of(sampling_params, len(prompts), defaults), use_tqdm)
 
     def stream(
-        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+        self, prompt: str | Iterable[int], sampling_params: Params | None = None
     ) -> Generator[RequestOutput, None, None]:
         """Yield the growing output of one prompt; each holds the whole text so far.
 
         Closing the iterator early cancels the request. Errors as :meth:`generate`, raised by the first ``next``.
         """
-        with Outputs(self.engine, _new_id(), [_one(prompt)], _params_of(sampling_params, 1)) as outputs:
+        params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
+        with Outputs(self.engine, _new_id(), [_one(prompt)], params) as outputs:
             whole = Whole(self.tokenizer)
             for _, update in outputs:
                 whole.add(update)
                 yield whole.output()
 
     def stream_batch(
-        self, prompts: Sequence[str] | Sequence[list[int]], sampling_params: SamplingParams | None = None
+        self, prompts: Prompts, sampling_params: Params | None = None
     ) -> Generator[tuple[int, RequestOutput], None, None]:
         """As :meth:`stream`, for several prompts that run together: yields (index of the prompt, its output so far)."""
-        wanted = as_prompts(prompts)
-        params = _params_of(sampling_params, len(wanted))
+        wanted = _prompts_of(prompts)
+        params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [Whole(self.tokenizer) for _ in wanted]
         for part in _parts(len(wanted)):
             with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
@@ -145,12 +164,12 @@ class Lamina:
 
     async def generate_async(
         self,
-        prompts: str | list[int] | Sequence[str] | Sequence[list[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: Params | Sequence[Params] | None = None,
     ) -> list[RequestOutput]:
         """As :meth:`generate`, for an event loop; cancelling the task cancels the requests."""
-        wanted = as_prompts(prompts)
-        params = _params_of(sampling_params, len(wanted))
+        wanted = _prompts_of(prompts)
+        params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [Whole(self.tokenizer) for _ in wanted]
         for part in _parts(len(wanted)):
             async with await AsyncOutputs.submit(self.engine, _new_id(), wanted[part], params[part]) as outputs:
@@ -159,10 +178,10 @@ class Lamina:
         return _outputs(wholes)
 
     async def stream_async(
-        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+        self, prompt: str | Iterable[int], sampling_params: Params | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
         """As :meth:`stream`, for an event loop; closing the iterator or cancelling the task cancels the request."""
-        params = _params_of(sampling_params, 1)
+        params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
         async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:
             whole = Whole(self.tokenizer)
             async for _, update in outputs:
@@ -203,19 +222,43 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _one(prompt: str | list[int]) -> Prompt:
-    prompts = as_prompts(prompt)
-    if prompts[0] is not prompt:
+def _prompts_of(given: Prompts) -> list[Prompt]:
+    plain = plain_prompts(given)
+    return as_prompts(plain) if plain != [] else []
+
+
+def _one(given: str | Iterable[int]) -> Prompt:
+    plain = plain_prompts(given)
+    prompts = as_prompts(plain)
+    if prompts != [plain]:
         raise RequestError("stream takes one prompt, a text or a list of token ids; use generate for several")
     return prompts[0]
 
 
-def _params_of(given: SamplingParams | Sequence[SamplingParams] | None, prompts: int) -> list[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * prompts
+def _params_of(
+    given: Params | Sequence[Params] | None, prompts: int, defaults: Mapping[str, Any]
+) -> list[SamplingParams]:
+    """The parameters of each prompt; what a dict lacks has its default."""
+    if given is None or isinstance(given, SamplingParams | Mapping):
+        return [_filled(given or {}, defaults)] * prompts
     if len(given) != prompts:
         raise RequestError(f"{len(given)} sampling_params for {prompts} prompts; give one for all or one per prompt")
-    return list(given)
+    return [_filled(each, defaults) for each in given]
+
+
+def _filled(given: Params, defaults: Mapping[str, Any]) -> SamplingParams:
+    if isinstance(given, SamplingParams):
+        return given
+    known = [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in given:
+        if name not in known:
+            raise RequestError(f"sampling_params has no field {name!r}; its fields are {', '.join(known)}")
+    # Beam search has no use for parameters of sampling.
+    used = {name: value for name, value in defaults.items() if name == "max_tokens" or not given.get("use_beam_search")}
+    try:
+        return SamplingParams(**{**used, **given})
+    except ValueError as error:
+        raise RequestError(str(error)) from error
 
 
 def _parts(prompts: int) -> list[slice]:

@@ -180,11 +180,16 @@ def keywords_of(
 ) -> Callable[[Callable[[Self, Config], None]], Callable[Concatenate[Self, P], None]]:
     """Turn ``__init__(self, config)`` into one that takes the settings of ``config``, a dataclass, as arguments.
 
+    It raises ConfigError, with the nearest name, for an argument that is no setting.
+
     Type checkers and editors see the parameters of the dataclass; ``__signature__`` and ``__doc__`` have them too.
     """
 
     def decorate(init: Callable[[Self, Config], None]) -> Callable[Concatenate[Self, P], None]:
         def with_keywords(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            for name in kwargs:
+                if name not in known:
+                    raise ConfigError(f"there is no setting {name!r}; {_nearest(name, known)}")
             init(self, config(*args, **kwargs))
 
         known = {setting.name: setting for setting in settings(cast(type[Any], config))}

@@ -65,6 +65,7 @@ Quantization = Literal["none", "int8", "int4", "fp8"]
 """How a user names what weights of linear layers become when they are loaded: none leaves them as they are."""
 
 LoadFormat = Literal["auto", "dummy"]
+GenerationConfig = Literal["auto", "none"]
 Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
@@ -126,7 +127,7 @@ class AttentionSpec:
         return self.query_heads * self.qk_dim * dtype.itemsize
 
 
-class FinishReason(enum.Enum):
+class FinishReason(enum.StrEnum):
     """The one terminal state of a completion."""
 
     STOP = "stop"  # a stop string, a stop token or end of sequence
@@ -168,6 +169,8 @@ class SamplingParams:
         stop: strings that end a completion, at most 32 of at most 128 characters; include_stop_str_in_output keeps them
             in the text.
         stop_token_ids: tokens that end a completion, at most 256.
+        skip_special_tokens: leave special tokens out of the text. A stop string that contains the text of one ends a
+            completion either way.
         ignore_eos: do not stop at the model's end of sequence.
         max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
         min_tokens: no end of sequence or stop token before this many tokens.
@@ -197,6 +200,7 @@ class SamplingParams:
     stop: str | list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -303,12 +307,19 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Logprob:
-    """Natural-log probability of one token at one position; rank 1 is the most likely token."""
+    """Natural-log probability of one token at one position.
+
+    Attributes:
+        rank: 1 for the most likely token.
+        text: what the token adds to the text, empty while it leaves a character incomplete.
+        bytes: the token in UTF-8, which may be a part of a character.
+    """
 
     token_id: int
     logprob: float
     rank: int
     text: str = ""
+    bytes: tuple[int, ...] = ()
 
 
 @dataclass

@@ -1,17 +1,21 @@
 """The SDK over real workers and the bundled model."""
 
 import asyncio
+import dataclasses
 import itertools
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -26,6 +30,10 @@ from lamina import (
     SamplingParams,
 )
 from lamina.engine.updates import whole
+from lamina.frontend.defaults import sampling_defaults
+from lamina.models.directory import BUNDLED, find
+from lamina.models.tokenizer import Tokenizer
+from lamina.serve.engine import describe
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
@@ -40,7 +48,7 @@ def lamina() -> Iterator[Lamina]:
         yield runtime
 
 
-def tokens(outputs: list) -> list[list[int]]:
+def tokens(outputs: Iterable[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -174,13 +182,11 @@ def test_chat_goes_through_the_model_s_template(lamina: Lamina) -> None:
     assert tokens(lamina.chat([turns, turns], GREEDY)) == tokens([answer, answer])
 
 
-def test_chats_without_a_limit_leave_room_for_each_other(lamina: Lamina) -> None:
-    """An eighth of the context is the most that one asks for: all decode at once in 2 x 8,192 slots."""
-    assert lamina.engine.default_max_tokens == 1024 // 8
+def test_chats_without_a_limit_run_beside_each_other(lamina: Lamina) -> None:
+    """Each may take the rest of the context, so that together they ask for four times the 2 x 8,192 slots."""
     slots = sum(worker.capacity for worker in lamina.engine.stats().memory.values())
     prompt = lamina.tokenizer.apply_chat_template([{"role": "user", "content": "sort a list"}])
-    needed = 64 * (len(lamina.tokenizer.encode(prompt)) + 1024 // 8)
-    assert needed <= slots < 64 * 1024
+    assert slots < 64 * 1024
     most = 0
 
     def note(output: RequestOutput) -> None:
@@ -190,19 +196,104 @@ def test_chats_without_a_limit_leave_room_for_each_other(lamina: Lamina) -> None
             lamina.engine.abort(output.request_id)
 
     for number in range(64):
-        params = SamplingParams(max_tokens=lamina.engine.default_max_tokens, ignore_eos=True)
+        params = SamplingParams(max_tokens=None, ignore_eos=True)
         lamina.engine.submit(f"chat-{number}", prompt, params, whole(lamina.tokenizer, note))
     assert_idle(lamina)
     assert most == 64
-    (answer,) = lamina.chat([{"role": "user", "content": "sort a list"}])
-    assert answer.outputs[0].finish_reason is FinishReason.STOP or len(answer.outputs[0].token_ids) == 128
+    (answer,) = lamina.chat([{"role": "user", "content": "sort a list"}], {"ignore_eos": True})
+    assert len(answer.prompt_token_ids) + len(answer.outputs[0].token_ids) == lamina.engine.max_model_len
+
+
+def test_parameters_may_be_dicts(lamina: Lamina) -> None:
+    given = {"temperature": 0.0, "max_tokens": 12}
+    expected = tokens(lamina.generate(PROMPTS, GREEDY))
+    assert tokens(lamina.generate(PROMPTS, given)) == expected
+    assert tokens(lamina.generate(PROMPTS, [given, GREEDY] * 2)) == expected
+    assert tokens([list(lamina.stream(PROMPTS[0], given))[-1]]) == expected[:1]
+    assert tokens(asyncio.run(lamina.generate_async(PROMPTS, given))) == expected
+    with pytest.raises(RequestError, match="no field 'max_new_tokens'; its fields are n, temperature"):
+        lamina.generate(PROMPTS, {"max_new_tokens": 2})
+    with pytest.raises(RequestError, match="top_p is 2; give a number from 0"):
+        lamina.generate(PROMPTS, {"top_p": 2})
+
+
+def test_prompts_may_come_as_arrays_and_from_generators(lamina: Lamina) -> None:
+    expected = tokens(lamina.generate(PROMPTS, GREEDY))
+    ids = [lamina.tokenizer.encode(prompt) for prompt in PROMPTS]
+    arrays = [np.array(each, dtype=np.int32) for each in ids]
+    for prompts in (arrays, map(np.asarray, ids), (list(each) for each in arrays), (text for text in PROMPTS)):
+        assert tokens(lamina.generate(prompts, GREEDY)) == expected
+    assert tokens(lamina.generate(arrays[0], GREEDY)) == expected[:1]
+    assert tokens(lamina.generate(np.stack([arrays[0]] * 2), GREEDY)) == expected[:1] * 2
+    assert tokens([list(lamina.stream(arrays[0], GREEDY))[-1]]) == expected[:1]
+    assert tokens(update for _, update in lamina.stream_batch(iter(PROMPTS[:1]), GREEDY))[-1:] == expected[:1]
+
+
+def test_no_prompts_have_no_outputs(lamina: Lamina) -> None:
+    assert lamina.generate([]) == lamina.chat([]) == []
+    assert not list(lamina.stream_batch(iter(())))
+    assert asyncio.run(lamina.generate_async(np.array([]))) == []
+
+
+def test_outputs_can_be_written_as_json(lamina: Lamina) -> None:
+    (output,) = lamina.generate(PROMPTS[0], {"max_tokens": 2, "logprobs": 1, "ignore_eos": True})
+    (completion,) = json.loads(json.dumps(dataclasses.asdict(output)))["outputs"]
+    assert completion["finish_reason"] == "length"
+    assert bytes(completion["logprobs"][0][0]["bytes"]).decode() == completion["logprobs"][0][0]["text"]
+
+
+def test_tools_need_a_template_with_a_place_for_them(lamina: Lamina) -> None:
+    with pytest.raises(RequestError, match="no place for tools"):
+        lamina.chat([{"role": "user", "content": "a"}], tools=[{"type": "function", "function": {"name": "f"}}])
+
+
+def test_a_setting_of_another_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="no setting 'tensor_parallel_size'; the nearest name is 'tensor_parallel'"):
+        Lamina(tensor_parallel_size=2)  # type: ignore[call-arg]
+
+
+@pytest.fixture(scope="module")
+def decided(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, whose authors recommend to take the most likely token, three times."""
+    path = tmp_path_factory.mktemp("decided")
+    shutil.copytree(BUNDLED, path, dirs_exist_ok=True)
+    file = path / "generation_config.json"
+    recommended = {"do_sample": True, "temperature": 0.9, "top_k": 1, "top_p": None, "max_new_tokens": 3}
+    file.write_text(json.dumps(json.loads(file.read_text()) | recommended))
+    return path
+
+
+def test_the_model_s_sampling_defaults_apply_where_none_are_given(decided: Path, lamina: Lamina) -> None:
+    greedy = tokens(lamina.generate(PROMPTS, {"temperature": 0.0, "max_tokens": 3}))
+    with Lamina(decided, **SMALL) as runtime:
+        assert runtime.get_default_sampling_params() == SamplingParams(temperature=0.9, top_k=1, max_tokens=3)
+        assert "sampling temperature 0.9, top_k 1, max_tokens 3 unless" in describe(runtime.engine)
+        for params in (None, {"seed": 4}):
+            assert tokens(runtime.generate(PROMPTS, params)) == greedy
+        assert len(runtime.generate(PROMPTS[0], {"max_tokens": 5, "ignore_eos": True})[0].outputs[0].token_ids) == 5
+        turns = [{"role": "user", "content": "sort a list"}]
+        assert tokens(runtime.chat(turns)) == tokens(lamina.chat(turns, {"temperature": 0.0, "max_tokens": 3}))
+        drawn = tokens(runtime.generate(PROMPTS[:1] * 8, SamplingParams(max_tokens=3)))
+        assert len(set(map(tuple, drawn))) > 1, "parameters that are given are all given"
+        assert len(runtime.generate(PROMPTS[0], {"use_beam_search": True, "n": 2})[0].outputs) == 2
+
+
+def test_generation_config_none_takes_no_defaults_but_the_end_of_sequence(tmp_path: Path, decided: Path) -> None:
+    model = find(decided, weights=False)
+    assert sampling_defaults(model, "none") == {}
+    file = shutil.copytree(decided, tmp_path / "model") / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [5, 6], "top_p": 0, "temperature": 0.5}))
+    model = find(tmp_path / "model", weights=False)
+    assert sampling_defaults(model, "none") == {}
+    assert Tokenizer(model).eos_token_ids >= {5, 6}
+    with pytest.raises(ModelError, match=r"generation_config.json: top_p is 0; give .* generation_config none"):
+        Lamina(tmp_path / "model")
 
 
 @pytest.mark.parametrize(
     ("prompts", "said"),
     [
         ("", "empty"),
-        ([], "at least one prompt"),
         ([[]], "empty"),
         (["ok", ""], "empty"),
         (["ok", 3], "prompt must be a text"),
@@ -225,7 +316,7 @@ def test_bad_arguments_are_refused(lamina: Lamina) -> None:
     with pytest.raises(RequestError, match="stream takes one prompt"):
         next(lamina.stream(["a"], GREEDY))  # type: ignore[list-item]
     with pytest.raises(RequestError, match="messages is empty"):
-        lamina.chat([], GREEDY)
+        lamina.chat([[]], GREEDY)
 
 
 def test_bad_settings_are_refused_before_anything_starts(tmp_path: Path) -> None:

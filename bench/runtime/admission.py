@@ -2,9 +2,9 @@
 
     python -m bench.runtime.admission --trace FILE [--simulated 4000] [--rounds 3] [--json FILE]
 
-The same requests are served three times: their clients ask for exactly the tokens that they use, for 1,024 and for
-4,096. Requests hold the KV that they have, so the three should serve the same tokens per second: target 0.97 of the
-first.
+The same requests are served several times: their clients ask for exactly the tokens that they use, for 1,024, for 4,096
+and, on the runtime, for the rest of the context, as chats without a limit do. Requests hold the KV that they have, so
+all should serve the same tokens per second: target 0.97 of the first.
 
 Simulated: lengths and arrivals of a trace (an Azure CSV or Mooncake .jsonl) on Llama-2-13B, a100:2 and rtx3090:6, also
 with other victims when a memory worker runs out of slots. Measured: lengths of the same trace divided by 16, on the
@@ -37,6 +37,7 @@ from lamina.plan.workload import TracedRequest, read_trace
 from lamina.types import SamplingParams
 
 ASKED = {"what they use": 1, "1,024": 1024, "4,096": 4096}
+NO_LIMIT = "no limit"
 SCALE = 16
 REQUESTS = 96
 AT_ONCE = 10
@@ -73,8 +74,12 @@ def simulated(trace: list[TracedRequest], asked: int, victim: str) -> Figures:
     return Figures(result.tokens_s, result.tokens / result.steps, result.ttft_s.p50, result.preempted)
 
 
-def measured(engine: Engine, trace: list[TracedRequest], asked: int) -> Figures:
-    """The scaled requests, submitted at once; each client cancels when it has the tokens that it uses."""
+def measured(engine: Engine, trace: list[TracedRequest], asked: int | None) -> Figures:
+    """The scaled requests, submitted at once; each client cancels when it has the tokens that it uses.
+
+    Args:
+        asked: tokens that clients ask for, before scaling; None: the rest of the context.
+    """
     firsts: list[float] = []
     left, ended, before = set(range(len(trace))), threading.Event(), engine.stats()
     drawn, failures = [0] * len(trace), Failures()
@@ -94,7 +99,7 @@ def measured(engine: Engine, trace: list[TracedRequest], asked: int) -> Figures:
             engine.abort(update.request.request_id)
 
     for index, request in enumerate(trace):
-        most = max(scaled(asked), scaled(request.output) + LATE)
+        most = None if asked is None else max(scaled(asked), scaled(request.output) + LATE)
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         engine.submit(str(index), [7 + index % 50] * scaled(request.prompt), params, on_update)
     if not ended.wait(TIMEOUT_S):
@@ -122,10 +127,11 @@ def on_runtime(trace: list[TracedRequest], rounds: int) -> dict[str, Figures]:
         EngineConfig(memory="cpu:2", max_num_batched_tokens=512, kv_cache_memory_bytes=nbytes, prefix_cache=False)
     )
     try:
-        runs: dict[str, list[Figures]] = {name: [] for name in ASKED}
+        limits: dict[str, int | None] = {**ASKED, NO_LIMIT: None}
+        runs: dict[str, list[Figures]] = {name: [] for name in limits}
         measured(engine, chosen[:8], 1)
         for _ in range(rounds):
-            for name, asked in ASKED.items():
+            for name, asked in limits.items():
                 runs[name].append(measured(engine, chosen, asked))
     finally:
         engine.close()
@@ -146,10 +152,16 @@ def table(title: str, rows: Mapping[str, Figures]) -> Table:
     made.add_column("clients ask for")
     for heading in ("tokens/s", "of the first", "tokens/step", "of the first", "TTFT p50 (s)", "preempted"):
         made.add_column(heading, justify="right")
-    first = next(iter(rows.values())).tokens_s
+    first = next(iter(rows.values()))
     for name, one in rows.items():
         made.add_row(
-            name, f"{one.tokens_s:.0f}", f"{one.tokens_s / first:.3f}", f"{one.ttft_s:.1f}", str(one.preempted)
+            name,
+            f"{one.tokens_s:.0f}",
+            f"{one.tokens_s / first.tokens_s:.3f}",
+            f"{one.tokens_step:.1f}",
+            f"{one.tokens_step / first.tokens_step:.3f}",
+            f"{one.ttft_s:.1f}",
+            str(one.preempted),
         )
     return made
 

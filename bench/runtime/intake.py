@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -34,8 +34,7 @@ class Scripted:
 
     model_name = "scripted"
     max_model_len = 1_000_000
-    default_max_tokens = 16
-
+    sampling_defaults: ClassVar[dict[str, int | float]] = {}
     dead = None
 
     def __init__(self) -> None:

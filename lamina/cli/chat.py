@@ -40,21 +40,25 @@ def chat(
         str | None, typer.Option(help="Talk to the server that runs there instead of starting an engine.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System message at the start of the conversation.")] = None,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = 1.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Maximum tokens per answer. Default: the model's, or the rest of its context.")
+    ] = None,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
 ) -> None:
     """Talk to a model. Reads one message per line; /exit or end of input quits, /help lists the other commands."""
-    params = options.sampling_params(max_tokens, temperature, top_p, seed)
     if url is not None:
         from lamina.cli.remote_chat import Server
 
         if config != EngineConfig():
             raise ConfigError("--url talks to a running server, which has its settings: leave out those of an engine")
-        Conversation(Server(url, params), system).run()
+        options.check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
+        given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        server = Server(url, {name: value for name, value in given.items() if value is not None})
+        Conversation(server, system).run()
         return
-    options.check_model(config)
+    params = options.sampling_params(config, max_tokens, temperature, top_p, seed)
     from lamina.cli.console import output
     from lamina.sdk import Lamina
 

@@ -22,8 +22,8 @@ def generate(
     config: EngineConfig,
     prompts: Annotated[list[str] | None, typer.Argument(help="Texts to continue. Default: standard input.")] = None,
     max_tokens: options.MaxTokens = 64,
-    temperature: options.Temperature = 0.7,
-    top_p: options.TopP = 1.0,
+    temperature: options.Temperature = None,
+    top_p: options.TopP = None,
     seed: options.Seed = None,
 ) -> None:
     """Continue one or several texts.
@@ -33,8 +33,7 @@ def generate(
     texts = prompts or [_standard_input()]
     if not all(texts):
         raise RequestError(f"prompt {texts.index('')} is empty; every prompt needs some text")
-    params = options.sampling_params(max_tokens, temperature, top_p, seed)
-    options.check_model(config)
+    params = options.sampling_params(config, max_tokens, temperature, top_p, seed)
     from lamina.sdk import Lamina
 
     start = time.perf_counter()

@@ -16,9 +16,14 @@ from lamina.settings import Setting, read_settings, settings
 from lamina.types import Pipelining, SamplingParams
 
 MaxTokens = Annotated[int, typer.Option(help="Maximum tokens per completion.")]
-Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+Temperature = Annotated[
+    float | None, typer.Option(help="Sampling temperature; 0 is greedy. Default: the model's, or 0.7.")
+]
 TopP = Annotated[
-    float, typer.Option(help="Sample from the smallest set of tokens with at least this total probability.")
+    float | None,
+    typer.Option(
+        help="Sample from the smallest set of tokens with at least this total probability. Default: the model's, or 1."
+    ),
 ]
 Seed = Annotated[int | None, typer.Option(help="Sampling seed. Default: random.")]
 
@@ -29,6 +34,9 @@ WeightDTypeName = Annotated[
     Literal["auto", "fp8", "int8", "int4"],
     typer.Option("--weight-dtype", help="Element type of the layers' weights; auto is the model's own."),
 ]
+
+TEMPERATURE = 0.7
+"""Sampling temperature where neither the command nor the model gives one."""
 
 MIN_OPEN_FILES = 64
 """Open-file limit needed to start one compute and one memory worker."""
@@ -160,11 +168,35 @@ def as_lanes(text: str | None) -> int | None:
     return int(text)
 
 
-def sampling_params(max_tokens: int, temperature: float, top_p: float, seed: int | None) -> SamplingParams:
-    """The parameters of the options above, with a fresh seed where none is given. Raises RequestError for values out
-    of range."""
-    seed = secrets.randbits(31) if seed is None else seed
+def check_sampling(**values: float | None) -> None:
+    """Check the given parameters of ``SamplingParams``; None stands for a default. Raises RequestError."""
     try:
-        return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        SamplingParams(**{name: value for name, value in values.items() if value is not None})  # type: ignore[arg-type]
     except ValueError as error:
         raise RequestError(str(error)) from error
+
+
+def sampling_params(
+    config: EngineConfig, max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
+) -> SamplingParams:
+    """The parameters of the options above, else the model's defaults, with a fresh seed where none is given.
+
+    Finds the model before anything slow is imported, and notes its defaults.
+
+    Raises:
+        ModelError: there is no such model, or its defaults are invalid.
+        RequestError: a value is out of range.
+    """
+    from lamina.cli.console import notes
+    from lamina.frontend.defaults import described, sampling_defaults
+    from lamina.models.directory import find
+
+    options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
+    given = {name: value for name, value in options.items() if value is not None}
+    check_sampling(**given)
+    defaults = sampling_defaults(find(config.model, weights=False, tokenizer=False), config.generation_config)
+    if used := {name: value for name, value in defaults.items() if name not in given}:
+        notes().print(f"Sampling as in generation_config.json: {described(used)}.", soft_wrap=True)
+    seed = secrets.randbits(31) if seed is None else seed
+    chosen: dict[str, Any] = {"max_tokens": None, "temperature": TEMPERATURE, **defaults, **given}
+    return SamplingParams(**chosen, seed=seed)

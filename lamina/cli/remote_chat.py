@@ -8,7 +8,6 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
 from lamina.errors import ConfigError, LaminaError, RequestError, TransportError
-from lamina.types import SamplingParams
 
 TIMEOUT_S = 600.0
 """Longest wait for the next token, and so for a place in the queue and the prompt."""
@@ -21,10 +20,11 @@ class Server:
         ConfigError: ``url`` is not that of a server with an OpenAI-compatible API. TransportError: nobody answers.
     """
 
-    def __init__(self, url: str, params: SamplingParams) -> None:
+    def __init__(self, url: str, sampling: Mapping[str, float]) -> None:
+        """``sampling``: fields of each request; the server has defaults for all others."""
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is not the URL of a server; give --url http://HOST:PORT")
-        self._url, self._params = url.rstrip("/").removesuffix("/v1") + "/v1", params
+        self._url, self._sampling = url.rstrip("/").removesuffix("/v1") + "/v1", sampling
         try:
             with self._open("/models") as response:
                 self.name = str(json.load(response)["data"][0]["id"])
@@ -37,16 +37,7 @@ class Server:
         Raises:
             RequestError: the server refuses the conversation or fails to answer it. TransportError: it is gone.
         """
-        params = self._params
-        body = {
-            "model": self.name,
-            "messages": list(messages),
-            "stream": True,
-            "max_tokens": params.max_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "seed": params.seed,
-        }
+        body = {"model": self.name, "messages": list(messages), "stream": True, **self._sampling}
         try:
             with self._open("/chat/completions", body) as response:
                 for line in response:

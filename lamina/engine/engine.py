@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.cluster.pool import parse_bounds, pool_change
-from lamina.config import DEFAULT_MAX_TOKENS, EngineConfig, overcommit
+from lamina.config import EngineConfig, overcommit
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.members import Members, Save
 from lamina.engine.placement import PlacementView
@@ -26,6 +26,7 @@ from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate
 from lamina.engine.watch import POLL_S
 from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError
+from lamina.frontend.defaults import sampling_defaults
 from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.groups import Completion, Drawn, Group
 from lamina.models.directory import ModelDirectory
@@ -54,7 +55,7 @@ class Engine:
     """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
 
     Attributes:
-        default_max_tokens: most tokens of an answer to a chat request without a limit.
+        sampling_defaults: parameters of requests that give none.
         vocab_size: rows of the embedding: token ids of prompts must be below it. The tokenizer may have fewer tokens,
             other tokens, or ids without a token.
         after_turn: called in the engine's thread when a turn has told callers everything.
@@ -79,7 +80,7 @@ class Engine:
         self.vocab_size = cluster.vocabulary
         self._seeds = random.Random(config.seed)  # for requests without a seed
         self.max_model_len = limits.max_model_len
-        self.default_max_tokens = config.default_max_tokens or max(1, min(DEFAULT_MAX_TOKENS, self.max_model_len // 8))
+        self.sampling_defaults = sampling_defaults(model, config.generation_config)
         self.cluster = cluster
         self._control = control
         self._workers = workers
@@ -110,8 +111,7 @@ class Engine:
         self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[TrackedRequest, None] = {}  # with updates that their callers have not had
         self._lacks_memory = bool(cluster.missing)
-        self._steps = 0
-        self._moved = 0
+        self._steps = self._moved = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards changes of _commands, _tracked, _places and _dead together
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state

@@ -154,7 +154,7 @@ class Frontends:
             self._supervisor_pid,
             engine.model_name,
             engine.max_model_len,
-            engine.default_max_tokens,
+            dict(engine.sampling_defaults),
             engine.vocab_size,
             engine.new_seed(),
         )

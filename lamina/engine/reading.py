@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, TokenUpdate
+from lamina.frontend.logprobs import Position
 from lamina.frontend.stop import StopChecker, StopStrings
 from lamina.groups import Group
 from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -38,10 +39,12 @@ class Reading:
         self._request = request
         self._on_update = on_update
         self._on_stop = on_stop
-        stops = StopStrings(request.params.stop)
+        self._special_texts = tokenizer.special_texts
+        self._skip_special = request.params.skip_special_tokens
+        stops = StopStrings(request.params.stop, self._special_texts.values())
         context = tokenizer.context(request.prompt_token_ids)
         self._texts = [
-            _Text(IncrementalDetokenizer(tokenizer, context), StopChecker(request.params, stops))
+            _Text(IncrementalDetokenizer(tokenizer, context, self._skip_special), StopChecker(request.params, stops))
             for _ in range(request.params.n)
         ]
         self._finished = False
@@ -82,24 +85,29 @@ class Reading:
         reason = part.finish_reason
         last = len(part.token_ids) - 1 if reason is FinishReason.STOP else -1  # the token that ended it
         for place, token in enumerate(part.token_ids):
+            pending = b"" if news.logprobs is None else text.detokenizer.pending
             new = text.detokenizer.append([token])
+            if news.logprobs is not None:
+                news.logprobs.append(Position(part.logprobs[place], new, pending))
+            special = self._special_texts.get(token, "")
             if place == last:
-                news.texts.append(text.stop.end(new))
-                break
-            decision = text.stop.append(new)
+                decision = text.stop.end(new, special)
+            else:
+                decision = text.stop.append(new, special if self._skip_special else "")
             news.texts.append(decision.text)
             if decision.stop is not None:
                 text.finish_reason, text.stop_reason = FinishReason.STOP, decision.stop
                 break
         read = len(news.texts)
         news.token_ids = part.token_ids if read == len(part.token_ids) else part.token_ids[:read]
-        if news.logprobs is not None:
-            news.logprobs = part.logprobs[:read]
         if text.finish_reason is not None:
             return True
         text.finish_reason, text.stop_reason = reason, part.stop_token
         if reason is not None and last < 0:  # nothing follows that could complete a stop string or a character
-            news.rest = text.stop.flush() + text.detokenizer.flush()
+            incomplete = text.detokenizer.flush()
+            news.rest = text.stop.flush() + incomplete
+            if news.logprobs:
+                news.logprobs[-1] = news.logprobs[-1]._replace(text=news.logprobs[-1].text + incomplete)
         return False
 
 

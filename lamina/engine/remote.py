@@ -26,6 +26,7 @@ from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.updates import TokenUpdate
 from lamina.errors import ConfigError, DeadlineError, EngineDeadError, LaminaError, OverloadedError, RequestError
+from lamina.frontend.defaults import Defaults
 from lamina.frontend.prompts import check_tokens, encode_prompt
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.frontends import (
@@ -86,7 +87,7 @@ class RemoteEngine:
     def __init__(self, bootstrap: FrontendBootstrap, tokenizer: Tokenizer) -> None:
         self.model_name = bootstrap.model_name
         self.max_model_len = bootstrap.max_model_len
-        self.default_max_tokens = bootstrap.default_max_tokens
+        self.sampling_defaults: Defaults = bootstrap.sampling_defaults
         self.tokenizer = tokenizer
         self.dead: str | None = None
         self._vocab_size = bootstrap.vocab_size

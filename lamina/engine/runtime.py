@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from lamina.engine.stats import EngineStats
 from lamina.engine.updates import OnUpdate
+from lamina.frontend.defaults import Defaults
 from lamina.models.tokenizer import Tokenizer
 from lamina.types import Client, SamplingParams
 
@@ -25,7 +26,7 @@ class Runtime(Protocol):
     model_name: str
     tokenizer: Tokenizer
     max_model_len: int
-    default_max_tokens: int
+    sampling_defaults: Defaults
 
     @property
     def dead(self) -> str | None:

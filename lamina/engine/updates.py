@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lamina.frontend.logprobs import Position, named
 from lamina.groups import Group
 from lamina.models.tokenizer import Tokenizer
 from lamina.protocol.frontends import CompletionTokens
-from lamina.protocol.logprobs import unpack
 from lamina.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
 
 
@@ -33,14 +33,14 @@ class CompletionUpdate:
 
     Attributes:
         texts: the text that each token completed, which may be more or less than its own.
-        logprobs: packed, see :func:`pack`; None if not requested.
+        logprobs: not named yet, see ``frontend.logprobs``; None if not requested.
         rest: text held back until the end.
     """
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: list[bytes] | None = None
+    logprobs: list[Position] | None = None
     rest: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -119,15 +119,15 @@ class Whole:
 
     def _completion(self, completion: CompletionUpdate) -> CompletionOutput:
         completion.texts = ["".join(completion.texts)]  # joined once, not on every call
-        named: list[list[Logprob]] | None = None
+        known: list[list[Logprob]] | None = None
         if completion.logprobs is not None:
-            named = self._logprobs.setdefault(completion.index, [])
-            named += [unpack(position, self._tokenizer.token_text) for position in completion.logprobs[len(named) :]]
+            known = self._logprobs.setdefault(completion.index, [])
+            known += [named(position, self._tokenizer) for position in completion.logprobs[len(known) :]]
         return CompletionOutput(
             completion.index,
             text=completion.texts[0] + completion.rest,
             token_ids=list(completion.token_ids),
-            logprobs=None if named is None else list(named),
+            logprobs=None if known is None else list(known),
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )

@@ -1,6 +1,6 @@
 """Validates and tokenises prompts and conversations."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lamina.errors import RequestError
@@ -26,6 +26,17 @@ def as_prompts(value: Any) -> list[Prompt]:
     if not value:
         raise RequestError("prompt is an empty list; give at least one prompt")
     return list(value)
+
+
+def plain_prompts(value: Any) -> Any:
+    """``value`` with arrays, tensors, tuples and generators as lists, at any depth; other values are unchanged."""
+    if isinstance(value, str) or _is_tokens(value):
+        return value
+    if hasattr(value, "tolist"):  # NumPy's and PyTorch's arrays and numbers
+        return value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
+        return [plain_prompts(each) for each in value]
+    return value
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
@@ -58,14 +69,19 @@ def check_tokens(tokens: Sequence[int], vocab_size: int, tokenizer: Tokenizer) -
             raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size} tokens; {remedy}")
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], max_model_len: int) -> list[int]:
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_model_len: int,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
     """Format a conversation by the model's chat template, up to where the answer begins, and tokenise it.
 
     Raises:
-        RequestError: there are no messages, the template rejects them, or as in ``encode_prompt``.
+        RequestError: there are no messages, the template rejects them or uses no tools, or as in ``encode_prompt``.
     """
     # The template includes the special tokens itself.
-    text = tokenizer.apply_chat_template(messages)
+    text = tokenizer.apply_chat_template(messages, tools=tools)
     return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)
 
 

@@ -46,20 +46,31 @@ class ChatTemplate:
                 f"the model's chat template is not valid Jinja: {error}. Use completions, or fix chat_template.jinja"
             ) from error
         self._special_tokens = dict(special_tokens)
+        self._uses_tools = "tools" in source
 
-    def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
+        Args:
+            tools: the functions that the model may call, OpenAI style.
+
         Raises:
-            RequestError: a message is malformed, or the template rejects it.
+            RequestError: a message is malformed, or the template rejects it or uses no tools.
         """
+        if tools and not self._uses_tools:
+            raise RequestError("the model's chat template has no place for tools; describe them in a message instead")
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         if not plain:
             raise RequestError("messages is empty; give at least one message")
         try:
             return self._template.render(
                 messages=plain,
-                tools=None,
+                tools=tools,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,

@@ -3,6 +3,7 @@
 Imports neither torch nor transformers.
 """
 
+import codecs
 import itertools
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -22,6 +23,11 @@ _IDS = 1 << 32  # the library's ids have 32 bits
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that do not form a character
 _PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one
 _CHARACTER_BYTES = 4  # the maximum in UTF-8
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(0x100)) - _PRINTABLE))
+}
+"""By character of a token's name in byte-level vocabularies (GPT-2's): the byte that it stands for."""
 
 
 class Tokenizer:
@@ -29,6 +35,7 @@ class Tokenizer:
 
     Attributes:
         eos_token_ids: tokens that end a text, by generation_config.json (else config.json) and by the tokenizer.
+        special_texts: how each special token is written, by its id.
 
     Raises:
         ModelError: tokenizer.json cannot be read.
@@ -47,9 +54,10 @@ class Tokenizer:
         self._special_tokens = _special_tokens(config)
         self._template_source = _chat_template(directory.path, config)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self._bytes = self._fallback_bytes()
-        self._texts: dict[int, str] = {}
+        self._texts: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._encoded: dict[int, bytes] = {token_id: token.content.encode() for token_id, token in added.items()}
         own_eos = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         self.eos_token_ids = directory.eos_token_ids | ({own_eos} if own_eos is not None else set())
 
@@ -86,18 +94,41 @@ class Tokenizer:
 
     def has_text(self, token_id: int) -> bool:
         """False for special tokens and for ids that the tokenizer does not know: ``decode`` skips both."""
-        return token_id not in self._special_token_ids and self.token(token_id) is not None
+        return token_id not in self.special_texts and self.token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
         """The byte that a byte-fallback token such as ``<0xE2>`` represents; None for any other token."""
         return self._bytes.get(token_id)
 
-    def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special tokens included; cached, since logprobs need the same tokens often."""
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self.decode([token_id], skip_special_tokens=False)
-        return text
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of one token inside a text, special tokens included, which may be a part of a character; cached."""
+        encoded = self._encoded.get(token_id)
+        if encoded is None:
+            encoded = self._encoded[token_id] = self._bytes_of(token_id)
+        return encoded
+
+    def token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        """Text and bytes of one token inside a text, without an incomplete character in the text; cached."""
+        found = self._texts.get(token_id)
+        if found is None:
+            encoded = self.token_bytes(token_id)
+            found = self._texts[token_id] = complete_text(encoded)[0], tuple(encoded)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if (byte := self._bytes.get(token_id)) is not None:
+            return bytes([byte])
+        name = self._tokenizer.id_to_token(token_id)
+        if name is not None and self._byte_level and all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+        # Decoders strip spaces at the beginning of a text, so the token is decoded after itself.
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """Whether the decoder reads each character of a token's name as a byte."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def context(self, prompt: Sequence[int]) -> list[int]:
         """The last tokens of ``prompt`` that have text: all that the text of the following tokens can depend on."""
@@ -117,13 +148,18 @@ class Tokenizer:
         ids = {byte: self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
         return {token: byte for byte, token in ids.items() if token is not None}
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
 
         Raises:
-            RequestError: the template is invalid, a message is malformed, or the template rejects it.
+            RequestError: the template is invalid or uses no tools, a message is malformed, or the template rejects it.
         """
-        return self._chat_template.render(messages, add_generation_prompt)
+        return self._chat_template.render(messages, add_generation_prompt, tools)
 
     @cached_property
     def most_bytes_per_token(self) -> int | None:
@@ -144,7 +180,7 @@ class IncrementalDetokenizer:
 
     A token may be part of a character, and its text may depend on the token before it (a leading space, for one). So
     each step decodes a short window of the last tokens and returns the new part, holding back an incomplete character.
-    Special tokens have no text.
+    Special tokens have no text unless ``skip_special_tokens`` is False.
 
     Byte-fallback decoders write one replacement character for every byte of a run of byte tokens that is not valid
     UTF-8 as a whole, even for valid characters before the error. Here, complete characters are returned and final; from
@@ -154,12 +190,14 @@ class IncrementalDetokenizer:
         prompt_token_ids: the tokens before the first generated one; only the last ones are decoded.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._run = _ByteRun()
         self._window = tokenizer.context(prompt_token_ids)
         self._context = 0  # leading tokens of the window whose text had been returned when the window last moved
-        text = tokenizer.decode(self._window)
+        text = self._window_text()
+        self._held = text.endswith(_REPLACEMENT)  # an incomplete character at the end of the window
         self._sent = len(text.removesuffix(_REPLACEMENT))  # characters of the window's text that have been returned
         bytes_ = itertools.takewhile(lambda token: tokenizer.byte_of(token) is not None, reversed(self._window))
         for token in reversed(list(bytes_)):
@@ -167,37 +205,50 @@ class IncrementalDetokenizer:
 
     def append(self, token_ids: Sequence[int]) -> str:
         """The text that ``token_ids`` add; empty while a character is incomplete."""
-        return "".join(self._next(token) for token in token_ids if self._tokenizer.has_text(token))
+        return "".join(self._next(token) for token in token_ids if self._has_text(token))
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes of an incomplete character, which later tokens may complete."""
+        if not self._held:
+            return self._run.pending
+        return complete_text(b"".join(map(self._tokenizer.token_bytes, self._window)))[1]
 
     def flush(self) -> str:
         """The rest of the text: replacement characters for the bytes of an incomplete character."""
-        text = self._tokenizer.decode(self._window)
+        text = self._window_text()
         new = text[self._sent :]
         self._sent = len(text)
         return new + self._run.end()
+
+    def _has_text(self, token: int) -> bool:
+        return self._tokenizer.has_text(token) or (not self._skip and token in self._tokenizer.special_texts)
+
+    def _window_text(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip)
 
     def _next(self, token: int) -> str:
         byte = self._tokenizer.byte_of(token)
         if byte is None:
             return self._run.end() + self._decode(token)
         self._window, self._context = [token], 1  # an ordinary token that follows is not at the beginning of the text
-        self._sent = len(self._tokenizer.decode(self._window))
+        self._sent, self._held = len(self._window_text()), False
         return self._run.append(byte)
 
     def _decode(self, token: int) -> str:
         self._window.append(token)
-        text = self._tokenizer.decode(self._window)
-        held = text.endswith(_REPLACEMENT)  # one for an incomplete character; the text before it is final
-        complete = text[:-1] if held else text
+        text = self._window_text()
+        self._held = text.endswith(_REPLACEMENT)  # one for an incomplete character; the text before it is final
+        complete = text[:-1] if self._held else text
         new = complete[self._sent :]
-        if held:
+        if self._held:
             self._sent = max(self._sent, len(complete))
             if len(self._window) - self._context > 2 * _CHARACTER_BYTES:
                 self._cut_window()
         elif new:
             del self._window[: self._context]
             self._context = len(self._window)
-            self._sent = len(self._tokenizer.decode(self._window))
+            self._sent = len(self._window_text())
         elif len(self._window) - self._context > 2 * _CHARACTER_BYTES:
             self._window.pop()  # tokens without text must not grow the window without bound
         return new
@@ -207,36 +258,49 @@ class IncrementalDetokenizer:
         end is the same: the first byte of a character is never mistaken for a continuation of the one before."""
         del self._window[:-_CHARACTER_BYTES]
         self._context = 0
-        self._sent = len(self._tokenizer.decode(self._window)) - 1
+        self._sent = len(self._window_text()) - 1
 
 
 class _ByteRun:
-    """Decodes a run of byte-fallback tokens."""
+    """Decodes a run of byte-fallback tokens.
+
+    Attributes:
+        pending: bytes of an incomplete character.
+    """
 
     def __init__(self) -> None:
-        self._pending = b""
+        self.pending = b""
         self._broken = False
 
     def append(self, byte: int) -> str:
         """The character that the next byte completes, replacement characters once the run is invalid, or nothing."""
         if self._broken:
             return _REPLACEMENT
-        self._pending += bytes([byte])
+        self.pending += bytes([byte])
         try:
-            text = self._pending.decode()
+            text = self.pending.decode()
         except UnicodeDecodeError as error:
             if error.reason == "unexpected end of data":
                 return ""
             self._broken = True
-            text = _REPLACEMENT * len(self._pending)
-        self._pending = b""
+            text = _REPLACEMENT * len(self.pending)
+        self.pending = b""
         return text
 
     def end(self) -> str:
         """End the run; returns one replacement character for each byte of an incomplete character."""
-        text = _REPLACEMENT * len(self._pending)
-        self._pending, self._broken = b"", False
+        text = _REPLACEMENT * len(self.pending)
+        self.pending, self._broken = b"", False
         return text
+
+
+def complete_text(encoded: bytes) -> tuple[str, bytes]:
+    """The text of ``encoded``, and the bytes of an incomplete character at its end."""
+    try:
+        return encoded.decode(), b""
+    except UnicodeDecodeError:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(encoded), decoder.getstate()[0]
 
 
 def check_unicode(text: str) -> int:

@@ -1,9 +1,11 @@
-"""Shows on standard error how far long work is: bars on a terminal, else a line every ``REPORT_S`` seconds."""
+"""Shows on standard error how far long work is: bars on a terminal or in a notebook, else a line every ``REPORT_S``
+seconds."""
 
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
@@ -24,14 +26,19 @@ if TYPE_CHECKING:
 REPORT_S = 10.0
 
 
+def _can_draw(console: Console) -> bool:
+    return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
+
+
 @contextmanager
 def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
     """One line per worker while it loads weights; yields the callback for ``launch``.
 
-    If standard error is not a terminal, prints every worker's progress in one line every ``REPORT_S`` seconds.
+    If standard error is neither a terminal nor a notebook, prints every worker's progress in one line every
+    ``REPORT_S`` seconds.
     """
     console = console or Console(stderr=True)
-    if not console.is_terminal:
+    if not _can_draw(console):
         with _loading_reports(console) as on_progress:
             yield on_progress
         return
@@ -84,7 +91,7 @@ def _reports(console: Console, report: Callable[[float], str]) -> Iterator[None]
 def counting_progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
     """Show how many of ``total`` items are done; yields a function that sets the number."""
     console = console or Console(stderr=True)
-    if not console.is_terminal:
+    if not _can_draw(console):
         at = 0
 
         def count(done: int) -> None:
@@ -104,7 +111,7 @@ def counting_progress(description: str, total: int, console: Console | None = No
 def waiting(description: str, console: Console | None = None) -> Iterator[None]:
     """Show that work of unknown length goes on, with little effect on what it may measure."""
     console = console or Console(stderr=True)
-    if not console.is_terminal:
+    if not _can_draw(console):
         with _reports(console, lambda seconds: f"{description}: {seconds:.0f} s so far"):
             yield
         return
@@ -127,7 +134,7 @@ class BatchProgress:
             TextColumn("{task.fields[rate]}"),
             console=console,
             transient=True,
-            disable=not (enabled and console.is_terminal),
+            disable=not (enabled and _can_draw(console)),
         )
         self._task = self._progress.add_task("Generating", total=requests, rate="")
         self._total = 0

@@ -42,6 +42,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
         name: of this process; one that takes the place of another has a new name.
         requests, answers: addresses of the engine's sockets.
         supervisor_pid: the process to end with.
+        sampling_defaults: parameters of requests that give none.
         seed: from which those of requests without one are drawn.
     """
 
@@ -51,7 +52,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     supervisor_pid: int
     model_name: str
     max_model_len: int
-    default_max_tokens: int
+    sampling_defaults: dict[str, int | float]
     vocab_size: int
     seed: int = 0
 

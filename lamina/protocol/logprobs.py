@@ -30,13 +30,19 @@ def pack_rows(
     return [row.tobytes() for row in rows]
 
 
-def unpack(packed: bytes, text_of: Callable[[int], str] = lambda token: "") -> list[Logprob]:
-    """The entries, with their texts if ``text_of`` gives them."""
+def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = lambda token: ("", ())) -> list[Logprob]:
+    """The entries, with the text and the bytes that ``name`` gives for their tokens."""
     count = (len(packed) - 4) // 8
     rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)
     ids, values = numbers[:count], numbers[count:]
     # The first is the drawn token; the others are in the order of their ranks.
     return [
-        Logprob(token, value, place or rank, text_of(token))
+        Logprob(token, value, place or rank, *name(token))
         for place, (token, value) in enumerate(zip(ids, values, strict=True))
     ]
+
+
+def drawn_token(packed: bytes) -> int:
+    """The id of the drawn token."""
+    token: int = struct.unpack_from("<i", packed, 4)[0]
+    return token

@@ -104,10 +104,14 @@ def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[Pro
     """Decode a completion: request, prompts as tokens, parameters, texts to echo. Raises APIError, RequestError."""
     body = parse(CompletionRequest, raw)
     check_model(engine, body.model)
-    params = body.sampling_params()
+    params = body.sampling_params(engine.sampling_defaults)
     tokenizer, limit = engine.tokenizer, engine.max_model_len
     prompts: list[Prompt] = [encode_prompt(tokenizer, p, limit) if isinstance(p, str) else p for p in body.prompt]
-    echo = [p if isinstance(p, str) else tokenizer.decode(p) for p in body.prompt] if body.echo else []
+    body.check_room(prompts, limit)
+    echo = []
+    if body.echo:
+        skip = params.skip_special_tokens
+        echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt]
     return body, prompts, params, echo
 
 
@@ -115,8 +119,10 @@ def conversation(engine: Runtime, raw: bytes) -> tuple[ChatRequest, list[Prompt]
     """Decode a chat request: request, prompt as tokens, parameters. Raises APIError, RequestError."""
     body = parse(ChatRequest, raw)
     check_model(engine, body.model)
-    params = body.sampling_params(engine.default_max_tokens)
-    return body, [chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)], params
+    params = body.sampling_params(engine.sampling_defaults)
+    prompts: list[Prompt] = [chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)]
+    body.check_room(prompts, engine.max_model_len)
+    return body, prompts, params
 
 
 def _model(engine: Runtime, created: int) -> dict[str, object]:

@@ -16,6 +16,7 @@ from lamina.config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
 from lamina.errors import LaminaError
+from lamina.frontend.defaults import described
 from lamina.launch import Home, launch
 from lamina.observe.progress import loading_progress
 from lamina.output import start_logging
@@ -137,11 +138,14 @@ def describe(engine: Engine) -> str:
     """What a server says of its engine when it starts."""
     held = engine.cluster.weights and f" ({engine.cluster.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
+    defaults = described(engine.sampling_defaults)
+    sampling = defaults and f"  sampling {defaults} unless a request says otherwise (generation_config.json)\n"
     return (
         f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
         f"{engine.cluster.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
         f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
+        f"{sampling}"
         f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"
     )
 

@@ -25,7 +25,6 @@ WITHOUT_EFFECT = frozenset(
 _EITHER: dict[str, Sequence[Any]] = {
     "logit_bias": ({},),
     "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "bad_words": ([],),
     "allowed_token_ids": (),

@@ -18,6 +18,7 @@ from pydantic import model_validator as validator
 from pydantic_core import PydanticCustomError
 
 from lamina.errors import RequestError
+from lamina.frontend.defaults import Defaults
 from lamina.frontend.prompts import Prompt, as_prompts
 from lamina.models.chat import joined_text
 from lamina.schedule.waiting import MAX_WAITING
@@ -27,6 +28,9 @@ from lamina.types import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MOST_BYTES_BESIDES = 64 * 1024
 """Limit on all fields but the prompt or the messages, together; and on all parts of messages but their content."""
+
+COMPLETION_TOKENS = 16
+"""Limit of a completion that gives none, as OpenAI's and vLLM's."""
 
 MOST_MESSAGES = 16_384
 """Messages per conversation."""
@@ -44,6 +48,7 @@ _SAMPLING = (
     "stop",
     "stop_token_ids",
     "include_stop_str_in_output",
+    "skip_special_tokens",
     "ignore_eos",
     "min_tokens",
     "cache_salt",
@@ -105,6 +110,7 @@ class GenerationRequest(BaseModel):
     ] = None
     stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids", MAX_STOP_TOKEN_IDS)] = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
@@ -132,8 +138,26 @@ class GenerationRequest(BaseModel):
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def _sampling_params(self, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
-        """``api_names``: the API's name of a parameter, where it differs from ours."""
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of an answer, and its value."""
+        return "max_tokens", self.max_tokens
+
+    def check_room(self, prompts: Sequence[Prompt], max_model_len: int) -> None:
+        """Raise APIError 400 if a prompt and the limit of its answer exceed ``max_model_len`` together."""
+        name, limit = self.limit
+        room = max_model_len - max(map(len, prompts))
+        if limit is not None and 0 < room < limit:  # a prompt that leaves no room at all is refused as such
+            raise APIError(
+                400,
+                f"{name} is {limit}, but the prompt has {max_model_len - room} tokens, which leave room for {room} "
+                f"(max_model_len {max_model_len}). Shorten the prompt, lower {name}, or leave it out",
+                param=name,
+            )
+
+    def _sampling_params(self, defaults: Defaults, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
+        """``defaults``: of the model. ``api_names``: the API's name of a parameter, where it differs from ours."""
+        given = {**({} if self.use_beam_search else defaults), **given}
         given |= {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         try:
             return SamplingParams(**given)
@@ -173,12 +197,15 @@ class CompletionRequest(GenerationRequest):
             raise RequestError(f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once")
         return prompts
 
-    def sampling_params(self) -> SamplingParams:
-        """The sampling parameters. Raises APIError 400 for values out of range."""
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
+        """The sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
+
+        Without a limit, OpenAI's 16 tokens are the limit, whatever the model's default is.
+        """
         if self.echo and self.logprobs is not None:
             raise APIError(400, "logprobs of the prompt are not supported; leave out echo or logprobs", param="echo")
-        limit = {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
-        return self._sampling_params({}, logprobs=self.logprobs, **limit)
+        limit = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        return self._sampling_params(defaults, {}, logprobs=self.logprobs, max_tokens=limit)
 
 
 _NULL = msgspec.Raw(b"null")
@@ -260,17 +287,26 @@ class ChatRequest(GenerationRequest):
                 raise _too_much("messages hold, besides their content,", besides)
         return plain
 
-    def sampling_params(self, default_max_tokens: int) -> SamplingParams:
-        """The sampling parameters; ``default_max_tokens`` applies if no limit is given. Raises APIError 400."""
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the tokens of an answer, and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().limit
+
+    def sampling_params(self, defaults: Defaults) -> SamplingParams:
+        """The sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
+
+        Without a limit, and if the model has no default, an answer may take the rest of the context.
+        """
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        api_names, limit = {"logprobs": "top_logprobs"}, self.max_tokens
-        if self.max_completion_tokens is not None:
-            api_names["max_tokens"], limit = "max_completion_tokens", self.max_completion_tokens
-        if limit is None:
-            limit = max(default_max_tokens, self.min_tokens or 0)
-        return self._sampling_params(api_names, logprobs=logprobs, max_tokens=limit)
+        name, limit = self.limit
+        if limit is None and "max_tokens" in defaults:
+            limit = max(int(defaults["max_tokens"]), self.min_tokens or 0)
+        api_names = {"logprobs": "top_logprobs", "max_tokens": name}
+        return self._sampling_params(defaults, api_names, logprobs=logprobs, max_tokens=limit)
 
 
 _NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"

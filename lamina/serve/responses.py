@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lamina.engine.updates import RequestUpdate
+from lamina.frontend.logprobs import named
 from lamina.models.tokenizer import Tokenizer
-from lamina.protocol.logprobs import unpack
 from lamina.types import Logprob
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 Body = dict[str, Any]
 
@@ -23,12 +22,16 @@ MOST_POSITIONS = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """The new part of one choice since its previous piece."""
+    """The new part of one choice since its previous piece.
+
+    Attributes:
+        text_offsets: where each token with logprobs begins in the text of the choice.
+    """
 
     choice: int
     text: str
     logprobs: list[list[Logprob]] | None
-    text_offset: int
+    text_offsets: list[int]
     finish_reason: str | None
 
 
@@ -59,15 +62,15 @@ class Sent:
                 stop = start + most
                 last = stop >= len(completion.token_ids)
                 text = prefix + "".join(completion.texts[start:stop]) + (completion.rest if last else "")
-                logprobs = None
+                logprobs, offsets = None, list[int]()
                 if completion.logprobs is not None:
-                    logprobs = [
-                        unpack(packed, self._tokenizer.token_text) for packed in completion.logprobs[start:stop]
-                    ]
+                    logprobs = [named(position, self._tokenizer) for position in completion.logprobs[start:stop]]
+                    for position in completion.logprobs[start:stop]:
+                        offsets.append(self._offsets[choice])
+                        self._offsets[choice] += len(position.text)
                 if text or logprobs or (ends and last):
                     reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
-                    yield Piece(choice, text, logprobs, self._offsets[choice], reason)
-                self._offsets[choice] += sum(len(drawn.text) for drawn, *_ in logprobs or ())
+                    yield Piece(choice, text, logprobs, offsets, reason)
                 prefix = ""
             if ends:
                 self._ended.add(choice)
@@ -120,7 +123,7 @@ def completion_choice(piece: Piece) -> Body:
     return {
         "index": piece.choice,
         "text": piece.text,
-        "logprobs": None if piece.logprobs is None else _completion_logprobs(piece.logprobs, piece.text_offset),
+        "logprobs": None if piece.logprobs is None else _completion_logprobs(piece.logprobs, piece.text_offsets),
         "finish_reason": piece.finish_reason,
     }
 
@@ -136,17 +139,23 @@ def chat_choice(piece: Piece, key: Literal["message", "delta"]) -> Body:
     }
 
 
-def _completion_logprobs(positions: Sequence[list[Logprob]], offset: int) -> Body:
-    offsets = []
-    for drawn, *_ in positions:
-        offsets.append(offset)
-        offset += len(drawn.text)
+def _completion_logprobs(positions: Sequence[list[Logprob]], offsets: list[int]) -> Body:
     return {
         "tokens": [drawn.text for drawn, *_ in positions],
         "token_logprobs": [_finite(drawn.logprob) for drawn, *_ in positions],
-        "top_logprobs": [{entry.text: _finite(entry.logprob) for entry in entries} for entries in positions],
+        "top_logprobs": [_by_text(entries) for entries in positions],
         "text_offset": offsets,
     }
+
+
+def _by_text(entries: Sequence[Logprob]) -> dict[str, float]:
+    """The log-probability of each token by its text; tokens whose text another one has are named as vLLM names ids."""
+    tokens: dict[str, int] = {}
+    found: dict[str, float] = {}
+    for entry in entries:  # the drawn token is first, and its text is its key
+        unique = tokens.setdefault(entry.text, entry.token_id) == entry.token_id
+        found[entry.text if unique else f"token_id:{entry.token_id}"] = _finite(entry.logprob)
+    return found
 
 
 def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Body:
@@ -155,9 +164,7 @@ def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Body:
 
 
 def _chat_logprob(entry: Logprob) -> Body:
-    # A token may hold part of a character; its bytes then cannot be told from its text.
-    encoded = None if REPLACEMENT in entry.text else list(entry.text.encode())
-    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": encoded}
+    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.bytes)}
 
 
 def _finite(logprob: float) -> float:

@@ -18,7 +18,7 @@ from tests.serve.conftest import serve
 class FakeTokenizer:
     most_bytes_per_token = None
 
-    def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+    def apply_chat_template(self, messages: list[dict[str, str]], tools: object = None) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -96,7 +96,7 @@ def test_a_server_answers_and_refuses_like_an_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serve() as running:
-        server = Server(f"{running.url}/v1/", SamplingParams(max_tokens=5, temperature=0.0, seed=3))
+        server = Server(f"{running.url}/v1/", {"max_tokens": 5, "temperature": 0.0, "seed": 3})
         assert server.name == "fake"
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\nbreak\nagain\n"))
         Conversation(server, "s").run()
@@ -111,7 +111,7 @@ def test_a_server_answers_and_refuses_like_an_engine(
         with pytest.raises(RequestError, match="tokens"):
             text_of(server, [{"role": "user", "content": "x" * 500}])
         with pytest.raises(ConfigError, match="has no OpenAI-compatible API"):
-            Server(f"{running.url}/elsewhere", SamplingParams())
+            Server(f"{running.url}/elsewhere", {})
     with pytest.raises(TransportError, match="no server answers at"):
         text_of(server, [{"role": "user", "content": "x"}])
 

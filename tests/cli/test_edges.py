@@ -20,12 +20,14 @@ from typer.testing import CliRunner
 from lamina.cli import app, bench_transport, options
 from lamina.cli.bench import verdict
 from lamina.cluster import pool
+from lamina.config import EngineConfig
 from lamina.errors import ConfigError, ModelError, TransportError
 from lamina.models.directory import BUNDLED
 from lamina.observe import progress
 from lamina.observe.trace import Share
 from lamina.plan import hardware
 from lamina.protocol.messages import LoadProgress
+from lamina.types import SamplingParams
 
 LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0
@@ -148,9 +150,23 @@ def test_h_is_help(command: list[str]) -> None:
 
 
 def test_every_run_draws_with_a_seed_of_its_own_unless_one_is_given() -> None:
-    seeds = {options.sampling_params(8, 1.0, 1.0, None).seed for _ in range(4)}
+    seeds = {options.sampling_params(EngineConfig(), 8, 1.0, 1.0, None).seed for _ in range(4)}
     assert len(seeds) == 4 and None not in seeds
-    assert options.sampling_params(8, 1.0, 1.0, 7).seed == 7
+    assert options.sampling_params(EngineConfig(), 8, 1.0, 1.0, 7).seed == 7
+
+
+def test_options_come_before_the_model_s_defaults_and_those_before_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 3, "top_p": 0.9, "max_new_tokens": 30}))
+    config = EngineConfig(model=tmp_path)
+    chosen = options.sampling_params(config, None, None, 0.5, 1)
+    assert chosen == SamplingParams(temperature=0.7, top_k=3, top_p=0.5, max_tokens=30, seed=1)
+    assert "generation_config.json: top_k 3, max_tokens 30." in capsys.readouterr().err
+    ignored = options.sampling_params(EngineConfig(model=tmp_path, generation_config="none"), None, None, None, 1)
+    assert ignored == SamplingParams(temperature=0.7, max_tokens=None, seed=1)
+    assert capsys.readouterr().err == ""
 
 
 # -- messages --------------------------------------------------------------------------------------------------------

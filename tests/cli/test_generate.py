@@ -95,7 +95,7 @@ def test_commands_whose_engine_dies_fail(command: tuple[str, ...], monkeypatch: 
         text=True,
     )
     assert process.stdin is not None and process.stderr is not None
-    process.stdin.write("def\n" * 100)  # to chat: each line is asked
+    process.stdin.write("def\n/clear\n" * 100)  # to chat: each line is asked
     process.stdin.flush()
     while "compute0 and memory0 are linked" not in (line := process.stderr.readline()):
         assert line, process.wait(END_S)

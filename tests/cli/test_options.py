@@ -26,7 +26,7 @@ GIVEN: dict[str, Any] = {
     "max_restarts": 3,
     "autoscale": "memory=1:4",
     "max_model_len": 5,
-    "default_max_tokens": 4,
+    "generation_config": "none",
     "kv_cache_memory_bytes": 6,
     "quantization": "int4",
     "kv_cache_dtype": "int8",

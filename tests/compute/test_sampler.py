@@ -212,7 +212,7 @@ def test_logprobs_are_the_models_own() -> None:
     assert torch.equal(logits, before)
     expected = torch.log_softmax(logits.double(), -1)
     ranking = expected[0].argsort(descending=True).tolist()
-    entries = unpack(first.logprobs, str)
+    entries = unpack(first.logprobs)
     drawn, *top = entries
     assert drawn.token_id == first.token != 11
     assert drawn.rank == ranking.index(first.token) + 1
@@ -221,7 +221,7 @@ def test_logprobs_are_the_models_own() -> None:
     for entry in entries:
         assert entry.logprob == pytest.approx(expected[0, entry.token_id].item(), abs=1e-5)
     assert second.logprobs == b""
-    assert [(entry.token_id, entry.rank) for entry in unpack(third.logprobs, str)] == [(11, 1)]
+    assert [(entry.token_id, entry.rank) for entry in unpack(third.logprobs)] == [(11, 1)]
 
 
 def test_no_end_before_min_tokens() -> None:

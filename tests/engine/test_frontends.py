@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import ClassVar
 
 import msgspec
 import pytest
@@ -38,7 +39,8 @@ STATS = EngineStats(
 class ScriptedEngine:
     """Records what it is told; ``tell`` is a turn that brings tokens."""
 
-    model_name, max_model_len, default_max_tokens, vocab_size = "scripted", 100, 7, 2048
+    model_name, max_model_len, vocab_size = "scripted", 100, 2048
+    sampling_defaults: ClassVar[dict[str, int | float]] = {"temperature": 0.5, "top_k": 3}
 
     def __init__(self) -> None:
         self.longest = 98
@@ -171,6 +173,7 @@ async def test_requests_go_one_way_and_tokens_the_other(engine: ScriptedEngine, 
         (token, 4, -0.5) for token in text
     ]
     assert not second.updates
+    assert remote.sampling_defaults == engine.sampling_defaults
     remote.abort("b")
     remote.abort("unknown")
     await until(lambda: engine.aborted == [other])

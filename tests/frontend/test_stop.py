@@ -84,7 +84,7 @@ def test_nothing_is_held_back_when_the_stop_string_is_wanted() -> None:
 @pytest.mark.parametrize(("include", "text"), [(False, "held <"), (True, "held <end")])
 def test_end_of_sequence_releases_what_was_held_back(include: bool, text: str) -> None:
     checker = StopChecker(SamplingParams(stop=["<|stop|>"], include_stop_str_in_output=include))
-    assert checker.append("held <").text + checker.end("end") == text
+    assert checker.append("held <").text + checker.end("end").text == text
 
 
 class Counted(frozenset[str]):
@@ -139,3 +139,87 @@ def test_what_cannot_be_is_refused_in_few_words(given: dict[str, Any], said: str
     with pytest.raises(ValueError, match=re.escape(said)) as caught:
         SamplingParams(**given)
     assert len(str(caught.value)) < 250
+
+
+SPECIAL = ["<x>", "<yy>"]
+
+
+def written_out(
+    pieces: list[tuple[str, str]], stops: list[str], *, include: bool, min_tokens: int
+) -> tuple[int, str, str | None]:
+    """(tokens taken, final text, stop string), by a search of every prefix of both texts.
+
+    ``pieces``: of each token, its text and how it is written if it is special.
+    """
+    plain, written, shown = "", "", list[str]()
+    with_special = [stop for stop in stops if any(special in stop for special in SPECIAL)]
+    for tokens, (text, special) in enumerate(pieces, start=1):
+        for character in text + special:
+            written += character
+            shown.append(character if text else "")
+            plain += shown[-1]
+            ending = [stop for stop in stops if shown[-1] and plain.endswith(stop)]
+            ending_written = [stop for stop in with_special if written.endswith(stop)]
+            if tokens <= min_tokens or not ending + ending_written:
+                continue
+            stop = max(ending + ending_written, key=len)
+            before = plain[: -len(stop)] if stop in ending else "".join(shown[: -len(stop)])
+            return tokens, before + stop if include else before, stop
+    return len(pieces), plain, None
+
+
+@given(
+    pieces=st.lists(
+        st.tuples(st.text("ab<x>", min_size=1, max_size=3), st.just(""))
+        | st.tuples(st.just(""), st.sampled_from(SPECIAL)),
+        max_size=10,
+    ),
+    stops=st.lists(
+        st.lists(st.sampled_from(["a", "b", "<", *SPECIAL]), min_size=1, max_size=4).map("".join),
+        min_size=1,
+        max_size=3,
+    ),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 3),
+)
+@example(pieces=[("", "<x>")], stops=["<x>"], include=False, min_tokens=0)
+@example(pieces=[("a", ""), ("", "<x>"), ("b", ""), ("a", "")], stops=["ab", "<x>bb"], include=False, min_tokens=0)
+@example(pieces=[("a", ""), ("", "<x>"), ("b", ""), ("b", "")], stops=["a<x>bb"], include=True, min_tokens=0)
+@example(pieces=[("a", ""), ("", "<x>"), ("b", ""), ("a", "")], stops=["a<x>bb"], include=True, min_tokens=0)
+def test_stop_strings_are_found_across_special_tokens(
+    pieces: list[tuple[str, str]], stops: list[str], include: bool, min_tokens: int
+) -> None:
+    params = SamplingParams(stop=stops, include_stop_str_in_output=include, min_tokens=min_tokens, max_tokens=None)
+    checker = StopChecker(params, StopStrings(stops, SPECIAL))
+    tokens, text, stop = written_out(pieces, stops, include=include, min_tokens=min_tokens)
+    streamed, decision = "", StopDecision("")
+    for number, (piece, special) in enumerate(pieces, start=1):
+        decision = checker.append(piece, special)
+        streamed += decision.text
+        assert text.startswith(streamed), "text was streamed that is not in the output"
+        if decision.stop is not None:
+            assert number == tokens
+            break
+    assert decision.stop == stop
+    assert streamed + checker.flush() == text
+    assert checker.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("include", "stop", "text", "found"),
+    [
+        (False, "held<x>", "", "held<x>"),
+        (True, "held<x>", "held<x>", "held<x>"),
+        (False, "<x>", "held", "<x>"),
+        (False, "<x> no", "held", None),
+        (True, "<x> no", "held", None),
+    ],
+)
+def test_the_special_token_that_ends_a_completion_may_complete_a_stop_string(
+    include: bool, stop: str, text: str, found: str | None
+) -> None:
+    params = SamplingParams(stop=[stop], include_stop_str_in_output=include)
+    checker = StopChecker(params, StopStrings([stop], SPECIAL))
+    streamed = checker.append("held").text
+    decision = checker.end("", "<x>")
+    assert (streamed + decision.text, decision.stop) == (text, found)

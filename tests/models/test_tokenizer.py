@@ -6,22 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from lamina.errors import ModelError, RequestError
 from lamina.models.chat import DEFAULT_TEMPLATE
 from lamina.models.directory import ModelDirectory, find
 from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.models.small_tokenizers import CORPUS, KINDS, byte_level, save
 
-CORPUS = [
-    "The quick brown fox jumps over the lazy dog. It doesn't stop: it runs, and runs, and runs.",
-    "def main() -> None:\n    for i in range(10):\n        print(i)  # üben macht den Meister",
-    "你好,世界。今天天气很好。 こんにちは世界。 Привет, мир! 😀😃👩‍👩‍👧 naïve café",
-] * 20
 TEXTS = [
     "",
     " ",
@@ -33,72 +27,7 @@ TEXTS = [
     "\u200d\ufffd x",
     "<s> </s>",
 ]
-SPECIAL = ["<unk>", "<s>", "</s>"]
 INVALID = [b"\xff" * 9, b"\x80" * 9, b"\xe2\x82" * 5, b"\xf0\x9f\x98", "é".encode() * 5, "🦜".encode(), b"\xed\xa0\x80"]
-
-
-def byte_level() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens(["ADDED"])
-    return tokenizer
-
-
-def unigram() -> tokenizers.Tokenizer:
-    """As sentencepiece's unigram models with a Metaspace decoder (T5 and others)."""
-    tokenizer = tokenizers.Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Metaspace()
-    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False)
-    tokenizer.train_from_iterator(CORPUS, trainer)
-    return tokenizer
-
-
-def byte_fallback() -> tokenizers.Tokenizer:
-    """As Llama 2: spaces are ▁, unknown characters are spelt in bytes, and one leading space is stripped."""
-    trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
-    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL + bytes_, show_progress=False)
-    trained.train_from_iterator([text for text in CORPUS if text.isascii()], trainer)
-    parts = json.loads(trained.to_str())
-    parts["model"].update(byte_fallback=True, fuse_unk=True)
-    parts["added_tokens"] = parts["added_tokens"][: len(SPECIAL)]
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(parts))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return tokenizer
-
-
-def crossing() -> tokenizers.Tokenizer:
-    """Byte-level, with tokens that end one character and begin the next: no token ends where a character does."""
-    parts = json.loads(byte_level().to_str())
-    vocabulary = parts["model"]["vocab"]
-    parts["model"]["merges"] = [["\u00a9", "\u00c3"], ["\u00a4", "\u00e4"]]
-    for left, right in parts["model"]["merges"]:
-        vocabulary[left + right] = len(vocabulary)
-    parts["added_tokens"] = parts["added_tokens"][: len(SPECIAL)]
-    return tokenizers.Tokenizer.from_str(json.dumps(parts))
-
-
-KINDS = {"byte_level": byte_level, "unigram": unigram, "byte_fallback": byte_fallback, "crossing": crossing}
-
-
-def save(path: Path, backend: tokenizers.Tokenizer, **settings: Any) -> ModelDirectory:
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>", **settings
-    )
-    fast.save_pretrained(path)
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 2}))
-    return find(path, weights=False)
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +163,7 @@ def test_a_token_costs_the_same_however_many_completed_no_character(
     ids = [token_of(tokenizer, name) for name in names] * 500
     decode = tokenizer.decode
 
-    def counted(given: list[int]) -> str:
+    def counted(given: list[int], skip_special_tokens: bool = True) -> str:
         sizes.append(len(given))
         return decode(given)
 
@@ -319,6 +248,20 @@ def test_chat_template_renders_as_transformers(tmp_path: Path, template: str, ad
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=add_generation_prompt)
     assert Tokenizer(directory).apply_chat_template(MESSAGES, add_generation_prompt) == expected
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+]
+
+
+def test_tools_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    directory = save(tmp_path, byte_level(), chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for tools in (TOOLS, None, []):
+        expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert Tokenizer(directory).apply_chat_template(MESSAGES, tools=tools) == expected
 
 
 def test_bundled_chat_template_renders_as_transformers(ours: dict[str, Tokenizer]) -> None:

@@ -1,8 +1,13 @@
 """Progress: bars on a terminal, and lines elsewhere when work takes long."""
 
+import contextlib
+import importlib.machinery
 import io
+import sys
 import time
+import types
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -71,3 +76,33 @@ def test_counting_and_waiting_show_a_bar_on_a_terminal() -> None:
     with waiting("Measuring", terminal):
         pass
     assert "Cells" in written.getvalue() and "Measuring" in written.getvalue()
+
+
+def test_a_notebook_with_widgets_shows_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    class Output(contextlib.nullcontext[None]):
+        def clear_output(self, wait: bool) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    for name, content in (
+        ("IPython", {}),
+        ("IPython.display", {"display": shown.append}),
+        ("ipywidgets", {"Output": Output}),
+    ):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    with BatchProgress(2, enabled=True, console=Console(force_jupyter=True)) as progress:
+        progress.update(5, finished=True)
+    assert any("Generating" in getattr(each, "text", "") for each in shown)
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
+    monkeypatch.setattr("lamina.observe.progress.find_spec", lambda name: None)
+    shown.clear()
+    with BatchProgress(2, enabled=True, console=Console(force_jupyter=True)) as progress:
+        progress.update(5, finished=True)
+    assert shown == []

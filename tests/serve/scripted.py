@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 
@@ -11,6 +11,8 @@ from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
+from lamina.frontend.logprobs import Position
+from lamina.models.tokenizer import complete_text
 from lamina.protocol.choice import Choice, Transport
 from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, Request, SamplingParams
@@ -24,17 +26,22 @@ class FakeTokenizer:
     """One token per character."""
 
     most_bytes_per_token = 4
+    special_texts: ClassVar[dict[int, str]] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [ord(c) for c in text]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return "".join(map(chr, ids))
 
-    def token_text(self, token_id: int) -> str:
-        return [*WORDS, "\N{REPLACEMENT CHARACTER}"][token_id]
+    def token_bytes(self, token_id: int) -> bytes:
+        return [*(word.encode() for word in WORDS), b"\xe2\x82"][token_id]
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+    def token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        encoded = self.token_bytes(token_id)
+        return complete_text(encoded)[0], tuple(encoded)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: object = None) -> str:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
 
@@ -43,7 +50,7 @@ class FakeEngine:
 
     model_name = "fake"
     max_model_len = 100
-    default_max_tokens = 12
+    sampling_defaults: ClassVar[dict[str, int | float]] = {}
     tokenizer = FakeTokenizer()
 
     def __init__(self) -> None:
@@ -92,7 +99,7 @@ class FakeEngine:
                     index=i,
                     texts=[WORDS[count - 1]],
                     token_ids=[count - 1],
-                    logprobs=None if params.logprobs is None else [pack(_position(count - 1, params.logprobs))],
+                    logprobs=None if params.logprobs is None else _positions(count - 1, params.logprobs),
                     finish_reason=FinishReason.LENGTH if last else None,
                 )
                 for i in range(params.n)
@@ -152,9 +159,9 @@ class FakeEngine:
             return self.changed.wait_for(condition, TIMEOUT_S)
 
 
-def _position(place: int, count: int) -> list[Logprob]:
+def _positions(place: int, count: int) -> list[Position]:
     likely = [Logprob(place, -0.5, 1), Logprob(len(WORDS), float("-inf"), 2)]
-    return [likely[0], *likely[:count]]
+    return [Position(pack([likely[0], *likely[:count]]), WORDS[place])]
 
 
 @dataclass

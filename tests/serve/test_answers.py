@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from lamina.types import SamplingParams
-from tests.serve.scripted import WORDS, Running
+from tests.serve.scripted import WORDS, Running, refusal
 
 
 def test_a_completion(client: openai.OpenAI) -> None:
@@ -55,15 +55,46 @@ def test_defaults_are_openai_s(server: Running) -> None:
     (_, completion), (_, chat) = server.engine.submitted
     assert completion == SamplingParams()
     assert completion.max_tokens == 16
-    assert chat == SamplingParams(max_tokens=server.engine.default_max_tokens)
+    assert chat == SamplingParams(max_tokens=None)
 
 
-def test_a_chat_may_ask_for_more_than_the_default(server: Running) -> None:
+def test_the_model_s_defaults_apply_where_a_request_gives_none(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    defaults: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "repetition_penalty": 1.1, "max_tokens": 40}
+    monkeypatch.setattr(server.engine, "sampling_defaults", defaults)
     chat = {"messages": [{"role": "user", "content": "a"}]}
-    server.post("/v1/chat/completions", **chat, max_tokens=50)
-    server.post("/v1/chat/completions", **chat, max_completion_tokens=60)
-    server.post("/v1/chat/completions", **chat, max_tokens=None, min_tokens=70)
-    assert [params.max_tokens for _, params in server.engine.submitted] == [50, 60, 70]
+    server.post("/v1/chat/completions", **chat)
+    server.post("/v1/chat/completions", **chat, temperature=0, top_k=0, max_tokens=50)
+    server.post("/v1/chat/completions", **chat, temperature=None, max_completion_tokens=60)
+    server.post("/v1/chat/completions", **chat, min_tokens=70)
+    server.completion(prompt="a", repetition_penalty=1.0)
+    server.completion(prompt="a", use_beam_search=True, n=2)
+    assert [params for _, params in server.engine.submitted] == [
+        SamplingParams(**defaults),
+        SamplingParams(temperature=0, repetition_penalty=1.1, max_tokens=50),
+        SamplingParams(**defaults | {"max_tokens": 60}),
+        SamplingParams(**defaults | {"max_tokens": 70, "min_tokens": 70}),
+        SamplingParams(temperature=0.5, top_k=3, max_tokens=16),
+        SamplingParams(use_beam_search=True, n=2),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [("completions", "max_tokens"), ("chat/completions", "max_tokens"), ("chat/completions", "max_completion_tokens")],
+)
+def test_an_answer_may_ask_for_the_rest_of_the_context_and_no_more(server: Running, path: str, field: str) -> None:
+    prompt = {"prompt": "abcdefgh"} if path == "completions" else {"messages": [{"role": "u", "content": "abcde"}]}
+    assert server.post(f"/v1/{path}", **prompt, **{field: 92}).status_code == 200
+    error = refusal(server.post(f"/v1/{path}", **prompt, **{field: 93}), 400)
+    assert error["param"] == field
+    assert f"{field} is 93, but the prompt has 8 tokens, which leave room for 92" in error["message"]
+    assert [params.max_tokens for _, params in server.engine.submitted] == [92]
+    if path == "completions":
+        error = refusal(server.post(f"/v1/{path}", prompt=["a", "a" * 50], max_tokens=60), 400)
+        assert "the prompt has 50 tokens" in error["message"]
+        server.completion(prompt="a" * 95)  # a limit that the client has not given is lowered
 
 
 def test_every_sampling_field_arrives(server: Running) -> None:
@@ -80,6 +111,7 @@ def test_every_sampling_field_arrives(server: Running) -> None:
         "stop": ["x", "y"],
         "stop_token_ids": [3],
         "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
         "ignore_eos": True,
         "min_tokens": 2,
         "max_tokens": 9,
@@ -105,7 +137,7 @@ def test_completion_logprobs(client: openai.OpenAI) -> None:
     assert logprobs.tokens == WORDS
     assert logprobs.token_logprobs == [-0.5] * 3
     assert logprobs.text_offset == [0, 4, 8]
-    assert logprobs.top_logprobs == [{word: -0.5, "\N{REPLACEMENT CHARACTER}": -9999.0} for word in WORDS]
+    assert logprobs.top_logprobs == [{word: -0.5, "": -9999.0} for word in WORDS]
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
@@ -117,7 +149,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
     assert [entry.token for entry in logprobs.content] == WORDS
     assert logprobs.content[0].bytes == list(b" one")
     assert [top.logprob for top in logprobs.content[0].top_logprobs] == [-0.5, -9999.0]
-    assert logprobs.content[0].top_logprobs[1].bytes is None  # part of a character: its bytes are not known
+    assert (logprobs.content[0].top_logprobs[1].token, logprobs.content[0].top_logprobs[1].bytes) == ("", [0xE2, 0x82])
 
 
 def test_a_streamed_completion_is_the_whole_one_in_pieces(client: openai.OpenAI) -> None:

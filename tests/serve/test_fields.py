@@ -50,7 +50,6 @@ def test_values_without_effect_are_accepted(server: Running) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("skip_special_tokens", False),
         ("best_of", 2),
         ("best_of", True),
         ("best_of", 0),

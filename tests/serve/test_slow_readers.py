@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
+from lamina.frontend.logprobs import Position
 from lamina.protocol.logprobs import pack
 from lamina.serve import generation
 from lamina.serve import server as serving
@@ -20,7 +21,7 @@ from lamina.serve.responses import MOST_POSITIONS, Sent
 from lamina.types import FinishReason, Logprob, Request, SamplingParams
 from tests.serve.scripted import COMPLETION, TIMEOUT_S, FakeEngine, FakeTokenizer
 
-POSITION = pack([Logprob(0, -0.5, 1), *(Logprob(0, -0.5, rank) for rank in range(1, 21))])
+POSITION = Position(pack([Logprob(0, -0.5, 1), *(Logprob(0, -0.5, rank) for rank in range(1, 21))]), " one")
 
 
 class TalkativeEngine(FakeEngine):
@@ -115,4 +116,4 @@ def test_a_long_update_goes_out_in_pieces_that_join_to_the_whole(most: int) -> N
         assert all(len(piece.logprobs or []) <= most for piece in own)
         assert sum(len(piece.logprobs or []) for piece in own) == 200
         assert [piece.finish_reason for piece in own] == [None] * (len(own) - 1) + ["length"]
-        assert [piece.text_offset for piece in own] == [len(" one") * most * number for number in range(len(own))]
+        assert [offset for piece in own for offset in piece.text_offsets] == [len(" one") * n for n in range(200)]
