@@ -119,6 +119,7 @@ def test_every_setting_says_what_it_is(setting: Any) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs is 0; give a whole number of at least 1$"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "at least 64"),
         ({"max_model_len": 1}, "at least 2"),
+        ({"served_model_name": "a,"}, "has an empty name"),
         ({"default_max_tokens": 0}, "at least 1"),
         ({"mini_batches": 16}, "mini_batches is 16; give a whole number from 1 to 15"),
         ({"load_format": "Dummy"}, "give auto or dummy"),

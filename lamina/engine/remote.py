@@ -85,11 +85,12 @@ class RemoteEngine:
 
     def __init__(self, bootstrap: FrontendBootstrap, tokenizer: Tokenizer) -> None:
         self.model_name = bootstrap.model_name
+        self.model_aliases = bootstrap.model_aliases
         self.max_model_len = bootstrap.max_model_len
         self.default_max_tokens = bootstrap.default_max_tokens
         self.tokenizer = tokenizer
         self.dead: str | None = None
-        self._vocab_size = bootstrap.vocab_size
+        self.vocab_size = bootstrap.vocab_size
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._requests = self._connect(bootstrap.name, bootstrap.requests)
@@ -141,7 +142,7 @@ class RemoteEngine:
         for one in submissions:
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = self._tokens(one.prompt)
-            check_tokens(tokens, self._vocab_size)
+            check_tokens(tokens, self.vocab_size)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)

@@ -54,6 +54,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     default_max_tokens: int
     vocab_size: int
     seed: int = 0
+    model_aliases: tuple[str, ...] = ()
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

@@ -15,6 +15,7 @@ from lamina.types import DType, DTypeName
 
 GIVEN: dict[str, Any] = {
     "model": "M",
+    "served_model_name": "a,b",
     "compute": "cpu:2",
     "tensor_parallel": 4,
     "pipeline_parallel": 2,

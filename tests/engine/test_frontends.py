@@ -38,6 +38,7 @@ STATS = EngineStats(
 class ScriptedEngine:
     """Records what it is told; ``tell`` is a turn that brings tokens."""
 
+    model_aliases = ("alias",)
     model_name, max_model_len, default_max_tokens, vocab_size = "scripted", 100, 7, TOKENIZER.vocab_size
 
     def __init__(self) -> None:
