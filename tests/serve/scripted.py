@@ -11,12 +11,14 @@ from lamina.engine.runtime import Submission
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
+from lamina.frontend.prompts import check_tokens
 from lamina.protocol.choice import Choice, Transport
 from lamina.protocol.logprobs import pack
 from lamina.types import Client, FinishReason, Logprob, Request, SamplingParams
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
+VOCABULARY = 0x110000
 WORDS = [" one", " two", " three"]
 
 
@@ -29,19 +31,22 @@ class FakeTokenizer:
         return [ord(c) for c in text]
 
     def decode(self, ids: list[int]) -> str:
+        check_tokens(ids, VOCABULARY)
         return "".join(map(chr, ids))
 
     def token_text(self, token_id: int) -> str:
         return [*WORDS, "\N{REPLACEMENT CHARACTER}"][token_id]
 
     def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return "".join(f"<{m['role']}>{m.get('content')}" for m in messages)
 
 
 class FakeEngine:
     """Answers every prompt with WORDS, one word per update; keywords in a prompt make it behave differently."""
 
     model_name = "fake"
+    model_aliases = ("alias",)
+    vocab_size = VOCABULARY
     max_model_len = 100
     default_max_tokens = 12
     tokenizer = FakeTokenizer()
