@@ -38,6 +38,13 @@ class EngineConfig:
         str | os.PathLike[str] | None, Meaning("Hugging Face model directory. Default: the bundled small model.")
     ] = None
     _: KW_ONLY
+    served_model_name: Annotated[
+        str | None,
+        Meaning(
+            "The model's name for clients of the server, or several joined by commas; answers have the first. Default: "
+            "the name of the directory, or ORG/NAME of a snapshot in the Hugging Face cache."
+        ),
+    ] = None
     compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
     tensor_parallel: Annotated[
         int,
@@ -284,6 +291,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for setting in settings(type(self)):
             setting.check(getattr(self, setting.name))
+        if self.served_model_name is not None and not all(served_names(self)):
+            raise ConfigError(
+                f"served_model_name is '{self.served_model_name}', which has an empty name; give a name, or several "
+                "joined by commas"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens} and max_num_seqs {self.max_num_seqs}; "
@@ -319,6 +331,13 @@ class EngineConfig:
             )
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
+
+
+def served_names(config: EngineConfig) -> list[str]:
+    """Return the names of ``served_model_name``, without repeats; empty if it is not set."""
+    if config.served_model_name is None:
+        return []
+    return list(dict.fromkeys(name.strip() for name in config.served_model_name.split(",")))
 
 
 def overcommit(config: EngineConfig) -> float:

@@ -6,6 +6,7 @@ D head size of q and k, Dv head size of v.
 
 import enum
 import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -141,6 +142,23 @@ MAX_STOP_LENGTH = 128  # characters
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_LENGTH = 256  # characters
 
+SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
+    "n": (1, 128),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),  # beyond, logits could overflow
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, 20),
+    "length_penalty": (-10.0, 10.0),
+}
+"""Smallest and largest value of each numeric field of ``SamplingParams``; two ints mean that it is an integer."""
+
 
 def _shown(value: Any) -> str:
     """``value`` for an error message, shortened."""
@@ -212,25 +230,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", stop or [])  # vLLM also allows None
-        object.__setattr__(self, "stop_token_ids", self.stop_token_ids or [])
-        self._require("n", self.n, 1, 128, integer=True)
-        self._require("temperature", self.temperature, 0.0, 100.0)
-        self._require("top_p", self.top_p, 0.0, 1.0)
+        object.__setattr__(self, "stop", [] if stop is None else stop)  # vLLM also allows None
+        object.__setattr__(self, "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids)
+        for name, (low, high) in SAMPLING_RANGES.items():
+            if (value := getattr(self, name)) is not None or name not in ("seed", "max_tokens", "logprobs"):
+                self._require(name, value, low, high)
         if self.top_p == 0.0:
             raise ValueError("top_p is 0; give a value in (0, 1] (1 keeps every token)")
-        self._require("top_k", self.top_k, -1, 2**31 - 1, integer=True)
-        self._require("min_p", self.min_p, 0.0, 1.0)
-        self._require("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        self._require("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        self._require("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # beyond, logits could overflow
-        if self.seed is not None:
-            self._require("seed", self.seed, -(2**63), 2**63 - 1, integer=True)
         if self.max_tokens is not None:
-            self._require("max_tokens", self.max_tokens, 1, 2**31 - 1, integer=True)
-        self._require("min_tokens", self.min_tokens, 0, self.max_tokens or 2**31 - 1, integer=True)
-        if self.logprobs is not None:
-            self._require("logprobs", self.logprobs, 0, 20, integer=True)
+            self._require("min_tokens", self.min_tokens, 0, self.max_tokens)
         salt = self.cache_salt
         if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
             raise ValueError(
@@ -246,12 +254,12 @@ class SamplingParams:
                 )
         self._require_few("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
         for token in self.stop_token_ids:
-            self._require("stop_token_ids", token, 0, 2**31 - 1, integer=True)
-        self._require("length_penalty", self.length_penalty, -10.0, 10.0)
+            self._require("stop_token_ids", token, 0, 2**31 - 1)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping is {_shown(self.early_stopping)}; give true, false or "never"')
-        if not isinstance(self.use_beam_search, bool):
-            raise ValueError(f"use_beam_search is {_shown(self.use_beam_search)}; give true or false")
+        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {_shown(value)}; give true or false")
         self._check_beam_search()
 
     def _check_beam_search(self) -> None:
@@ -292,7 +300,8 @@ class SamplingParams:
             raise ValueError(f"{name} has {len(values)} {what}; give at most {most}")
 
     @staticmethod
-    def _require(name: str, value: Any, low: float, high: float, *, integer: bool = False) -> None:
+    def _require(name: str, value: Any, low: float, high: float) -> None:
+        integer = isinstance(low, int)
         kind = "an integer" if integer else "a number"
         right_type = isinstance(value, int) if integer else isinstance(value, int | float)
         # NaN fails the range check.

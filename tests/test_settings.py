@@ -124,6 +124,7 @@ def test_every_setting_says_what_it_is(setting: Any) -> None:
         ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, "at least 64"),
         ({"max_model_len": 1}, "at least 2"),
         ({"generation_config": "vllm"}, "give auto or none"),
+        ({"served_model_name": "a,"}, "has an empty name"),
         ({"mini_batches": 16}, "mini_batches is 16; give a whole number from 1 to 15"),
         ({"load_format": "Dummy"}, "give auto or dummy"),
         ({"dtype": "int3"}, "dtype is 'int3'; give auto, float32, bfloat16 or float16"),

@@ -33,6 +33,8 @@ class Scripted:
     """An engine that answers "stream" with a word every 5 ms for ``STREAM_S``, and anything else at once."""
 
     model_name = "scripted"
+    model_aliases = ()
+    vocab_size = 2048
     max_model_len = 1_000_000
     sampling_defaults: ClassVar[dict[str, int | float]] = {}
     dead = None

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.gather import Workers
 from lamina.cluster.pool import parse_bounds, pool_change
-from lamina.config import EngineConfig, overcommit
+from lamina.config import EngineConfig, overcommit, served_names
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.members import Members, Save
 from lamina.engine.placement import PlacementView
@@ -75,7 +75,8 @@ class Engine:
     ) -> None:
         """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``."""
         self.config = config
-        self.model_name = model.name
+        self.model_name, *aliases = served_names(config) or [model.name]
+        self.model_aliases = tuple(aliases)
         self.tokenizer = tokenizer
         self.vocab_size = cluster.vocabulary
         self._seeds = random.Random(config.seed)  # for requests without a seed

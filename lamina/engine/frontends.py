@@ -157,6 +157,7 @@ class Frontends:
             dict(engine.sampling_defaults),
             engine.vocab_size,
             engine.new_seed(),
+            tuple(engine.model_aliases),
         )
 
     def leave(self, name: str) -> None:

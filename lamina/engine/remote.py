@@ -86,11 +86,12 @@ class RemoteEngine:
 
     def __init__(self, bootstrap: FrontendBootstrap, tokenizer: Tokenizer) -> None:
         self.model_name = bootstrap.model_name
+        self.model_aliases = bootstrap.model_aliases
         self.max_model_len = bootstrap.max_model_len
         self.sampling_defaults: Defaults = bootstrap.sampling_defaults
         self.tokenizer = tokenizer
         self.dead: str | None = None
-        self._vocab_size = bootstrap.vocab_size
+        self.vocab_size = bootstrap.vocab_size
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._requests = self._connect(bootstrap.name, bootstrap.requests)
@@ -142,7 +143,7 @@ class RemoteEngine:
         for one in submissions:
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = self._tokens(one.prompt)
-            check_tokens(tokens, self._vocab_size, self.tokenizer)
+            check_tokens(tokens, self.vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)

@@ -21,9 +21,17 @@ class Submission(NamedTuple):
 
 
 class Runtime(Protocol):
-    """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend."""
+    """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend.
+
+    Attributes:
+        model_name: The model's name for clients.
+        model_aliases: Further names that clients may use.
+        vocab_size: Token ids of prompts must be below it.
+    """
 
     model_name: str
+    model_aliases: tuple[str, ...]
+    vocab_size: int
     tokenizer: Tokenizer
     max_model_len: int
     sampling_defaults: Defaults

@@ -1,5 +1,7 @@
 """Renders chat messages to a prompt with the model's template, as transformers does, in a sandbox."""
 
+import contextlib
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -54,7 +56,11 @@ class ChatTemplate:
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
+        """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
+
+        Templates get what transformers gives them for the same history with the arguments of tool calls as objects. A
+        template that fails on that is rendered again with an empty string where a message has no content, and last
+        with arguments as JSON text: some templates concatenate them.
 
         Args:
             tools: the functions that the model may call, OpenAI style.
@@ -64,37 +70,107 @@ class ChatTemplate:
         """
         if tools and not self._uses_tools:
             raise RequestError("the model's chat template has no place for tools; describe them in a message instead")
-        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        if not plain:
+        for index, message in enumerate(messages):
+            check_message(index, message)
+        if not messages:
             raise RequestError("messages is empty; give at least one message")
+        render = functools.partial(self._render, messages, tools, add_generation_prompt)
         try:
-            return self._template.render(
-                messages=plain,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            return render()
         except Exception as error:  # a template is a program from the model's author: it may raise anything
+            if any(message.get("tool_calls") for message in messages):
+                for as_text in (False, True):
+                    with contextlib.suppress(Exception):
+                        return render(fill_content=True, arguments_as_text=as_text)
             raise RequestError(f"the model's chat template refuses these messages: {error}") from error
 
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        fill_content: bool = False,
+        arguments_as_text: bool = False,
+    ) -> str:
+        return self._template.render(
+            messages=[_plain_message(message, fill_content, arguments_as_text) for message in messages],
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+        )
 
-def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of one message without empty fields, its text parts joined by line breaks."""
+
+MAY_LACK_CONTENT = ("assistant", "tool", "function")
+"""Roles of messages whose content may be null or missing."""
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. As in transformers, templates find it under each of the first two."""
+
+
+def check_message(index: int, message: Mapping[str, Any]) -> None:
+    """Raise RequestError if a message is malformed. ``index``: its place in the conversation."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"messages[{index}] is {message!r}; give an object with a string role and content")
-    plain = {key: value for key, value in message.items() if value is not None}
-    content = plain.get("content")
+    content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list):
         try:
-            plain["content"] = joined_text(content)
+            joined_text(content)
         except RequestError as error:
             raise RequestError(f"messages[{index}].content: {error}") from None
-    elif content is None and "tool_calls" not in plain:
-        raise RequestError(f"messages[{index}] has no content; give a string")
-    elif content is not None and not isinstance(content, str):
+    elif content is None:
+        if message["role"] not in MAY_LACK_CONTENT:
+            raise RequestError(f"messages[{index}] has no content; give a string")
+    elif not isinstance(content, str):
         raise RequestError(f"messages[{index}].content is a {type(content).__name__}; give a string or text parts")
+    if not isinstance(calls, list | None) or not all(map(_is_call, calls or ())):
+        raise RequestError(
+            f"messages[{index}].tool_calls is not a list of calls; give objects such as "
+            '{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}'
+        )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("arguments"), str | Mapping | None)
+
+
+def _plain_message(message: Mapping[str, Any], fill_content: bool, arguments_as_text: bool) -> dict[str, Any]:
+    """Return a copy of a message for templates, which test whether fields exist: null and empty ones are left out.
+
+    Args:
+        fill_content: Give an empty string as the content of a message that has tool calls alone.
+        arguments_as_text: Give the arguments of tool calls as JSON text, not as objects.
+    """
+    plain = {key: value for key, value in message.items() if value is not None}
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = [_plain_call(call, arguments_as_text) for call in calls]
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = joined_text(content)
+    elif content is None and (fill_content or not (calls or "function_call" in plain)):
+        plain["content"] = ""
+    reasoning = next((plain[key] for key in REASONING if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _plain_call(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if arguments_as_text:
+        function["arguments"] = arguments if isinstance(arguments, str) else _tojson(arguments or {})
+    elif not arguments:
+        function["arguments"] = {}
+    elif isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # a model may have written what is no JSON: it stays text
+            if isinstance(parsed := json.loads(arguments), dict | list):
+                function["arguments"] = parsed
+    return {**call, "function": function}
 
 
 def joined_text(parts: Sequence[Any]) -> str:

@@ -95,13 +95,23 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
     tensors = read_checkpoint(path) if weights else {}
     return ModelDirectory(
         path=path,
-        name=BUNDLED_NAME if model is None else path.resolve().name,
+        name=BUNDLED_NAME if model is None else model_name(path),
         config=config,
         generation_config=read_json(path / GENERATION_CONFIG) if (path / GENERATION_CONFIG).is_file() else {},
         tensors=tensors,
         scheme=known,
         packed={} if known is None else find_packed(tensors, known),
     )
+
+
+def model_name(path: Path) -> str:
+    """Return the model's name for clients: that of the repository for a snapshot in the Hugging Face cache
+    (``models--ORG--NAME/snapshots/REVISION``), else that of the directory."""
+    path = path.resolve()
+    repository = path.parent.parent.name
+    if path.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/")
+    return path.name
 
 
 def find_config(model: str | Path | None) -> ModelDirectory:

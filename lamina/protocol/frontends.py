@@ -55,6 +55,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     sampling_defaults: dict[str, int | float]
     vocab_size: int
     seed: int = 0
+    model_aliases: tuple[str, ...] = ()
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

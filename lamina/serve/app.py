@@ -10,10 +10,11 @@ from starlette.types import ASGIApp
 
 import lamina
 from lamina.engine.runtime import Runtime
-from lamina.frontend.prompts import Prompt, chat_prompt, encode_prompt
+from lamina.frontend.prompts import chat_prompt, encode_prompt
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import admin, errors
 from lamina.serve.errors import APIError, first_line
+from lamina.serve.fields import IgnoredLog
 from lamina.serve.generation import Form, check_model, respond
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
 from lamina.serve.interface import CHAT_PATH, COMPLETIONS_PATH, interface
@@ -43,32 +44,36 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
     started = int(time.time())
     intake = Intake()
+    ignored = IgnoredLog()
     metrics = Metrics(engine)
 
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         taken = await intake.take(request, functools.partial(completion, engine))
+        ignored.add(taken[0].ignored)
         return await respond(request, engine, metrics.traffic, COMPLETION, *taken)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         taken = await intake.take(request, functools.partial(conversation, engine))
+        ignored.add(taken[0].ignored)
         return await respond(request, engine, metrics.traffic, CHAT, *taken)
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
-        """The one model served."""
-        return JSONResponse({"object": "list", "data": [_model(engine, started)]})
+        """The one model served, under each of its names."""
+        names = (engine.model_name, *engine.model_aliases)
+        return JSONResponse({"object": "list", "data": [_model(engine, name, started) for name in names]})
 
     @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """The served model, if ``name`` is its name."""
+        """The served model, if ``name`` is one of its names."""
         check_model(engine, name)
-        return JSONResponse(_model(engine, started))
+        return JSONResponse(_model(engine, name, started))
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -96,17 +101,17 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
     admin.install(app, engine, owner)
-    app.openapi = functools.partial(interface, app)  # type: ignore[method-assign]
+    app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
     return RequestLog(app)  # around all else, so that it also sees answers to unexpected errors
 
 
-def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[Prompt], SamplingParams, list[str]]:
+def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[list[int]], SamplingParams, list[str]]:
     """Decode a completion: request, prompts as tokens, parameters, texts to echo. Raises APIError, RequestError."""
     body = parse(CompletionRequest, raw)
     check_model(engine, body.model)
     params = body.sampling_params(engine.sampling_defaults)
     tokenizer, limit = engine.tokenizer, engine.max_model_len
-    prompts: list[Prompt] = [encode_prompt(tokenizer, p, limit) if isinstance(p, str) else p for p in body.prompt]
+    prompts = [encode_prompt(tokenizer, p, limit) if isinstance(p, str) else p for p in body.prompt]
     body.check_room(prompts, limit)
     echo = []
     if body.echo:
@@ -115,7 +120,7 @@ def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[Pro
     return body, prompts, params, echo
 
 
-def conversation(engine: Runtime, raw: bytes) -> tuple[ChatRequest, list[Prompt], SamplingParams]:
+def conversation(engine: Runtime, raw: bytes) -> tuple[ChatRequest, list[list[int]], SamplingParams]:
     """Decode a chat request: request, prompt as tokens, parameters. Raises APIError, RequestError."""
     body = parse(ChatRequest, raw)
     check_model(engine, body.model)
@@ -125,9 +130,9 @@ def conversation(engine: Runtime, raw: bytes) -> tuple[ChatRequest, list[Prompt]
     return body, prompts, params
 
 
-def _model(engine: Runtime, created: int) -> dict[str, object]:
+def _model(engine: Runtime, name: str, created: int) -> dict[str, object]:
     return {
-        "id": engine.model_name,
+        "id": name,
         "object": "model",
         "created": created,
         "owned_by": "lamina",

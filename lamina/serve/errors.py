@@ -2,7 +2,7 @@
 
 import http
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 from fastapi import FastAPI, Request
@@ -94,11 +94,3 @@ def _from_http(request: Request, error: HTTPException) -> APIError:
         allowed = (error.headers or {}).get("Allow", "another method")
         return APIError(405, f"{where} is not allowed; use {allowed}", code="method_not_allowed", headers=error.headers)
     return APIError(error.status_code, str(error.detail), headers=error.headers)
-
-
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> APIError:
-    """The first of pydantic's errors."""
-    first = errors[0]
-    param = first.get("ctx", {}).get("param") or ".".join(map(str, first["loc"])) or None
-    message = str(first["msg"]).removeprefix("Value error, ")
-    return APIError(400, message if param is None or message.startswith(param) else f"{param}: {message}", param=param)

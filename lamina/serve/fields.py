@@ -1,11 +1,29 @@
-"""Fields of OpenAI's and vLLM's requests that this server does not implement, and their accepted default values.
+"""Fields of requests that this server does not implement: which are ignored, and which values are rejected.
 
-Clients send such fields with default values, so those are accepted. Any other value is rejected, and so is a field
-unknown to both APIs, whatever its value. Every known field may be null.
+* A field in ``UNSUPPORTED`` would change the answer. Its default values are accepted, since clients send them; any
+  other value is rejected.
+* A field in ``WITHOUT_EFFECT`` is bookkeeping of the client or the provider. It is accepted with any value.
+* A field in none of the lists is ignored, as in vLLM, and the answer's header ``IGNORED_HEADER`` names it. A name that
+  differs from a known one only in case or underscores is rejected, because the client means the known field.
+
+Every known field may be null.
 """
 
-from collections.abc import Mapping, Sequence
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
+
+from lamina.serve.errors import APIError
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "X-Lamina-Ignored-Fields"
+MOST_NAMED = 16
+"""Most fields that one header names."""
+
+MOST_LOGGED = 256
+"""Most different fields that one process logs."""
 
 WITHOUT_EFFECT = frozenset(
     (
@@ -20,7 +38,6 @@ WITHOUT_EFFECT = frozenset(
         "request_id",
     )
 )
-"""Bookkeeping of the client or the provider: any value is accepted, and none changes the answer."""
 
 _EITHER: dict[str, Sequence[Any]] = {
     "logit_bias": ({},),
@@ -29,6 +46,7 @@ _EITHER: dict[str, Sequence[Any]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "truncate_prompt_tokens": (),
+    "truncation_side": (),
     "prompt_logprobs": (),
     "logits_processors": ([],),
     "structured_outputs": (),
@@ -38,6 +56,11 @@ _EITHER: dict[str, Sequence[Any]] = {
     "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
+    "grammar": (),  # llama.cpp's
+    "json_schema": (),  # llama.cpp's and SGLang's
+    "regex": (),  # SGLang's, like the next
+    "ebnf": (),
+    "repetition_detection": (),
     "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -51,6 +74,7 @@ _EITHER: dict[str, Sequence[Any]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
+    "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -62,23 +86,63 @@ _EITHER: dict[str, Sequence[Any]] = {
     "prediction": (),
     "moderation": (),
     "reasoning_effort": (),
+    "thinking_token_budget": (),
     "include_reasoning": (True,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
-COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (True,)}
-CHAT: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (False,), "echo": (False,)}
-
-STREAM_OPTIONS: Mapping[str, Sequence[Any]] = {
-    "include_obfuscation": (
-        True,
-        False,
-    ),  # padding that hides token lengths: optional even if true, which is the default
-    "continuous_usage_stats": (False,),
-}
+UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (True,)}
+UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (False,), "echo": (False,)}
 
 
 def has_no_effect(value: Any, neutral: Sequence[Any]) -> bool:
     """Whether ``value`` is null or equals one of ``neutral``. 1 equals 1.0 here, but not true."""
     return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+
+
+def ignored(names: Iterable[str], known: Collection[str], prefix: str = "") -> list[str]:
+    """Return those ``names`` that are not ``known``, with ``prefix``.
+
+    Raises:
+        APIError: 400 for a name that differs from a known one only in case or underscores.
+    """
+    meant = {_folded(name): name for name in known}
+    unknown = sorted(set(names).difference(known))
+    for name in unknown:
+        if right := meant.get(_folded(name)):
+            shown = prefix + _shown(name)
+            raise APIError(400, f"{shown} is not a field of this request; did you mean {prefix}{right}?", param=shown)
+    return [prefix + name for name in unknown]
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the ignored fields of a request; empty if there are none."""
+    if not names:
+        return {}
+    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return {IGNORED_HEADER: ", ".join([*map(_shown, names[:MOST_NAMED]), *more])}
+
+
+class IgnoredLog:
+    """Logs each ignored field once."""
+
+    def __init__(self) -> None:
+        self._logged = set[str]()
+
+    def add(self, names: Sequence[str]) -> None:
+        """Log those ``names`` that no earlier call had, in one line."""
+        new = [name for name in map(_shown, names[:MOST_NAMED]) if name not in self._logged]
+        if new and len(self._logged) < MOST_LOGGED:
+            self._logged.update(new)
+            logger.warning("requests have fields that are ignored: %s", ", ".join(new))
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _shown(name: str) -> str:
+    """A name from a client, fit for a header or a log line."""
+    name = re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)
+    return name if len(name) <= 64 else f"{name[:64]}..."

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import msgspec
@@ -18,8 +18,8 @@ from lamina.engine.runtime import Runtime
 from lamina.engine.streams import AsyncOutputs
 from lamina.engine.updates import RequestUpdate
 from lamina.errors import LaminaError
-from lamina.frontend.prompts import Prompt
 from lamina.observe.traffic import Timing, Traffic
+from lamina.serve import fields
 from lamina.serve.errors import APIError, as_api_error, first_line
 from lamina.serve.protocol import GenerationRequest
 from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, envelope
@@ -45,8 +45,16 @@ class Generation:
     """One HTTP request in progress: its prompts run in the engine until it is answered or its client leaves."""
 
     def __init__(
-        self, engine: Runtime, form: Form, body: GenerationRequest, outputs: AsyncOutputs, sent: Sent, timing: Timing
+        self,
+        engine: Runtime,
+        form: Form,
+        body: GenerationRequest,
+        outputs: AsyncOutputs,
+        sent: Sent,
+        timing: Timing,
+        prompts: dict[int, int],
     ) -> None:
+        """``prompts``: the number of tokens of each prompt."""
         self._engine = engine
         self._form = form
         self._body = body
@@ -54,7 +62,7 @@ class Generation:
         self._sent = sent
         self._timing = timing
         self._id = f"{form.id_prefix}-{uuid.uuid4().hex}"
-        self._usage = Usage()
+        self._usage = Usage(prompts)
 
     async def answer(self, request: Request) -> Response:
         """The complete answer. If the client leaves, cancels the engine's requests and raises ClientDisconnect."""
@@ -139,7 +147,9 @@ class Generation:
     def _chunk(self, choices: Sequence[Body], counts: Body | None = None) -> bytes:
         chunk = envelope(self._form.chunk, self._id, self._engine.model_name)
         chunk["choices"] = choices
-        if self._body.include_usage:
+        if self._body.continuous_usage:
+            chunk["usage"] = self._usage.body()
+        elif self._body.include_usage:
             chunk["usage"] = counts
         return _event(chunk)
 
@@ -154,7 +164,7 @@ async def respond(
     traffic: Traffic,
     form: Form,
     body: GenerationRequest,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[list[int]],
     params: SamplingParams,
     echo: Sequence[str] = (),
 ) -> Response:
@@ -164,18 +174,27 @@ async def respond(
         APIError, RequestError, OverloadedError, EngineDeadError: before anything is sent; nothing is left running.
     """
     most_unread = MOST_UNREAD if body.stream else None  # otherwise the whole answer is collected
-    every = [params] * len(prompts)
+    every = [_fitted(params, engine.max_model_len - len(prompt)) for prompt in prompts]
     timing = Timing(traffic)
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, every, _client(request), most_unread)
-    generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo), timing)
+    lengths = {index: len(prompt) for index, prompt in enumerate(prompts)}
+    generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo), timing, lengths)
     request.state.figures = generation.figures
-    return generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
+    response = generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
+    response.headers.update(fields.ignored_header(body.ignored))
+    return response
+
+
+def _fitted(params: SamplingParams, room: int) -> SamplingParams:
+    """``min_tokens`` is bounded by the context, as ``max_tokens`` is. ``room``: tokens that fit after the prompt."""
+    return replace(params, min_tokens=room) if params.min_tokens > room > 0 else params
 
 
 def check_model(engine: Runtime, name: str | None) -> None:
-    """Raise APIError 404 unless ``name`` is None or the model served here."""
-    if name not in (None, engine.model_name):
-        message = f"the model {name!r} does not exist; this server serves {engine.model_name!r}"
+    """Raise APIError 404 unless ``name`` is None or a name of the model served here."""
+    served = (engine.model_name, *engine.model_aliases)
+    if name is not None and name not in served:
+        message = f"the model {name!r} does not exist; this server serves {', '.join(map(repr, served))}"
         raise APIError(404, message, code="model_not_found", param="model")
 
 

@@ -1,30 +1,30 @@
 """Parses request bodies: OpenAI's fields, plus further sampling fields under vLLM's names.
 
+``CompletionRequest`` and ``ChatRequest`` say what a body may hold; fields of sampling are those of ``SamplingParams``,
+which checks them. ``fields`` lists what is known but not supported. The OpenAPI document is made from the same three.
+
 A body may hold megabytes of arbitrary JSON. It is therefore first split into its fields without building any Python
-object (``msgspec.Raw``), and each field is then decoded as the type it must have: an unknown field ends parsing at
-once, and a list with elements of a wrong type is never built. Decoding holds the GIL: 40 to 140 ms for the worst bodies
-of 4 MiB (a million short texts), where decoding them as generic JSON takes a second.
+object (``msgspec.Raw``), and each field is then decoded as the type it must have: a list with elements of a wrong type
+is never built. Decoding holds the GIL: 40 to 140 ms for the worst bodies of 4 MiB (a million short texts), where
+decoding them as generic JSON takes a second.
 """
 
 import abc
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, TypeVar, get_type_hints
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SkipValidation, ValidationError, WithJsonSchema
-from pydantic import model_validator as validator
-from pydantic_core import PydanticCustomError
 
 from lamina.errors import RequestError
 from lamina.frontend.defaults import Defaults
 from lamina.frontend.prompts import Prompt, as_prompts
-from lamina.models.chat import joined_text
+from lamina.models.chat import MAY_LACK_CONTENT, check_message, joined_text
 from lamina.schedule.waiting import MAX_WAITING
 from lamina.serve import fields
-from lamina.serve.errors import APIError, from_validation
-from lamina.types import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from lamina.serve.errors import APIError
+from lamina.types import SAMPLING_RANGES, SamplingParams
 
 MOST_BYTES_BESIDES = 64 * 1024
 """Limit on all fields but the prompt or the messages, together; and on all parts of messages but their content."""
@@ -35,103 +35,55 @@ COMPLETION_TOKENS = 16
 MOST_MESSAGES = 16_384
 """Messages per conversation."""
 
-_SAMPLING = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "ignore_eos",
-    "min_tokens",
-    "cache_salt",
-    "use_beam_search",
-    "length_penalty",
-    "early_stopping",
-)
+MESSAGE_NBYTES = 64
+"""Bytes of a message's JSON that are not counted as its contents: braces, the names of role and content."""
+
+SAMPLING: dict[str, Any] = {
+    name: kind | None
+    for name, kind in get_type_hints(SamplingParams).items()
+    if name not in ("max_tokens", "logprobs")  # the endpoints differ in them
+}
+"""Type of each sampling field in JSON."""
 
 
-def _few(name: str, most: int) -> BeforeValidator:
-    """Reject a long list before it is validated: pydantic would record an error for each of a million wrong values."""
+class StreamOptions(msgspec.Struct):
+    """What the chunks of a stream hold besides text.
 
-    def check(value: Any) -> Any:
-        if isinstance(value, list) and len(value) > most:
-            message = "{param} has {count} entries; give at most {most}"
-            raise PydanticCustomError("too_many", message, {"param": name, "count": len(value), "most": most})
-        return value
-
-    return BeforeValidator(check)
-
-
-class StreamOptions(BaseModel):
-    """``include_usage``: one more chunk at the end, with the token counts."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
+    Attributes:
+        include_usage: One more chunk at the end has the token counts.
+        continuous_usage_stats: With ``include_usage``, every chunk has the token counts so far.
+        include_obfuscation: Padding that hides the lengths of tokens. It is optional, and never sent.
+    """
 
     include_usage: bool | None = None
-
-    @validator(mode="after")
-    def _refuse_unsupported(self) -> Self:
-        _refuse_unsupported(self.model_extra or {}, fields.STREAM_OPTIONS, "stream_options.")
-        return self
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
 
 
-class GenerationRequest(BaseModel):
-    """Fields of both endpoints. A missing or null field has its default; an unknown one is rejected."""
+class GenerationRequest(msgspec.Struct, kw_only=True):
+    """Fields of both endpoints. A missing or null field has its default.
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    Attributes:
+        sampling: The fields of ``SAMPLING`` that the body has, with values that are not checked yet.
+        ignored: Names of fields that have no meaning here.
+    """
 
-    unused: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    unsupported: ClassVar[Mapping[str, Sequence[Any]]] = {}
     large: ClassVar[str]  # the field that may hold more than MOST_BYTES_BESIDES
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: Annotated[
-        list[str] | None,
-        BeforeValidator(lambda v: [v] if isinstance(v, str) else v),
-        _few("stop", MAX_STOP_STRINGS),
-    ] = None
-    stop_token_ids: Annotated[list[int] | None, _few("stop_token_ids", MAX_STOP_TOKEN_IDS)] = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
     max_tokens: int | None = None
-    cache_salt: str | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: SkipValidation[bool | Literal["never"] | None] = None  # SamplingParams checks it
-
-    @validator(mode="after")
-    def _refuse_unsupported(self) -> Self:
-        _refuse_unsupported(self.model_extra or {}, self.unused)
-        if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError(
-                "stream_options", "stream_options needs stream to be true", {"param": "stream_options"}
-            )
-        return self
+    max_completion_tokens: int | None = None
+    sampling: dict[str, Any] = {}
+    ignored: list[str] = []
 
     @classmethod
     @abc.abstractmethod
-    def large_value(cls, raw: msgspec.Raw) -> Any:
-        """The value of the field ``large``. Raises RequestError or what msgspec raises."""
+    def large_value(cls, raw: msgspec.Raw) -> tuple[Any, list[str]]:
+        """The value of the field ``large``, and names that are ignored in it. Raises APIError, RequestError or what
+        msgspec raises."""
 
     @property
     def include_usage(self) -> bool:
@@ -139,8 +91,16 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk of a stream has token counts."""
+        options = self.stream_options
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
+
+    @property
     def limit(self) -> tuple[str, int | None]:
         """The field that limits the tokens of an answer, and its value."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     def check_room(self, prompts: Sequence[Prompt], max_model_len: int) -> None:
@@ -155,10 +115,28 @@ class GenerationRequest(BaseModel):
                 param=name,
             )
 
+    @property
+    def _min_tokens(self) -> int:
+        """``min_tokens`` of the body; 0 if it is not valid, which ``SamplingParams`` reports."""
+        value = self.sampling.get("min_tokens", 0)
+        return value if type(value) is int and value <= SAMPLING_RANGES["min_tokens"][1] else 0
+
     def _sampling_params(self, defaults: Defaults, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
-        """``defaults``: of the model. ``api_names``: the API's name of a parameter, where it differs from ours."""
-        given = {**({} if self.use_beam_search else defaults), **given}
-        given |= {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        """Return the parameters. ``api_names``: the API's names of parameters that have others in ``SamplingParams``.
+
+        The model's ``defaults`` apply where the body has no value, but not to beam search.
+        """
+        api_names = {**api_names, "max_tokens": self.limit[0]}
+        if self.max_completion_tokens is not None:
+            low, high = SAMPLING_RANGES["max_tokens"]
+            if self.max_tokens is not None and not low <= self.max_tokens <= high:
+                raise APIError(
+                    400, f"max_tokens is {self.max_tokens}; give an integer from {low} to {high}", param="max_tokens"
+                )
+        given = {**({} if self.sampling.get("use_beam_search") else defaults), **given, **self.sampling}
+        longest = given["max_tokens"]
+        if longest is not None and 0 < longest < self._min_tokens:
+            given["min_tokens"] = longest
         try:
             return SamplingParams(**given)
         except ValueError as error:  # its messages begin with the parameter's name
@@ -167,35 +145,23 @@ class GenerationRequest(BaseModel):
             raise APIError(400, f"{name} {rest}", param=name) from error
 
 
-class CompletionRequest(GenerationRequest):
+class CompletionRequest(GenerationRequest, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
-    unused = fields.COMPLETION
+    unsupported = fields.UNSUPPORTED_COMPLETION
     large = "prompt"
 
-    prompt: Annotated[
-        SkipValidation[list[Prompt]],
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}},
-                    {"type": "array", "items": {"type": "integer"}},
-                    {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}},
-                ]
-            }
-        ),
-    ]
+    prompt: list[Prompt]
     echo: bool | None = None
     logprobs: int | None = None
 
     @classmethod
-    def large_value(cls, raw: msgspec.Raw) -> list[Prompt]:
+    def large_value(cls, raw: msgspec.Raw) -> tuple[list[Prompt], list[str]]:
         """One or several texts, or lists of token ids."""
         prompts = as_prompts(_decode_prompt(bytes(raw)))
         if len(prompts) > MAX_WAITING:  # more would never fit: trying again later would not help
             raise RequestError(f"prompt holds {len(prompts)} prompts; give at most {MAX_WAITING} at once")
-        return prompts
+        return prompts, []
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """The sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
@@ -204,7 +170,8 @@ class CompletionRequest(GenerationRequest):
         """
         if self.echo and self.logprobs is not None:
             raise APIError(400, "logprobs of the prompt are not supported; leave out echo or logprobs", param="echo")
-        limit = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        _, limit = self.limit
+        limit = COMPLETION_TOKENS if limit is None else limit
         return self._sampling_params(defaults, {}, logprobs=self.logprobs, max_tokens=limit)
 
 
@@ -226,56 +193,37 @@ class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     tool_calls: msgspec.Raw = _NULL
     function_call: msgspec.Raw = _NULL
     reasoning_content: msgspec.Raw = _NULL
+    thinking: msgspec.Raw = _NULL
     reasoning: msgspec.Raw = _NULL
     refusal: msgspec.Raw = _NULL
     audio: msgspec.Raw = _NULL
     annotations: msgspec.Raw = _NULL
 
 
-class ChatRequest(GenerationRequest):
+class _LenientMessage(ChatMessage, forbid_unknown_fields=False):
+    pass
+
+
+class _Content(msgspec.Struct):
+    content: msgspec.Raw = _NULL
+
+
+class ChatRequest(GenerationRequest, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    unused = fields.CHAT
+    unsupported = fields.UNSUPPORTED_CHAT
     large = "messages"
 
-    messages: Annotated[
-        SkipValidation[list[dict[str, Any]]],
-        WithJsonSchema(
-            {
-                "type": "array",
-                "minItems": 1,
-                "items": {
-                    "type": "object",
-                    "required": ["role", "content"],
-                    "properties": {
-                        "role": {"type": "string"},
-                        "content": {
-                            "anyOf": [
-                                {"type": "string"},
-                                {
-                                    "type": "array",
-                                    "items": {
-                                        "type": "object",
-                                        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                                    },
-                                },
-                            ]
-                        },
-                    },
-                },
-            }
-        ),
-    ]
-    max_completion_tokens: int | None = None
+    messages: list[dict[str, Any]]
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     @classmethod
-    def large_value(cls, raw: msgspec.Raw) -> list[dict[str, Any]]:
-        """The messages as chat templates take them: null fields left out, text parts joined."""
+    def large_value(cls, raw: msgspec.Raw) -> tuple[list[dict[str, Any]], list[str]]:
+        """The messages as ``ChatTemplate.render`` takes them: null fields left out, text parts joined."""
         if (count := bytes(raw).count(b'"role"')) > MOST_MESSAGES:  # before they are decoded, see the module docstring
             raise RequestError(f"messages holds about {count} messages; give at most {MOST_MESSAGES}")
-        messages = _MESSAGES.decode(raw)
+        messages, ignored = _decode_messages(raw)
         if not messages:
             raise RequestError("messages is empty; give at least one message")
         besides = 0
@@ -285,14 +233,7 @@ class ChatRequest(GenerationRequest):
             besides += sum(len(bytes(v)) for v in _raw_fields(message).values())
             if besides > MOST_BYTES_BESIDES:
                 raise _too_much("messages hold, besides their content,", besides)
-        return plain
-
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """The field that limits the tokens of an answer, and its value."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super().limit
+        return plain, ignored
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
         """The sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
@@ -302,11 +243,10 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        name, limit = self.limit
+        _, limit = self.limit
         if limit is None and "max_tokens" in defaults:
-            limit = max(int(defaults["max_tokens"]), self.min_tokens or 0)
-        api_names = {"logprobs": "top_logprobs", "max_tokens": name}
-        return self._sampling_params(defaults, api_names, logprobs=logprobs, max_tokens=limit)
+            limit = max(int(defaults["max_tokens"]), self._min_tokens)
+        return self._sampling_params(defaults, {"logprobs": "top_logprobs"}, logprobs=logprobs, max_tokens=limit)
 
 
 _NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
@@ -314,65 +254,94 @@ _NO_OBJECT = "the body must be a JSON object, sent with Content-Type: applicatio
 R = TypeVar("R", bound=GenerationRequest)
 
 
+@functools.cache
+def types_of(kind: type[GenerationRequest]) -> Mapping[str, Any]:
+    """The type in JSON of each supported field of a body, but for its large one."""
+    own = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    return {name: own[name] for name in own if name not in (kind.large, "sampling", "ignored")} | SAMPLING
+
+
 def parse(kind: type[R], body: bytes) -> R:
     """Parse ``body``. Raises APIError 400."""
-    values = _fields(kind, body)
+    values, ignored = _split(kind, body)
     large = values.pop(kind.large, None)
+    if large is None:
+        raise APIError(400, f"{kind.large}: Field required", param=kind.large)
     besides = sum(map(len, values.values()))
     if besides > MOST_BYTES_BESIDES:
-        raise APIError(400, str(_too_much(f"the fields besides {kind.large} have", besides)))
-    decoded: dict[str, Any] = {}
+        raise _too_much_besides(kind, besides)
+    given: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
     for name, raw in values.items():
-        decoded[name] = _decoded(name, msgspec.json.decode, raw)
-    if large is not None:
-        decoded[kind.large] = _decoded(kind.large, kind.large_value, msgspec.Raw(large))
-    try:
-        return kind.model_validate(decoded)
-    except ValidationError as error:
-        raise from_validation(error.errors(include_input=False, include_url=False)) from None
+        value = _decoded(name, _decode_small, raw)
+        if name in SAMPLING:
+            if value is not None:
+                sampling[name] = value
+        elif name in kind.unsupported:
+            if not fields.has_no_effect(value, kind.unsupported[name]):
+                raise APIError(400, f"{name} is not supported; leave it out", param=name)
+        elif name not in fields.WITHOUT_EFFECT:
+            given[name] = _decoded(name, functools.partial(msgspec.convert, type=types_of(kind)[name]), value)
+    if (options := given.get("stream_options")) is not None:
+        if not given.get("stream"):
+            raise APIError(400, "stream_options needs stream to be true", param="stream_options")
+        names = msgspec.json.decode(values["stream_options"], type=dict[str, msgspec.Raw])
+        ignored += fields.ignored(names, options.__struct_fields__, "stream_options.")
+    given[kind.large], more = _decoded(kind.large, kind.large_value, msgspec.Raw(large))
+    return kind(**given, sampling=sampling, ignored=ignored + more)
 
 
 @functools.cache
-def _decoder(kind: type[GenerationRequest]) -> msgspec.json.Decoder[Any]:
-    names = dict.fromkeys((*kind.model_fields, *kind.unused, *sorted(fields.WITHOUT_EFFECT)))
-    cut = msgspec.defstruct(kind.__name__, [(name, msgspec.Raw, None) for name in names], forbid_unknown_fields=True)
+def _splitter(kind: type[GenerationRequest], strict: bool) -> msgspec.json.Decoder[Any]:
+    names = dict.fromkeys((kind.large, *types_of(kind), *kind.unsupported, *sorted(fields.WITHOUT_EFFECT)))
+    cut = msgspec.defstruct(kind.__name__, [(name, msgspec.Raw, None) for name in names], forbid_unknown_fields=strict)
     return msgspec.json.Decoder(cut)
 
 
-def _fields(kind: type[GenerationRequest], body: bytes) -> dict[str, bytes]:
-    """The undecoded value of every field in ``body``."""
+def _split(kind: type[GenerationRequest], body: bytes) -> tuple[dict[str, bytes], list[str]]:
+    """The undecoded value of every known field in ``body``, and the names of its other fields."""
     if not body:
         raise APIError(400, _NO_OBJECT)
-    decoder = _decoder(kind)
+    unknown: list[str] = []
     try:
-        cut = decoder.decode(body)
-    except msgspec.ValidationError as error:
-        _, _, unknown = str(error).partition("unknown field `")
-        if not unknown:
-            raise APIError(400, _NO_OBJECT) from None
-        raise _unknown_field(unknown.rpartition("`")[0], decoder.type.__struct_fields__) from None
+        try:
+            cut = _splitter(kind, strict=True).decode(body)
+        except msgspec.ValidationError as error:
+            if "unknown field" not in str(error):
+                raise APIError(400, _NO_OBJECT) from None
+            cut = _splitter(kind, strict=False).decode(body)
+            besides = len(body) - len(bytes(getattr(cut, kind.large) or b""))
+            if besides > MOST_BYTES_BESIDES:
+                raise _too_much_besides(kind, besides) from None
+            names = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+            unknown = fields.ignored(names, cut.__struct_fields__)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise APIError(400, f"the body is not JSON: {_why(error)}{_surrogates(body)}") from None
     given = {name: getattr(cut, name) for name in cut.__struct_fields__}
-    return {name: bytes(raw) for name, raw in given.items() if raw is not None}
-
-
-def _unknown_field(name: str, known: Sequence[str]) -> APIError:
-    name = name if len(name) <= 64 else f"{name[:64]}..."
-    hint = f"; did you mean {name.lower()}?" if name.lower() in known else "; leave it out"
-    return APIError(400, f"{name} is not a field of this request{hint}", param=name)
+    return {name: bytes(raw) for name, raw in given.items() if raw is not None}, unknown
 
 
 def _decoded(name: str, decode: Any, raw: Any) -> Any:
     try:
         return decode(raw)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `$")
+        text, _, path = str(error).replace(" | null`", "`").partition(" - at `$")
         raise APIError(400, f"{name}{path.rstrip('`')}: {text}", param=name) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise APIError(400, f"the body is not JSON: {name}: {_why(error)}", param=name) from None
     except RequestError as error:
         raise APIError(400, str(error), param=name) from None
+
+
+def _decode_small(raw: bytes) -> Any:
+    return _whole(msgspec.json.decode(raw))
+
+
+def _whole(value: Any) -> Any:
+    """``value`` with integers for floats such as 1.0: JSON has one kind of numbers."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return [_whole(one) for one in value] if isinstance(value, list) else value
 
 
 def _why(error: Exception) -> str:
@@ -389,9 +358,12 @@ def _surrogates(body: bytes) -> str:
 
 _TEXT = msgspec.json.Decoder(str)
 _TOKENS = msgspec.json.Decoder(list[int])
+_NUMBERS = msgspec.json.Decoder(list[int | float])
+_NUMBER_LISTS = msgspec.json.Decoder(list[list[int | float]])
 _TEXTS = msgspec.json.Decoder(list[str])
 _TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
 _MESSAGES = msgspec.json.Decoder(list[ChatMessage])
+_LENIENT_MESSAGES = msgspec.json.Decoder(list[_LenientMessage])
 
 
 def _decode_prompt(raw: bytes) -> Any:
@@ -401,11 +373,33 @@ def _decode_prompt(raw: bytes) -> Any:
         return _TEXT.decode(raw)
     if first != b"[":
         return None  # not a valid prompt: as_prompts raises the error
-    if second == b"[":
-        if (lists := raw.count(b"[") - 1) > MAX_WAITING:
-            raise RequestError(f"prompt holds {lists} prompts; give at most {MAX_WAITING} at once")
-        return _TOKEN_LISTS.decode(raw)
-    return (_TEXTS if second == b'"' else _TOKENS).decode(raw)
+    if second == b"[" and (lists := raw.count(b"[") - 1) > MAX_WAITING:
+        raise RequestError(f"prompt holds {lists} prompts; give at most {MAX_WAITING} at once")
+    if second == b'"':
+        return _TEXTS.decode(raw)
+    tokens, numbers = (_TOKEN_LISTS, _NUMBER_LISTS) if second == b"[" else (_TOKENS, _NUMBERS)
+    try:
+        return tokens.decode(raw)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise
+        return msgspec.convert(_whole(numbers.decode(raw)), tokens.type)
+
+
+def _decode_messages(raw: msgspec.Raw) -> tuple[Sequence[ChatMessage], list[str]]:
+    """Decode messages, and name the keys in them that are ignored."""
+    try:
+        return _MESSAGES.decode(raw), []
+    except msgspec.ValidationError as error:
+        if "unknown field" not in str(error):
+            raise
+    messages = _LENIENT_MESSAGES.decode(raw)
+    contents = msgspec.json.decode(raw, type=list[_Content])
+    besides = len(bytes(raw)) - sum(len(bytes(message.content)) for message in contents)
+    if besides > MOST_BYTES_BESIDES + MESSAGE_NBYTES * len(messages):
+        raise _too_much("messages hold, besides their content,", besides)
+    names = set[str]().union(*msgspec.json.decode(raw, type=list[dict[str, msgspec.Raw]]))
+    return messages, fields.ignored(names, ChatMessage.__struct_fields__, "messages.")
 
 
 def _raw_fields(message: ChatMessage) -> dict[str, msgspec.Raw]:
@@ -416,11 +410,10 @@ def _raw_fields(message: ChatMessage) -> dict[str, msgspec.Raw]:
 def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role}
     if isinstance(message.content, list):
-        parts = [{"type": part.type, "text": part.text} for part in message.content]
-        plain["content"] = joined_text(parts)
+        plain["content"] = joined_text([{"type": part.type, "text": part.text} for part in message.content])
     elif message.content is not None:
         plain["content"] = message.content
-    elif message.tool_calls is _NULL and message.function_call is _NULL:
+    elif message.role not in MAY_LACK_CONTENT:
         raise APIError(400, f"messages[{index}] has no content; give a text", param=f"messages.{index}.content")
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
@@ -430,6 +423,7 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
             raise _too_much(f"messages[{index}].{name} has", len(bytes(raw)))
         if (value := msgspec.json.decode(raw)) is not None:
             plain[name] = value
+    check_message(index, plain)
     return plain
 
 
@@ -437,13 +431,5 @@ def _too_much(what: str, size: int) -> RequestError:
     return RequestError(f"{what} {size} bytes; give at most {MOST_BYTES_BESIDES}")
 
 
-def _refuse_unsupported(given: Mapping[str, Any], unused: Mapping[str, Sequence[Any]], prefix: str = "") -> None:
-    for name, value in given.items():
-        if name in fields.WITHOUT_EFFECT and not prefix:
-            continue
-        if name not in unused:
-            raise PydanticCustomError(
-                "unknown", "{param} is not a field of this request; leave it out", {"param": prefix + name}
-            )
-        if not fields.has_no_effect(value, unused[name]):
-            raise PydanticCustomError("unsupported", "{param} is not supported; leave it out", {"param": prefix + name})
+def _too_much_besides(kind: type[GenerationRequest], size: int) -> APIError:
+    return APIError(400, str(_too_much(f"the fields besides {kind.large} have", size)))

@@ -17,6 +17,7 @@ from tests.cli.commands import run_here
 
 GIVEN: dict[str, Any] = {
     "model": "M",
+    "served_model_name": "a,b",
     "compute": "cpu:2",
     "tensor_parallel": 4,
     "pipeline_parallel": 2,

@@ -39,6 +39,7 @@ STATS = EngineStats(
 class ScriptedEngine:
     """Records what it is told; ``tell`` is a turn that brings tokens."""
 
+    model_aliases = ("alias",)
     model_name, max_model_len, vocab_size = "scripted", 100, 2048
     sampling_defaults: ClassVar[dict[str, int | float]] = {"temperature": 0.5, "top_k": 3}
 

@@ -41,6 +41,25 @@ def test_describes_the_model(model: Path) -> None:
     assert found.tensors["model.norm.weight"].dtype == "F32"
 
 
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("models--meta-llama--Llama-3.1-8B/snapshots/0e9e39f", "meta-llama/Llama-3.1-8B"),
+        ("models--gpt2/snapshots/main", "gpt2"),
+        ("models--org--name", "models--org--name"),
+        ("snapshots/0e9e39f", "0e9e39f"),
+        ("datasets--org--name/snapshots/0e9e39f", "0e9e39f"),
+    ],
+)
+def test_the_name_of_a_snapshot_is_its_repository(tmp_path: Path, path: str, name: str) -> None:
+    folder = tmp_path / path
+    shutil.copytree(BUNDLED, folder)
+    assert find(folder).name == name
+    link = tmp_path / "current"
+    link.symlink_to(folder)
+    assert find(link).name == name
+
+
 def test_the_bundled_model_needs_no_path() -> None:
     found = find(None)
     assert found.name == "lamina-bundled"

@@ -264,6 +264,89 @@ def test_tools_are_rendered_as_transformers_does(tmp_path: Path) -> None:
         assert Tokenizer(directory).apply_chat_template(MESSAGES, tools=tools) == expected
 
 
+# The parts of real templates that concern tool calls.
+ITERATES = (  # as Qwen3-Coder's and GLM's
+    "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}{% if m.tool_calls %}{% for call in m.tool_calls %}"
+    "{{ call.function.name }}({% for k, v in call.function.arguments|items %}{{ k }}={{ v }};{% endfor %})"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+AS_JSON = (  # as Llama 3.1's, which refuses more or fewer calls than one
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls|length != 1 %}"
+    "{{ raise_exception('only single tool-calls') }}{% endif %}{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+)
+TESTS_NONE = (  # as DeepSeek's and Mistral's
+    "{% for m in messages %}{% if m.tool_calls is defined and m.tool_calls is not none %}"
+    "{% if m['content'] is none %}none{% else %}{{ m['content'] }}{% endif %}"
+    "{{ m.tool_calls[0]['function'] | tojson }}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+CALLS = '{"a": 1, "path": "x/\\u00e9"}'
+
+
+def history(arguments: object, content: str | None, calls: bool = True) -> list[dict]:
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    return [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": content} | ({"tool_calls": [call]} if calls else {}),
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+
+
+@pytest.mark.parametrize("content", [None, "text"])
+@pytest.mark.parametrize("template", [ITERATES, AS_JSON, TESTS_NONE])
+def test_earlier_tool_calls_render_as_with_transformers(tmp_path: Path, template: str, content: str | None) -> None:
+    """Clients send arguments as text; transformers wants them as objects."""
+    directory = save(tmp_path, byte_level(), chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(history(json.loads(CALLS), content), tokenize=False)
+    ours = Tokenizer(directory)
+    assert ours.apply_chat_template(history(CALLS, content), False) == expected
+    assert ours.apply_chat_template(history(json.loads(CALLS), content), False) == expected
+    with_nulls = [message | {"refusal": None, "function_call": None} for message in history(CALLS, content)]
+    assert ours.apply_chat_template(with_nulls, False) == expected
+
+
+@pytest.mark.parametrize("template", [ITERATES, AS_JSON, TESTS_NONE])
+@pytest.mark.parametrize("none", [{"tool_calls": []}, {"tool_calls": None}, {}])
+@pytest.mark.parametrize("content", [None, "text"])
+def test_no_tool_calls_render_as_a_message_without_them(
+    tmp_path: Path, template: str, none: dict, content: str | None
+) -> None:
+    directory = save(tmp_path, byte_level(), chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    plain = history("", content or "", calls=False)
+    given = [plain[0], plain[1] | {"content": content} | none, plain[2]]
+    expected = theirs.apply_chat_template(plain, tokenize=False)
+    assert Tokenizer(directory).apply_chat_template(given, False) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "arguments", "expected"),
+    [
+        ("{{ messages[1].tool_calls[0].function.arguments + '!' }}", CALLS, CALLS + "!"),  # as DeepSeek-R1's
+        ("{{ messages[1].tool_calls[0].function.arguments + '!' }}", {"a": "\u00e9"}, '{"a": "\u00e9"}!'),
+        ("{% if '</think>' in messages[1].content %}{% endif %}{{ messages[1].tool_calls|length }}", CALLS, "1"),
+        ("{{ messages[1].tool_calls[0].function.arguments | tojson }}", "", "{}"),
+        ("{{ messages[1].tool_calls[0].function.arguments | tojson }}", None, "{}"),
+        ("{{ messages[1].tool_calls[0].function.arguments }}", '{"a": ', '{"a": '),  # a model may write what is no JSON
+        ("{{ messages[1].tool_calls[0].function.arguments }}", "[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_no_tool_call_ends_a_conversation(tmp_path: Path, template: str, arguments: object, expected: str) -> None:
+    directory = save(tmp_path, byte_level(), chat_template=template)
+    assert Tokenizer(directory).apply_chat_template(history(arguments, None), False) == expected
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_is_found_as_with_transformers(tmp_path: Path, name: str) -> None:
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }}{% endfor %}"
+    directory = save(tmp_path, byte_level(), chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    messages = [{"role": "assistant", "content": "a", name: "because"}, {"role": "user", "content": "b"}]
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert Tokenizer(directory).apply_chat_template(messages, False) == expected
+
+
 def test_bundled_chat_template_renders_as_transformers(ours: dict[str, Tokenizer]) -> None:
     theirs = AutoTokenizer.from_pretrained(find(None).path)
     expected = theirs.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
@@ -291,6 +374,8 @@ def test_without_a_template_the_plain_one_is_used(tmp_path: Path) -> None:
         (["hi"], CHATML, r"messages\[0\] is 'hi'"),
         ([{"content": "hi"}], CHATML, r"messages\[0\] .* string role"),
         ([{"role": "user"}], CHATML, r"messages\[0\] has no content"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}], CHATML, r"messages\[0\].tool_calls is"),
+        ([{"role": "assistant", "content": "", "tool_calls": 5}], CHATML, r"messages\[0\].tool_calls is not a list"),
         ([{"role": "user", "content": 3}], CHATML, r"messages\[0\].content is a int"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], CHATML, "content part of type 'image_url'"),
         (MESSAGES, "{% for %}", "not valid Jinja"),

@@ -12,6 +12,7 @@ from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, Scalin
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.frontend.logprobs import Position
+from lamina.frontend.prompts import check_tokens
 from lamina.models.tokenizer import complete_text
 from lamina.protocol.choice import Choice, Transport
 from lamina.protocol.logprobs import pack
@@ -19,6 +20,7 @@ from lamina.types import Client, FinishReason, Logprob, Request, SamplingParams
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
+VOCABULARY = 0x110000
 WORDS = [" one", " two", " three"]
 
 
@@ -32,6 +34,7 @@ class FakeTokenizer:
         return [ord(c) for c in text]
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        check_tokens(ids, VOCABULARY, self)  # type: ignore[arg-type]
         return "".join(map(chr, ids))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -41,14 +44,19 @@ class FakeTokenizer:
         encoded = self.token_bytes(token_id)
         return complete_text(encoded)[0], tuple(encoded)
 
+    def token(self, token_id: int) -> str | None:
+        return None
+
     def apply_chat_template(self, messages: list[dict[str, Any]], tools: object = None) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+        return "".join(f"<{m['role']}>{m.get('content')}" for m in messages)
 
 
 class FakeEngine:
     """Answers every prompt with WORDS, one word per update; keywords in a prompt make it behave differently."""
 
     model_name = "fake"
+    model_aliases = ("alias",)
+    vocab_size = VOCABULARY
     max_model_len = 100
     sampling_defaults: ClassVar[dict[str, int | float]] = {}
     tokenizer = FakeTokenizer()

@@ -41,6 +41,8 @@ def test_beam_search_reaches_the_engine(server: Running) -> None:
         (["a", "b"], [[97], [98]]),
         ([97, 98], [[97, 98]]),
         ([[97], [98, 99]], [[97], [98, 99]]),
+        ([97.0, 98], [[97, 98]]),
+        ([[97], [98e0, 99]], [[97], [98, 99]]),
     ],
 )
 def test_every_form_of_prompt_reaches_the_engine(server: Running, prompt: Any, submitted: list[Any]) -> None:
@@ -118,7 +120,9 @@ def test_every_sampling_field_arrives(server: Running) -> None:
         "logprobs": 1,
     }
     server.completion(prompt="a", **fields)
-    assert server.engine.submitted[0][1] == SamplingParams(**fields)
+    server.completion(prompt="a", **{k: float(v) if type(v) is int else v for k, v in fields.items()})
+    assert [params for _, params in server.engine.submitted] == [SamplingParams(**fields)] * 2
+    assert all(type(server.engine.submitted[1][1].__dict__[name]) is int for name in ("n", "top_k", "max_tokens"))
 
 
 def test_choices_are_numbered_prompt_by_prompt(server: Running) -> None:
@@ -172,17 +176,43 @@ def test_a_streamed_completion_is_the_whole_one_in_pieces(client: openai.OpenAI)
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_every_chunk_counts_tokens_if_asked(server: Running, chat: bool) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "bc"}]} if chat else {"prompt": "abc"}
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    events = _events(server, path, **asked, max_completion_tokens=9, stream=True, stream_options=options)
+    prompt = len("<user>bc") if chat else 3
+    text = ""
+    for event in events:  # of one or more words each
+        for choice in event["choices"]:
+            text += choice["delta"].get("content", "") if chat else choice["text"]
+        usage = event["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, len(text.split()))
+    assert text == "".join(WORDS)
+    assert events[-1]["choices"] == []
+    assert server.engine.submitted[0][1].max_tokens == 9
+    without = _events(server, path, **asked, stream=True, stream_options={"continuous_usage_stats": True})
+    assert all("usage" not in event for event in without)
+
+
+def test_min_tokens_are_bounded_by_what_an_answer_may_have(server: Running) -> None:
+    server.completion(prompt="a", min_tokens=50)
+    server.completion(prompt=["a" * 90, "a"], min_tokens=50, max_tokens=2**31 - 1)
+    assert [params.min_tokens for _, params in server.engine.submitted] == [16, 10, 50]
+
+
 def test_streamed_logprobs_are_the_whole_ones_in_pieces(server: Running) -> None:
     whole = server.completion(prompt="a", logprobs=1)["choices"][0]["logprobs"]
     joined: dict[str, list[Any]] = {key: [] for key in whole}
-    for event in _events(server, prompt="a", logprobs=1, stream=True):
+    for event in _events(server, "/v1/completions", prompt="a", logprobs=1, stream=True):
         for key, values in event["choices"][0]["logprobs"].items():
             joined[key] += values
     assert joined == whole
 
 
-def _events(server: Running, **body: Any) -> list[dict[str, Any]]:
-    lines = server.post("/v1/completions", **body).text.split("\n\n")
+def _events(server: Running, path: str, **body: Any) -> list[dict[str, Any]]:
+    lines = server.post(path, **body).text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 

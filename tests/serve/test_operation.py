@@ -227,8 +227,10 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["fake"]
-    assert client.models.retrieve("fake").id == "fake"
+    assert [model.id for model in client.models.list()] == ["fake", "alias"]
+    for name in ("fake", "alias"):
+        assert client.models.retrieve(name).id == name
+        assert client.completions.create(model=name, prompt="a").model == "fake"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
 
