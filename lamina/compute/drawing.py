@@ -31,10 +31,21 @@ def draw(
         logits = logits.contiguous()
     rows, width, stride = len(places), logits.shape[1], logits.stride(0)
     if logits.device.type == "cpu":
-        addresses = (each.data_ptr() for each in (places, highest, least, temperature, keys, tokens))
-        threads = torch.get_num_threads()
-        kind = ELEMENT_TYPES[logits.dtype]
-        _native.draw(kind, logits.data_ptr(), stride, *addresses, rows, width, threads, PATH)
+        _native.draw(
+            ELEMENT_TYPES[logits.dtype],
+            logits.data_ptr(),
+            stride,
+            places.data_ptr(),
+            highest.data_ptr(),
+            least.data_ptr(),
+            temperature.data_ptr(),
+            keys.data_ptr(),
+            tokens.data_ptr(),
+            rows,
+            width,
+            torch.get_num_threads(),
+            PATH,
+        )
         return
     from lamina.kernels.gpu import triton_draw  # needs Triton
 

@@ -178,8 +178,9 @@ def _nucleus(
     result = top.gather(1, kept[:, None] - 1)[:, 0].maximum(least)
     beyond = (kept == candidates).nonzero().flatten()
     if candidates < left and len(beyond):
-        few = (tensor[beyond] for tensor in (scores, highest, least, temperature, top_p))
-        result[beyond] = _nucleus(*few, left)
+        result[beyond] = _nucleus(
+            scores[beyond], highest[beyond], least[beyond], temperature[beyond], top_p[beyond], left
+        )
     return result
 
 

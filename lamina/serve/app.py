@@ -125,7 +125,7 @@ def conversation(engine: Runtime, raw: bytes) -> tuple[ChatRequest, list[list[in
     body = parse(ChatRequest, raw)
     check_model(engine, body.model)
     params = body.sampling_params(engine.sampling_defaults)
-    prompts: list[Prompt] = [chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)]
+    prompts = [chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)]
     body.check_room(prompts, engine.max_model_len)
     return body, prompts, params
 

@@ -131,4 +131,4 @@ def test_a_memory_worker_on_a_gpu_that_computes_knows_it(
 def test_the_end_of_a_process_names_it_and_the_usual_cause(command: str, how: str) -> None:
     process = subprocess.Popen(["sh", "-c", command])
     process.wait(30)
-    assert describe_exit(process) == how.format(process.pid)  # type: ignore[arg-type]
+    assert describe_exit(process) == how.format(process.pid)

@@ -50,11 +50,8 @@ def test_native_draws(width, spread, cut, dtype, path, monkeypatch):
     places = torch.arange(ROWS).flip(0)  # the rows drawn from are not all, and in another order
     drawn = tokens[places][:20].contiguous()
     wanted = expected(logits, least, temperature, keys)[places][:20]
-    drawing.draw(
-        logits,
-        *(each[places][:20].contiguous() for each in (torch.arange(ROWS), highest, least, temperature, keys)),
-        drawn,
-    )
+    arrays = [each[places][:20].contiguous() for each in (torch.arange(ROWS), highest, least, temperature, keys)]
+    drawing.draw(logits, arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], drawn)
     assert drawn.tolist() == wanted.tolist()
 
 

@@ -4,7 +4,7 @@ import hashlib
 import math
 import struct
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -121,6 +121,11 @@ def assert_chi_square(observed: np.ndarray, expected: np.ndarray, freedom: int) 
     assert abs((chi_square / freedom) ** (1 / 3) - (1 - sigma**2)) < 4 * sigma
 
 
+def varied_row(row: Row, name: str, value: int) -> Row:
+    change: dict[str, Any] = {name: value}
+    return replace(row, **change)
+
+
 @pytest.mark.parametrize("varied", ["generated", "completion", "seed"])
 @pytest.mark.parametrize(
     "params",
@@ -130,7 +135,7 @@ def assert_chi_square(observed: np.ndarray, expected: np.ndarray, freedom: int) 
 def test_draws_follow_the_distribution(params: SamplingParams, varied: str) -> None:
     draws = 20_000
     logits = random_logits(1, 30, spread=1.0)
-    rows = [replace(Row(0, params, seed=7), **{varied: i}) for i in range(draws)]
+    rows = [varied_row(Row(0, params, seed=7), varied, i) for i in range(draws)]
     drawn = np.array([draw.token for draw in sample(logits.expand(draws, -1), rows)])
     expected = hugging_face(logits[0], Row(0, params, prompt=[0])).double().numpy() * draws
     observed = np.bincount(drawn, minlength=30)
@@ -143,7 +148,7 @@ def test_draws_follow_the_distribution(params: SamplingParams, varied: str) -> N
 def test_the_next_position_completion_or_seed_draws_independently(varied: str) -> None:
     count, draws = 8, 20_000
     logits = random_logits(1, count, spread=1.0)
-    rows = [replace(Row(0, SamplingParams(), seed=-3), **{varied: i}) for i in range(draws + 1)]
+    rows = [varied_row(Row(0, SamplingParams(), seed=-3), varied, i) for i in range(draws + 1)]
     drawn = np.array([draw.token for draw in sample(logits.expand(draws + 1, -1), rows)])
     share = hugging_face(logits[0], Row(0, SamplingParams(), prompt=[0])).double().numpy()
     observed = np.bincount(drawn[:-1] * count + drawn[1:], minlength=count**2)
