@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.control.logprobs import drawn_token, pack, unpack
+from lamina.control.messages import Draw
+from lamina.core.requests import Completion, Group
+from lamina.core.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
 from lamina.engine.reading import Reading
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import RequestUpdate, Whole
-from lamina.groups import Completion, Group
+from lamina.kv.placement import Placement
 from lamina.models import directory
-from lamina.models.tokenizer import Tokenizer
-from lamina.placement.map import Placement
-from lamina.protocol.logprobs import drawn_token, pack, unpack
-from lamina.protocol.messages import Draw
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
+from lamina.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(directory.find(None))
 

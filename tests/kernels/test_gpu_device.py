@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 from lamina.kernels.gpu.device import Found, Gpu, find, require, visible
 
 H200, V100 = Gpu("NVIDIA H200", 90), Gpu("Tesla V100", 70)
@@ -66,7 +66,7 @@ def test_nothing_of_the_package_needs_triton_or_cupy_to_be_imported():
 import sys
 sys.modules["triton"] = sys.modules["cupy"] = None
 import lamina, lamina.memory.worker, lamina.kernels.attention
-from lamina.kernels.gpu import attention, choice, device, program, specialize, tables
+from lamina.kernels.gpu import attention, tilings, device, backend, specialize, tables
 from lamina.transport.device import polling
 try:
     polling.Polling("peer")

@@ -6,8 +6,8 @@ from typing import Any
 import openai
 import pytest
 
-from lamina.types import SamplingParams
-from tests.serve.scripted import WORDS, Running, refusal
+from lamina.core.types import SamplingParams
+from tests.support.scripted_engine import WORDS, Running, refusal
 
 
 def test_a_completion(client: openai.OpenAI) -> None:
