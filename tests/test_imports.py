@@ -17,10 +17,10 @@ ROOT = Path(__file__).parents[1]
 
 # A room imports its own level and those above it in this list. "lamina" is lamina/__init__.py, the public names.
 LEVELS = (
-    {"core", "output", "_native"},
-    {"config"},
-    {"transport", "splitter", "kernels", "models", "text"},
-    {"control", "dataplane", "lowering", "kv"},
+    {"core", "_native"},
+    {"config", "output"},
+    {"transport", "splitter", "kernels", "models"},
+    {"control", "dataplane", "lowering", "kv", "text"},
     {"worker"},
     {"schedule", "compute", "memory"},
     {"cluster"},
