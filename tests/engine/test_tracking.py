@@ -202,10 +202,14 @@ class Pieces:
         return []
 
 
-def test_a_tokenizer_that_fails_ends_the_request_in_an_error() -> None:
+def test_a_tokenizer_that_fails_ends_the_request_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tokenizer: Tokenizer, token_id: int) -> bool:
+        raise OverflowError(f"{token_id} is out of range")
+
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=5, n=2), published)
-    under_test.append(group.completions[0], Draw(0, -1))  # a worker's fault: decoding it raises
+    monkeypatch.setattr(Tokenizer, "has_text", fail)
+    under_test.append(group.completions[0], Draw(0, 5))
     under_test.publish()
     (update,) = published
     assert update.finished and "cannot be decoded" in (update.error or "")
