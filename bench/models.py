@@ -9,9 +9,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
+from lamina.core.types import DType
 from lamina.models import directory, weights
-from lamina.models.config import load_config, meta_model
-from lamina.types import DType
+from lamina.models.configuration import load_config, meta_model
 
 MODELS: dict[str, dict[str, int]] = {
     "3m": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

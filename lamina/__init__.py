@@ -3,10 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lamina.version import __version__ as __version__
+from lamina.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from lamina.errors import (
+    from lamina.core.errors import (
         CapacityError,
         ConfigError,
         DeadlineError,
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
         UserError,
         WorkerError,
     )
+    from lamina.core.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, Segment
     from lamina.sdk import Lamina
-    from lamina.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, Segment
 
 __all__ = [
     "CapacityError",
@@ -56,5 +56,5 @@ def __getattr__(name: str) -> Any:
     # Imported when first used: `import lamina` and `lamina --help` must not wait for torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    source = "lamina.sdk" if name == "Lamina" else "lamina.types" if name in _TYPES else "lamina.errors"
+    source = "lamina.sdk" if name == "Lamina" else "lamina.core.types" if name in _TYPES else "lamina.core.errors"
     return getattr(importlib.import_module(source), name)

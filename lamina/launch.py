@@ -11,30 +11,27 @@ import msgspec
 
 from lamina.cluster import locality, pool, sizing
 from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
-from lamina.cluster.devices import find_devices
-from lamina.cluster.gather import START_TIMEOUT_S, Launcher, OnProgress, Workers
+from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.joining import check_version
-from lamina.cluster.launchers import placement
+from lamina.cluster.launchers import ray_placement
 from lamina.cluster.launchers.local import MODULES, LocalWorkers
-from lamina.cluster.launchers.remote import RemoteWorkers
-from lamina.cluster.launchers.several import Local, LocalAndRemote
+from lamina.cluster.launchers.remote import Local, LocalAndRemote, RemoteWorkers
 from lamina.cluster.launchers.supervised import SupervisedWorkers
-from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned
+from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
 from lamina.cluster.takeover import Saved, take_over
-from lamina.config import EngineConfig, check_writable
+from lamina.config.engine_config import EngineConfig, check_writable
+from lamina.control.messages import LoadProgress
+from lamina.control.secret import Secret, configured
+from lamina.control.sockets import ANY, ControlServer
+from lamina.core.errors import ConfigError
+from lamina.core.topology import Role, Topology
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
-from lamina.errors import ConfigError
-from lamina.frontend.defaults import sampling_defaults
 from lamina.models import directory
-from lamina.models.digest import checkpoint_digest
-from lamina.models.directory import ModelDirectory
-from lamina.models.tokenizer import Tokenizer
-from lamina.observe.trace import write_trace
-from lamina.protocol.control import ANY, ControlServer
-from lamina.protocol.messages import LoadProgress
-from lamina.protocol.secret import Secret, configured
-from lamina.topology import Role, Topology
+from lamina.models.directory import ModelDirectory, checkpoint_digest
+from lamina.observe.step_trace import write_trace
+from lamina.text.defaults import sampling_defaults
+from lamina.text.tokenizer import Tokenizer
 from lamina.transport.listener import LOOPBACK
 
 REMOTE_TIMEOUT_S = 1800.0  # for people to start the workers of other machines
@@ -244,7 +241,7 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
     """The workers of both pools, by name, with their devices. Those of other machines come last."""
     if config.ray is not None:
         return {
-            role: {f"{role}{index}": Assigned(kind, placement.device(kind)) for index, kind in enumerate(kinds)}
+            role: {f"{role}{index}": Assigned(kind, ray_placement.device(kind)) for index, kind in enumerate(kinds)}
             for role, kinds in _ray_kinds(config).items()
         }
     entries: dict[Role, tuple[pool.PoolEntry, ...]] = {
@@ -274,14 +271,14 @@ def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:
-    return placement.known_kinds(placement.own_kinds(config.kind))
+    return ray_placement.known_kinds(ray_placement.own_kinds(config.kind))
 
 
-def ray_bundles(config: EngineConfig) -> dict[str, placement.Bundle]:
+def ray_bundles(config: EngineConfig) -> dict[str, ray_placement.Bundle]:
     """What each worker takes from the Ray cluster. Raises ConfigError for kinds that do not exist."""
-    own = placement.own_kinds(config.kind)
+    own = ray_placement.own_kinds(config.kind)
     return {
-        f"{role}{index}": placement.bundle(kind, own, config.threads)
+        f"{role}{index}": ray_placement.bundle(kind, own, config.threads)
         for role, kinds in _ray_kinds(config).items()
         for index, kind in enumerate(kinds)
     }
@@ -337,7 +334,7 @@ def _launcher(config: EngineConfig, pools: Pools, local: Local, where: Where, co
 
     kinds = {role: [one.kind for one in each.values()] for role, each in pools.items()}
     engine = where.address or where.bind, remote.port
-    return RayWorkers(remote, engine, control.keys[0], kinds, placement.own_kinds(config.kind), config.threads)
+    return RayWorkers(remote, engine, control.keys[0], kinds, ray_placement.own_kinds(config.kind), config.threads)
 
 
 def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Local, launcher: Launcher) -> None:

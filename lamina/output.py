@@ -15,7 +15,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
-from lamina.env import LOG_FORMAT, environment
+from lamina.config.environment import LOG_FORMAT, environment
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

@@ -16,16 +16,16 @@ import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
 from typing import Any, Self, cast
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.config.settings import keywords_of
+from lamina.core.errors import RequestError
+from lamina.core.types import RequestOutput, SamplingParams
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.engine.updates import Whole
-from lamina.errors import RequestError
-from lamina.frontend.prompts import Message, Prompt, as_prompts, chat_prompt, plain_prompts
 from lamina.launch import launch
-from lamina.models.tokenizer import Tokenizer
 from lamina.observe.progress import BatchProgress, loading_progress
-from lamina.settings import keywords_of
-from lamina.types import RequestOutput, SamplingParams
+from lamina.text.prompts import Message, Prompt, as_prompts, chat_prompt, plain_prompts
+from lamina.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Lamina:
     The workers start here and end with :meth:`close`, with the ``with`` block, with this object or with the process.
     All methods may be called from several threads.
 
-    Takes the settings of :class:`lamina.config.EngineConfig` as arguments, all but ``model`` by keyword.
+    Takes the settings of :class:`lamina.config.engine_config.EngineConfig` as arguments, all but ``model`` by keyword.
 
     Raises:
         ConfigError: an invalid pool or setting.

@@ -7,7 +7,7 @@
 // headers.
 //
 // lamina_wait and lamina_ring know a doorbell alone; lamina_receive and its followers know messages in slots
-// (transport/device/slots.py, protocol/channel.py).
+// (transport/device/slots.py, dataplane/channel.py).
 
 namespace {
 

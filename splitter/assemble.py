@@ -8,17 +8,17 @@ import torch
 from torch import fx
 from transformers import PretrainedConfig
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
+from lamina.core.types import AttentionSpec, DType
 from lamina.splitter import attention
 from lamina.splitter.capture import Capture, capture
 from lamina.splitter.flow import clean, context_layout
-from lamina.splitter.names import shift
+from lamina.splitter.layer_trace import shift
 from lamina.splitter.parts import ONLY, Part, Rank, runs
 from lamina.splitter.shard import shard
 from lamina.splitter.slices import Partition, build, partition
 from lamina.splitter.split_model import Crossing, Cut, Shard, Slice, SplitModel, Weight
 from lamina.splitter.verify import verify, verify_capture, verify_order, verify_partition
-from lamina.types import AttentionSpec, DType
 
 
 def split(config: PretrainedConfig, dtype: DType = DType.FLOAT32, rank: Rank = ONLY) -> SplitModel:

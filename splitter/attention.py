@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lamina.errors import UnsupportedModelError
-from lamina.types import AttentionSpec
+from lamina.core.errors import UnsupportedModelError
+from lamina.core.types import AttentionSpec
 
 IMPLEMENTATION = "lamina"
 

@@ -17,13 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lamina.errors import UnsupportedModelError
-from lamina.splitter import adapters, trace
+from lamina.core.errors import UnsupportedModelError
+from lamina.core.types import DType
+from lamina.splitter import adapters, layer_trace
 from lamina.splitter.attention import OPERATOR
 from lamina.splitter.operators import EXAMPLE_ROWS, Operators, write_operators
 from lamina.splitter.precision import keep_in_float32
 from lamina.splitter.split_model import Weight
-from lamina.types import DType
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
     with torch.no_grad():
         recorder = _record(flat, mode, config)
         records = recorder.records()
-        prefix = trace.shortest_prefix(records)
+        prefix = layer_trace.shortest_prefix(records)
         modules = dict(model.named_modules())
         layers = _layers(model, len(records) - 1)
         del layers[prefix:]
@@ -99,7 +99,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
         constants=constants | {name: name for name in written.literals},
         ids=written.ids,
         positions=written.positions,
-        representatives=trace.representatives(records, prefix),
+        representatives=layer_trace.representatives(records, prefix),
         shapes={name: weight for name, weight in shapes.items() if name not in ties},
         ties=ties,
         buffer=lambda name: written.literals[name] if name in written.literals else _constant(model, modules, name),
@@ -127,9 +127,9 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
     return model.eval()
 
 
-def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> trace.Recorder:
+def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> layer_trace.Recorder:
     """Run the whole model once without values and check that each layer has exactly one attention."""
-    recorder = trace.Recorder(flat.model)
+    recorder = layer_trace.Recorder(flat.model)
     try:
         # Models choose operators by whether they are being compiled; the record must see those that are captured.
         with _compiling_state_context(), mode, recorder:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import networkx as nx
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
 
 Node = TypeVar("Node", bound=Hashable)
 

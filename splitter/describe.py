@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from lamina.core.types import AttentionSpec
 from lamina.splitter.split_model import Cut, Slice, SplitModel
-from lamina.types import AttentionSpec
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import re
 
 from transformers import PreTrainedModel
 
-from lamina.types import DType
+from lamina.core.types import DType
 
 
 def keep_in_float32(model: PreTrainedModel, dtype: DType) -> None:

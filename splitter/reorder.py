@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate, map_arg
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
 from lamina.splitter.attention import OPERATOR
 from lamina.splitter.capture import Capture
 from lamina.splitter.propagate import Product, name

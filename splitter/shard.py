@@ -22,7 +22,7 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
 from lamina.splitter.attention import OPERATOR
 from lamina.splitter.capture import Capture
 from lamina.splitter.collective import ALL_REDUCE

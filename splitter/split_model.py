@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, fx
 
+from lamina.core.types import AttentionSpec, DType
 from lamina.splitter.parts import Runs
-from lamina.types import AttentionSpec, DType
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -4,7 +4,7 @@ from collections import Counter
 
 from torch import fx
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
 from lamina.splitter.capture import Capture
 from lamina.splitter.flow import ancestors, row_layout
 from lamina.splitter.reorder import depends_on_order

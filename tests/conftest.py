@@ -45,13 +45,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers in bfloat16 are Lamina's products on every processor: with matrix tiles, oneDNN's are faster."""
-    from lamina.lowering import linear, lowered
-    from lamina.types import DType
+    from lamina.core.types import DType
+    from lamina.lowering import cpu_slices, native_operators
 
-    def packing(dtype: DType) -> linear.Packing | None:
-        return linear.NATIVE if dtype is DType.BFLOAT16 else linear.packing(dtype)
+    def packing(dtype: DType) -> native_operators.Packing | None:
+        return native_operators.NATIVE if dtype is DType.BFLOAT16 else native_operators.packing(dtype)
 
-    monkeypatch.setattr(lowered, "packing", packing)
+    monkeypatch.setattr(cpu_slices, "packing", packing)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,15 +25,15 @@ from typing import Any
 
 import httpx
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import Client, CompletionOutput, DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
-from lamina.errors import ConfigError
 from lamina.launch import launch
-from lamina.types import Client, CompletionOutput, DType, FinishReason, RequestOutput, SamplingParams
-from tests.cli.commands import END_S, start
-from tests.random_models import SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
+from tests.support.commands import END_S, start
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 
 SLOTS = 300  # of a memory worker: three or four of the longest requests
 TOKEN_NBYTES = 3 * 2 * 2 * 16 * 4  # K and V of the layers and heads of the model

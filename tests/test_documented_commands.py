@@ -30,6 +30,8 @@ OTHERS = {
     *(
         "--hypothesis-profile",
         "--cross-validate",
+        "--layout",
+        "--seconds",
         "--only",
         "--out",
         "--sequences",

@@ -17,47 +17,34 @@ ROOT = Path(__file__).parents[1]
 
 # A room imports its own level and those above it in this list. "lamina" is lamina/__init__.py, the public names.
 LEVELS = (
-    {
-        "types",
-        "steps",
-        "heads",
-        "segments",
-        "spills",
-        "groups",
-        "pipeline",
-        "topology",
-        "errors",
-        "measurements",
-        "settings",
-        "config",
-        "env",
-        "output",
-        "version",
-        "_native",
-    },
+    {"core", "_native"},
+    {"config", "output"},
     {"transport", "splitter", "kernels", "models"},
-    {"protocol", "lowering", "placement"},
+    {"control", "dataplane", "lowering", "kv", "text"},
+    {"worker"},
     {"schedule", "compute", "memory"},
-    {"frontend", "cluster", "plan"},
-    {"engine", "simulate"},
+    {"cluster"},
+    {"engine"},
     {"observe"},
-    {"launch", "profiling"},
-    {"sdk", "serve", "lamina"},
+    {"launch"},
+    {"sdk", "serve", "lamina", "planning"},
     {"cli", "__main__"},
 )
 
 # Package -> the files that may import it.
 ONLY_IN = {
+    "lamina.planning": ("lamina/planning/*.py", "lamina/cli/*.py"),  # nothing that serves waits for a plan
     "torch.fx": ("splitter/*.py", "lamina/lowering/*.py"),
-    "networkx": ("splitter/cut.py", "lamina/placement/balance.py"),  # the min cut; cycles of debts
+    "networkx": ("splitter/cut.py", "lamina/kv/policies.py"),  # the min cut; cycles of debts
     "ray": ("lamina/cluster/launchers/ray*.py",),
     "pyverbs": ("transport/rdma/*.py",),
     "cupy": ("*cuda*.py", "*triton*.py", "*gpu*.py", "transport/device/*.py"),
     "triton": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
-    "torchao": ("lamina/lowering/placed_codes.py",),
+    "torchao": ("lamina/lowering/quantisation/gpu_codes.py",),
 }
 
-# Usable, and testable, with the nouns alone.
+# Usable, and testable, with the nouns and settings alone.
+GROUND = LEVELS[0] | LEVELS[1]
 STAND_ALONE = ("splitter", "transport")
 
 # Absent on most machines: what imports one of these at its top is itself imported inside functions only.
@@ -66,10 +53,10 @@ OPTIONAL = {"ray", "pyverbs", "cupy", "triton", "torchao"}
 # Started often or by processes that need no model: these must not wait for the heavy packages.
 LIGHT = (
     "lamina",
-    "lamina.types",
+    "lamina.core.types",
     "lamina.cli",
     "lamina.memory.slab",
-    "lamina.models.tokenizer",
+    "lamina.text.tokenizer",
     "lamina.kernels.attention",
 )
 # Started by everybody who has started the same model before.
@@ -233,7 +220,7 @@ import importlib, sys
 class Block:
     def find_spec(self, name, path=None, target=None):
         part, _, rest = name.partition(".")
-        if part == "lamina" and rest and rest.split(".")[0] not in {LEVELS[0] | {alone}!r}:
+        if part == "lamina" and rest and rest.split(".")[0] not in {GROUND | {alone}!r}:
             raise ImportError("blocked: " + name)
 sys.meta_path.insert(0, Block())
 for module in {modules!r}:
@@ -248,7 +235,7 @@ def test_rooms_tests_use_no_other_room(alone: str) -> None:
     files = sorted((ROOT / "tests" / alone).glob("*.py"))
     found = [item for file in files for item in read_imports(str(file.relative_to(ROOT)), file.read_text())]
     strays = [
-        str(item) for item in found if (module := our_module(item.target)) and room(module) not in LEVELS[0] | {alone}
+        str(item) for item in found if (module := our_module(item.target)) and room(module) not in GROUND | {alone}
     ]
     assert files and not strays
 
@@ -257,9 +244,9 @@ def test_the_reader_sees_every_kind_of_import() -> None:
     source = """
 import torch.fx
 from torch import fx
-from lamina.types import DType
+from lamina.core.types import DType
 from . import cut
-from ..errors import ModelError
+from ..core.errors import ModelError
 if TYPE_CHECKING:
     import ray
 async def later():
@@ -270,11 +257,11 @@ async def later():
     assert found == [
         ("torch.fx", False),
         ("torch.fx", False),
-        ("lamina.types.DType", False),
+        ("lamina.core.types.DType", False),
         ("lamina.splitter.cut", False),
-        ("lamina.errors.ModelError", False),
+        ("lamina.core.errors.ModelError", False),
         ("ray", True),
         ("triton.language", True),
     ]
-    assert our_module("lamina.types.DType") == "lamina.types"
+    assert our_module("lamina.core.types.DType") == "lamina.core.types"
     assert our_module("torch.fx") is None

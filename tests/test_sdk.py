@@ -30,10 +30,10 @@ from lamina import (
     SamplingParams,
 )
 from lamina.engine.updates import whole
-from lamina.frontend.defaults import sampling_defaults
 from lamina.models.directory import BUNDLED, find
-from lamina.models.tokenizer import Tokenizer
-from lamina.serve.engine import describe
+from lamina.serve.engine_process import describe
+from lamina.text.defaults import sampling_defaults
+from lamina.text.tokenizer import Tokenizer
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)

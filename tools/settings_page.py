@@ -3,9 +3,9 @@
 import inspect
 import re
 
-from lamina.config import EngineConfig
-from lamina.env import Environment
-from lamina.settings import Setting, settings
+from lamina.config.engine_config import EngineConfig
+from lamina.config.environment import Environment
+from lamina.config.settings import Setting, settings
 
 
 def settings_page(config: type[object] = EngineConfig) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina._native import Arena as NativeArena
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.base import Buffer, check_range
 
 logger = logging.getLogger(__name__)

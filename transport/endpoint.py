@@ -7,7 +7,7 @@ from typing import ClassVar, Generic, Protocol, Required, TypedDict, TypeVar, Un
 
 import msgspec
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.arena import MappedArena, OwnArena, allocate
 from lamina.transport.base import Peer
 from lamina.transport.handshake import PROTOCOL, check_secret

@@ -1,28 +1,32 @@
-"""Mutual authentication at the start of a connection: each endpoint proves that it knows the cluster secret.
-
-::
-
-    connecting                                          listening
-    magic, protocol, identity, nonce a, request   ->
-                                                  <-    verdict, nonce b
-    HMAC(secret, "connect", all of the above)     ->
-                                                  <-    verdict, answer, HMAC(secret, "answer", all of the above)
-
-``identity`` is a random number of the listening endpoint, which distinguishes it from a later one on the same port.
-Fresh nonces prevent replay. ``request`` and ``answer`` are defined by the transport; the answer is made, and sent, only
-after the other side's proof. A verdict other than ACCEPTED ends the handshake.
-
-Both sides are generators that do no I/O: they yield (bytes to send, how many bytes they want next).
-"""
+"""Mutual authentication at the start of a connection, and the count of rejected ones."""
 
 import enum
 import hashlib
 import hmac
+import logging
 import secrets
 import struct
+from collections import Counter
 from collections.abc import Callable, Generator
 
-from lamina.errors import RefusedError, TransportError
+from lamina.core.errors import RefusedError, TransportError
+
+logger = logging.getLogger(__name__)
+
+
+class Refusals:
+    """Rejected connections of one listener. Only one thread may add to a kind; any thread may read ``by_kind``."""
+
+    def __init__(self, name: str) -> None:
+        self.by_kind: Counter[str] = Counter()
+        self._name = name
+
+    def add(self, kind: str, reason: str) -> None:
+        """Count a rejected connection."""
+        self.by_kind[kind] += 1
+        if self.by_kind[kind] == 1:
+            logger.warning("%s rejected a connection: %s (more of this kind are only counted)", self._name, reason)
+
 
 PROTOCOL = 1
 MAGIC = b"lamina"

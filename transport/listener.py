@@ -12,9 +12,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from lamina.errors import PeerLostError, RefusedError, TransportError
-from lamina.transport.handshake import PROTOCOL, Verdict, connecting, listening
-from lamina.transport.refusals import Refusals
+from lamina.core.errors import PeerLostError, RefusedError, TransportError
+from lamina.transport.handshake import PROTOCOL, Refusals, Verdict, connecting, listening
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.01

@@ -13,7 +13,7 @@ import msgspec
 
 from lamina._native import Arena as NativeArena
 from lamina._native import ShmWaiter
-from lamina.errors import PeerLostError, TransportError
+from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.arena import MEMFD_NAME, OwnArena
 from lamina.transport.base import Fetch, Part, Peer, check_fetch, deadline_error
 from lamina.transport.endpoint import SPIN_S, ArenaEndpoint

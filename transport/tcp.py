@@ -21,7 +21,7 @@ from typing import Unpack
 
 from lamina._native import Connection, TcpSender, tls_obstacle
 from lamina._native import TcpEndpoint as NativeEndpoint
-from lamina.errors import PeerLostError, RefusedError, TransportError
+from lamina.core.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena
 from lamina.transport.base import Fetch, Part, Peer, deadline_error

@@ -30,19 +30,19 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.failures import Failures
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
-from lamina.plan import hardware, models
-from lamina.plan.cost import MEMORY_SHARE_USABLE
-from lamina.plan.models import ModelShape
-from lamina.plan.reuse import Content
-from lamina.plan.store import ProfileStore
-from lamina.profiling import profile
-from lamina.profiling.disturbance import Watch
-from lamina.simulate import Arrivals, Deployment, Fault, Result, simulate
-from lamina.types import SamplingParams
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.cost import MEMORY_SHARE_USABLE
+from lamina.planning.plan.fit_store import ProfileStore
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.reuse import Content
+from lamina.planning.profiling import profile
+from lamina.planning.profiling.measure import Watch
+from lamina.planning.simulate import Arrivals, Deployment, Fault, Result, simulate
 
 MEMORY_WORKERS = 2
 PROMPTS, OUTPUTS = (16, 384), (16, 96)
@@ -212,7 +212,7 @@ def measured(engine: Engine, offered: Arrivals, salt: str) -> Figures:
 
 def on_runtime(path: Path, offered: Arrivals, capacity: int, lanes: int, rounds: int) -> Figures:
     """Medians of several runs, after a short one."""
-    nbytes = capacity * models.find(str(path)).kv_bytes_per_token
+    nbytes = capacity * model_shapes.find(str(path)).kv_bytes_per_token
     compute, memory = (",".join(map(str, cores)) for cores in profile.halves())
     config = EngineConfig(
         model=str(path),
@@ -274,7 +274,7 @@ def main() -> None:
     require_current(store)
     with tempfile.TemporaryDirectory(prefix="lamina-against-") as place:
         path = profile.random_llama(Path(place) / "model", args.width, args.layers)
-        shape = models.find(str(path))
+        shape = model_shapes.find(str(path))
         at_once = arrivals(args.requests, float("inf"))
         capacity = slots(at_once)
         rate = args.load * simulated(args.hardware, shape, at_once, capacity, args.lanes).requests_s

@@ -13,10 +13,10 @@ from typing import Any
 from bench.cost.lamina_paper import RENTS, cost_model
 from bench.cost.page import Section
 from bench.cost.published import Comparison
-from lamina.plan import hardware, homogeneous, models, workload
-from lamina.plan.cost import CostModel
-from lamina.plan.hardware import Hardware
-from lamina.plan.planner import Goals, Partition, Planner, Pools
+from lamina.planning.plan import hardware, homogeneous, model_shapes, workload
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.planner import Goals, Partition, Planner, Pools
 
 PEAK = 6
 CONTEXT = 65_536
@@ -88,7 +88,7 @@ def burst(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sectio
     )
     comparisons, rows = [], []
     for target in published["savings"]:
-        shape, h100 = models.find(target["model"]), catalogue["h100"]
+        shape, h100 = model_shapes.find(target["model"]), catalogue["h100"]
         model, degree = cost_model(shape, h100), target["tensor_parallel"]
         group = homogeneous.evaluate(model, degree, workload.of_context(CONTEXT), target["tbt_s"])
         batch = group.batch if group else 0

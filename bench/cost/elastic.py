@@ -13,9 +13,9 @@ from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import prefill_seconds
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
-from lamina.plan import models
-from lamina.plan.cost import CostModel
-from lamina.plan.hardware import Catalogue
+from lamina.planning.plan import model_shapes
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.hardware import Catalogue
 
 PROMPTS = (1_000, 10_000, 100_000)
 CONTEXT = 1_000
@@ -46,7 +46,7 @@ def iteration(model: CostModel, batch: int, context: int, tensor_parallel: int, 
 def scaling(published: Mapping[str, Any], catalogue: Catalogue) -> Section:
     """Scaling down after prompts, and up while decoding."""
     section = Section("LoongServe, Figure 14: what scaling costs", published["paper"])
-    model = cost_model(models.find(published["model"]), catalogue[published["kind"]])
+    model = cost_model(model_shapes.find(published["model"]), catalogue[published["kind"]])
     own, table = published["tensor_parallel"], published["figure_14"]
     degrees = [one for one in published["degrees"] if one > 1]
     down = [100 * scaling_down(model, prompt, own, degree) for prompt in PROMPTS for degree in degrees]

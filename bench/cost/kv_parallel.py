@@ -6,13 +6,13 @@ from dataclasses import replace
 import numpy as np
 
 from bench.cost.lamina_paper import cost_model
-from lamina.plan.cost import CostModel
-from lamina.plan.gemm import Floats
-from lamina.plan.hardware import Hardware
-from lamina.plan.measured import ROUND_TRIP_S
-from lamina.plan.models import ModelShape
-from lamina.simulate import Arrivals, Deployment
-from lamina.simulate.runtime import Simulation
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.kernel_times import Floats
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.profile_curves import ROUND_TRIP_S
+from lamina.planning.simulate import Arrivals, Deployment
+from lamina.planning.simulate.virtual_runtime import Simulation
 
 TENSOR_PARALLEL, STAGES = 8, 4
 CHUNKS = (128, 512, 2048, 4096)

@@ -8,9 +8,9 @@ import numpy as np
 from bench.cost.lamina_paper import cost_model
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
-from lamina.plan import hardware, models
-from lamina.plan.cost import CostModel
-from lamina.plan.measured import ROUND_TRIP_S
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.profile_curves import ROUND_TRIP_S
 
 BATCHES = (1, 4, 16, 64, 256, 1024, 2048, 4096)
 CONTEXTS = (128, 256, 512, 1024, 1500, 2048, 4096)
@@ -41,8 +41,8 @@ def use_of_bandwidth(model: CostModel, batch: int, context: int) -> float:
 def figures_3_to_6(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
     """Use of an A100 by matrix products and by attention, attention's share of the time, tensor parallelism on PCIe."""
     section = Section("Lamina, Figures 3 to 6: what each operator makes of a device", published["paper"])
-    model = cost_model(models.find("LLaMA-13B"), catalogue["a100"])
-    cards = cost_model(models.find("LLaMA-7B"), catalogue["rtx4080"])
+    model = cost_model(model_shapes.find("LLaMA-13B"), catalogue["a100"])
+    cards = cost_model(model_shapes.find("LLaMA-7B"), catalogue["rtx4080"])
     uses = {batch: use_of_peak(model, batch) for batch in BATCHES}
     reached = next(batch for batch in BATCHES if uses[batch] >= NEARLY * max(uses.values()))
     shares, bandwidth, scaling = (published[f"figure_{number}"] for number in (4, 6, 5))
@@ -127,7 +127,7 @@ def token_seconds(compute: CostModel, memory: CostModel, batch: int, context: in
 def figure_14(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
     """Where the time of a token goes, by batch and context, beside one A100 that does everything."""
     section = Section("Lamina, Figure 14: latency of a token by part", published["paper"])
-    model = cost_model(models.find("LLaMA-13B"), catalogue["a100-40g"])
+    model = cost_model(model_shapes.find("LLaMA-13B"), catalogue["a100-40g"])
     batches, contexts = (8, 32, 128, 512), (512, 2048)
     rows, found = [], {}
     for context in contexts:

@@ -10,11 +10,11 @@ import numpy as np
 
 from bench.cost.page import Section, axes, legend_above, show
 from bench.cost.published import Comparison
-from lamina.plan import hardware, homogeneous, models, prices, workload
-from lamina.plan.cost import GEMMS, POINTWISE, CostModel, Fits
-from lamina.plan.models import ModelShape
-from lamina.plan.planner import Goals, Partition, Plan, Planner, Pools
-from lamina.profiling.measurements import read_operators
+from lamina.planning.plan import hardware, homogeneous, model_shapes, prices, workload
+from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.planner import Goals, Partition, Plan, Planner, Pools
+from lamina.planning.profiling.published_times import read_operators
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 CONTEXTS = (512, 1024, 2048, 4096)
@@ -95,7 +95,7 @@ def table_3(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sect
     measured = measured_pass_seconds(table["batches"])
     cells, beyond = [], []
     for row in table["rows"]:
-        shape, devices = models.find(row["model"]), row["devices"]
+        shape, devices = model_shapes.find(row["model"]), row["devices"]
         model, peak = cost_model(shape, device), devices * device.flops[shape.dtype]
         for batch, stated in zip(table["batches"], row["gb_s"], strict=True):
             seconds = float(model.pass_seconds(batch, devices))
@@ -151,7 +151,7 @@ def table_3(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sect
 def measured_pass_seconds(batches: Sequence[int]) -> dict[int, float]:
     """Seconds of 40 layers of InternLM-20B's measured kernels on one A100, by rows."""
     series = read_operators(
-        MEASUREMENTS / "a100_internlm_20b_mlp.csv", models.find("InternLM-20B"), (*GEMMS, *POINTWISE)
+        MEASUREMENTS / "a100_internlm_20b_mlp.csv", model_shapes.find("InternLM-20B"), (*GEMMS, *POINTWISE)
     )
     totals = {}
     for batch in batches:
@@ -178,7 +178,7 @@ def figure_1(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sec
     gains: dict[int, list[float]] = {}
     for context in (512, 4096):
         served = workload.of_context(context)
-        gains[context] = [_best_ratio(models.find(name), a100, memory, served) for name in FIGURE_1_MODELS]
+        gains[context] = [_best_ratio(model_shapes.find(name), a100, memory, served) for name in FIGURE_1_MODELS]
     why = (
         "Ours takes the best degree of tensor parallelism for A100s alone and pays for messages; with the "
         "paper's alpha of "
@@ -259,7 +259,7 @@ def figures_12_and_13(published: Mapping[str, Any], catalogue: hardware.Catalogu
     rows, batch_ratios, speed_ratios, rotations, gains = [], [], [], [], []
     plot, both = axes(2)
     for axis, (name, (devices, workers)) in zip(both, FIGURE_12.items(), strict=True):
-        shape, layout = models.find(name), Layout(a100, devices, a100, workers)
+        shape, layout = model_shapes.find(name), Layout(a100, devices, a100, workers)
         model = cost_model(shape, a100)
         dollars = devices * usd
         for context in CONTEXTS:
@@ -397,7 +397,7 @@ def figure_17(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
     section = Section("Lamina, Figure 17: latency, throughput and cost under ShareGPT", published["paper"])
     a100, card = catalogue["a100-40g"], catalogue["rtx3090"]
     usd, memory_usd = _charged(a100, card)
-    shape = models.find("LLaMA-33B")
+    shape = model_shapes.find("LLaMA-33B")
     plot, (left, right) = axes(2)
     rows: list[tuple[str, ...]] = []
     per_dollar, at_list_price = [], []

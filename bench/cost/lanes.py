@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.plan import hardware, models
-from lamina.simulate import Arrivals, Deployment, simulate
-from lamina.types import Pipelining
+from lamina.core.types import Pipelining
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.simulate import Arrivals, Deployment, simulate
 
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
 REPLICAS = (1, 2, 4)
@@ -66,7 +66,7 @@ def seconds(arrivals: Arrivals, replicas: int, memories: int, setting: Setting) 
     lanes, pipelining = setting
     catalogue = hardware.load()
     deployment = Deployment(
-        model=models.find(MODEL),
+        model=model_shapes.find(MODEL),
         compute=catalogue[COMPUTE],
         compute_workers=replicas,
         memory=catalogue[MEMORY],

@@ -10,17 +10,17 @@ import numpy as np
 from bench.cost.lamina_paper import cost_model
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
-from lamina.plan import hardware, models
-from lamina.plan.cost import CostModel
-from lamina.plan.gemm import Floats
-from lamina.plan.measured import ROUND_TRIP_S
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.kernel_times import Floats
+from lamina.planning.plan.profile_curves import ROUND_TRIP_S
 
 
 def shipping(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
     """Query or KV cache of one layer over NVLink."""
     section = Section("Infinite-LLM, Figure 4(c): shipping the query or the KV cache", published["paper"])
     table = published["figure_4"]
-    shape = models.find("Llama-2-7B")
+    shape = model_shapes.find("Llama-2-7B")
     model = cost_model(shape, catalogue["a100"])
     query = 2 * float(model.send_recv_seconds(shape.hidden * shape.dtype.itemsize)) * 1e3
     rows = []
@@ -82,7 +82,7 @@ def figure_7(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sec
     """Throughput by how much of a long request has moved."""
     section = Section("Infinite-LLM, Figure 7: debtor and creditor", published["paper"])
     table = published["figure_7"]
-    pairs = debtor_and_creditor(cost_model(models.find("Llama-2-7B"), catalogue["a100"]), table["short_request"])
+    pairs = debtor_and_creditor(cost_model(model_shapes.find("Llama-2-7B"), catalogue["a100"]), table["short_request"])
     best = max(pairs, key=lambda pair: pair.total)
     load = (
         "The paper does not say how loaded the creditor is (here half), nor how long the request: 1000K "
@@ -148,7 +148,7 @@ def iteration_time(published: Mapping[str, Any], catalogue: hardware.Catalogue) 
     """LoongServe's three-parameter model fitted to the cost model's prefill: can it express it?"""
     section = Section("LoongServe, Equation 7: iteration time of prefill", published["paper"])
     shape, device, tensor_parallel = (
-        models.find(published["model"]),
+        model_shapes.find(published["model"]),
         catalogue[published["kind"]],
         published["tensor_parallel"],
     )
@@ -242,7 +242,7 @@ def mnemosyne(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Se
     """TTFT by pipeline stages, TBT by KV parallelism."""
     section = Section("Mnemosyne: TTFT and TBT of millions of tokens", published["paper"])
     device, million = catalogue[published["kind"]], 1_000_000
-    small, large = (cost_model(models.find(name), device) for name in ("Llama-3-8B", "Llama-3-70B"))
+    small, large = (cost_model(model_shapes.find(name), device) for name in ("Llama-3-8B", "Llama-3-70B"))
     section.compare("Published in the text beside ours", [*_sizes(published, large), *_times(published, small, large)])
     lengths = [million, 2 * million, 4 * million, 10 * million]
     plot, (left, right) = axes(2, 3.6)

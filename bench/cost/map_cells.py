@@ -8,13 +8,13 @@ Llama-3-70B on up to 8 H100 and 8 H20, at the rents of the second Lamina paper. 
 
 import argparse
 
-from lamina.plan import hardware, models, prices
-from lamina.plan.cost import CostModel, Fits
-from lamina.plan.map import Cell, cells
-from lamina.plan.reuse import Sessions
-from lamina.plan.ways import Slo
-from lamina.plan.workload import of_lengths
-from lamina.simulate.cells import simulate
+from lamina.planning.plan import hardware, model_shapes, prices
+from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.crossover_map import Cell, cells
+from lamina.planning.plan.reuse import Sessions
+from lamina.planning.plan.ways import Slo
+from lamina.planning.plan.workload import of_lengths
+from lamina.planning.simulate.cells import simulate
 
 MODEL, COMPUTE, MEMORY, COUNT = "Llama-3-70B", "h100", "h20", 8
 CELLS = ((4096, 128, 0), (16384, 128, 0), (16384, 512, 0), (1024, 512, 922))
@@ -30,7 +30,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cell", type=int, nargs=3, action="append", metavar=("PROMPT", "OUTPUT", "SHARED"))
     chosen = parser.parse_args().cell or CELLS
-    catalogue, market, shape = hardware.load(), prices.load("paper"), models.find(MODEL)
+    catalogue, market, shape = hardware.load(), prices.load("paper"), model_shapes.find(MODEL)
     costs = {kind: CostModel(shape, catalogue[kind], Fits.load(catalogue[kind])) for kind in (COMPUTE, MEMORY)}
     pools = [(catalogue[COMPUTE], COUNT)], [(catalogue[MEMORY], COUNT)]
     for prompt, output, shared in chosen:

@@ -10,10 +10,10 @@ from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import Servers
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
-from lamina.plan import hardware, homogeneous, models, workload
-from lamina.plan.cost import CostModel
-from lamina.simulate import Deployment
-from lamina.simulate.arrivals import Ints
+from lamina.planning.plan import hardware, homogeneous, model_shapes, workload
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.simulate import Deployment
+from lamina.planning.simulate.arrivals import Ints
 
 
 def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
@@ -51,7 +51,7 @@ def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
         ("figure", "published", "ours"),
         [_recalled(published, a100), _shipped(a100), _helped(h100)],
     )
-    _trade_off(section, cost_model(models.find("Llama-3-8B"), h100))
+    _trade_off(section, cost_model(model_shapes.find("Llama-3-8B"), h100))
     section.table(
         "Not modelled yet",
         ("figure", "published", "needs"),
@@ -69,7 +69,7 @@ def _longest(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comp
     """Longest contexts: KV slots of one instance and of several together."""
     rows = []
     for setup in published["longest_contexts"]:
-        model = cost_model(models.find(setup["model"]), a100)
+        model = cost_model(model_shapes.find(setup["model"]), a100)
         degree, instances = setup["tensor_parallel"], setup["instances"]
         free = degree * model.usable_bytes - model.shape.weight_bytes
         rows.append(
@@ -90,7 +90,7 @@ def _short(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Compar
     """Decoding short contexts: several copies against one over all devices."""
     setup, gains = published["short_contexts"], []
     for row in setup["rows"]:
-        model, traffic = cost_model(models.find(row["model"]), a100), workload.of_context(setup["context"])
+        model, traffic = cost_model(model_shapes.find(row["model"]), a100), workload.of_context(setup["context"])
         degree, copies = row["tensor_parallel"], row["instances"]
         each, whole = (homogeneous.evaluate(model, devices, traffic) for devices in (degree, copies * degree))
         assert each is not None and whole is not None
@@ -111,7 +111,7 @@ def _short(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Compar
 def _movement(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Comparison]:
     """A decode step beside which KV of some tokens moves: it takes the longer of both."""
     setup = published["movement"]
-    model = cost_model(models.find(setup["model"]), a100)
+    model = cost_model(model_shapes.find(setup["model"]), a100)
     batch = homogeneous.evaluate(model, 1, workload.of_context(1000))
     assert batch is not None
     rows = []
@@ -135,7 +135,7 @@ def _movement(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Com
 
 def _deployment(setup: Mapping[str, Any], device: hardware.Hardware, copies: int, degree: int) -> Deployment:
     return Deployment(
-        model=models.find(setup["model"]),
+        model=model_shapes.find(setup["model"]),
         compute=device,
         compute_workers=copies * degree,
         tensor_parallel=degree,
@@ -243,7 +243,7 @@ def _recalled(published: Mapping[str, Any], a100: hardware.Hardware) -> tuple[st
 def _growing(published: Mapping[str, Any], h100: hardware.Hardware) -> Comparison:
     """Groups that take part by the end of a long prompt, counted where the simulator places its KV."""
     setup = published["growing"]
-    joined = kv_parallel.joining(models.find(setup["model"]), h100, setup["prompt"], setup["groups"])
+    joined = kv_parallel.joining(model_shapes.find(setup["model"]), h100, setup["prompt"], setup["groups"])
     return Comparison(
         f"groups that attend to a prompt of {setup['prompt'] // 1_000_000}M tokens by its end, joining one at a time",
         "groups",
@@ -255,8 +255,8 @@ def _growing(published: Mapping[str, Any], h100: hardware.Hardware) -> Compariso
 
 
 def _helped(h100: hardware.Hardware) -> tuple[str, str, str]:
-    better, all_pairs = kv_parallel.helped(cost_model(models.find("Llama-3-8B"), h100))
-    large = cost_model(models.find("Llama-3-70B"), h100)
+    better, all_pairs = kv_parallel.helped(cost_model(model_shapes.find("Llama-3-8B"), h100))
+    large = cost_model(model_shapes.find("Llama-3-70B"), h100)
     growing, fixed = kv_parallel.steadiness(large, 2_000_000, 500_000)
     return (
         "Mnemosyne, Figures 18 and 19",
@@ -287,7 +287,7 @@ def _trade_off(section: Section, model: CostModel) -> None:
 
 
 def _shipped(a100: hardware.Hardware) -> tuple[str, str, str]:
-    model = cost_model(models.find("Llama-2-13B"), a100)
+    model = cost_model(model_shapes.find("Llama-2-13B"), a100)
     shape = model.shape
     query_s = 2 * float(model.send_recv_seconds(shape.hidden * shape.dtype.itemsize))
     kv_s = [float(model.send_recv_seconds(n * shape.kv_bytes_per_token / shape.layers)) for n in (1_000, 100_000)]
@@ -303,9 +303,9 @@ def _shipped(a100: hardware.Hardware) -> tuple[str, str, str]:
 
 def _attention(published: Mapping[str, Any], a100: hardware.Hardware, h100: hardware.Hardware) -> list[Comparison]:
     dist, divided, batching = (published[name] for name in ("dist_attention", "two_groups", "batching"))
-    small = cost_model(models.find("Llama-3-8B"), h100)
+    small = cost_model(model_shapes.find("Llama-3-8B"), h100)
     server = Servers(small)
-    thirteen, seventy = (cost_model(models.find(name), a100) for name in ("Llama-2-13B", "Llama-2-70B"))
+    thirteen, seventy = (cost_model(model_shapes.find(name), a100) for name in ("Llama-2-13B", "Llama-2-70B"))
     ratios = [100 * (_by_heads(thirteen, n, 4) / _by_tokens(thirteen, n, 4, 1) - 1) for n in dist["contexts"]]
     slower = [100 * (_by_tokens(seventy, n, 2, 4) / _by_heads(seventy, n, 8) - 1) for n in divided["contexts"]]
     chunks = published["small_chunks"]
@@ -380,7 +380,7 @@ def _migration(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Co
     """A sequence that outgrows its worker goes on on another one; or all of it goes to a larger instance, which must
     load the weights and compute the KV again."""
     setup = published["live_migration"]
-    model, prompt = cost_model(models.find(setup["model"]), a100), setup["prompt"]
+    model, prompt = cost_model(model_shapes.find(setup["model"]), a100), setup["prompt"]
     moving_s = model.shape.weight_bytes / 2 / LOAD_BYTES_S + model.prefill_seconds(prompt, 4096, 2)
     rows = []
     for row in setup["rows"]:

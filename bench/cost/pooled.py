@@ -2,7 +2,7 @@
 
 A ``Lender`` is one copy of the weights. When its own blocks are used up, its sequences grow into blocks that other
 copies have free, and those attend to what lies there. Otherwise it is the baseline ``Instance``: whole prompts first,
-paged KV, continuous batching. Now and then, the runtime's own policies of balance (``lamina.placement.balance``) say
+paged KV, continuous batching. Now and then, the runtime's own policies of balance (``lamina.kv.policies``) say
 which KV should move. Prompts are computed where the request is. Moving K and V is free: they travel beside later steps.
 """
 
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lamina.placement.balance import ByDebt, Held, Load, Policy, View, Wish
-from lamina.plan.cost import CostModel
-from lamina.plan.gemm import Floats
-from lamina.simulate import Arrivals, Deployment, State, System
-from lamina.simulate.arrivals import Ints
-from lamina.simulate.baselines import BaselineSimulation
-from lamina.simulate.instance import Batch, Instance, Running, blocks_of
-from lamina.simulate.prefixes import BLOCK
+from lamina.kv.policies import ByDebt, Held, Load, Policy, View, Wish
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.kernel_times import Floats
+from lamina.planning.simulate import Arrivals, Deployment, State, System
+from lamina.planning.simulate.arrivals import Ints
+from lamina.planning.simulate.baseline_instance import Batch, Instance, Running, blocks_of
+from lamina.planning.simulate.baseline_prefixes import BLOCK
+from lamina.planning.simulate.baselines import BaselineSimulation
 
 MOST_BUSY = 0.9
 """Share of the time of a prompt that attention for others may take."""

@@ -24,7 +24,7 @@ from bench.cost.long_context import figure_7, iteration_time, mnemosyne, shippin
 from bench.cost.mechanisms import mechanisms
 from bench.cost.page import Section, html
 from bench.cost.second_paper import equal_cost
-from lamina.plan import hardware
+from lamina.planning.plan import hardware
 
 INTRODUCTION = (
     "What papers print about the cost of serving large language models, beside what Lamina's catalogue of hardware and "

@@ -10,11 +10,11 @@ import numpy as np
 from bench.cost.lamina_paper import RENTS, Layout, cost_model, planner
 from bench.cost.page import Section, axes, legend_above
 from bench.cost.published import Comparison
-from lamina.plan import hardware, homogeneous, models, workload
-from lamina.plan.advice import beyond, recommend
-from lamina.plan.cost import CostModel
-from lamina.plan.planner import Partition, Plan, layouts
-from lamina.simulate import Arrivals, Deployment, System, simulate
+from lamina.planning.plan import hardware, homogeneous, model_shapes, workload
+from lamina.planning.plan.advice import beyond, recommend
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.planner import Partition, Plan, layouts
+from lamina.planning.simulate import Arrivals, Deployment, System, simulate
 
 
 def served(trace: Mapping[str, Any]) -> workload.Workload:
@@ -30,7 +30,7 @@ def equal_cost(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> S
     h100, h20 = catalogue["h100"], catalogue["h20"]
     rows, gains, batches = [], {}, []
     for pair in published["pairs"]:
-        shape = models.find(pair["model"])
+        shape = model_shapes.find(pair["model"])
         layout = Layout(h100, pair["h100"], h20, pair["h20"])
         for trace in published["traces"]:
             offloaded = _best(layout, shape, served(trace))
@@ -107,7 +107,7 @@ MOST_H20 = 8
 def _ratio(section: Section, published: Mapping[str, Any], catalogue: hardware.Catalogue) -> None:
     """How many H20 the planner puts beside two H100 for Llama-3-70B, and what twice as many would bring."""
     pair = published["pairs"][-1]
-    shape, h100, h20 = models.find(pair["model"]), catalogue["h100"], catalogue["h20"]
+    shape, h100, h20 = model_shapes.find(pair["model"]), catalogue["h100"], catalogue["h20"]
     rows = []
     for trace in published["traces"]:
         offloading = planner(shape, Layout(h100, pair["h100"], h20, MOST_H20), served(trace), RENTS)
@@ -157,7 +157,7 @@ def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardwar
     for pair, trace in product(published["pairs"], published["traces"]):
         prompt, output = (np.full(SIMULATED, round(trace[part])) for part in ("prompt", "output"))
         arrivals = Arrivals(np.zeros(SIMULATED), prompt, output)
-        h100 = partial(Deployment, model=models.find(pair["model"]), compute=catalogue["h100"], max_num_seqs=1024)
+        h100 = partial(Deployment, model=model_shapes.find(pair["model"]), compute=catalogue["h100"], max_num_seqs=1024)
         two_pools = h100(
             compute_workers=pair["h100"],
             tensor_parallel=pair["h100"],
@@ -186,7 +186,7 @@ def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardwar
     section.data["simulated_gains"] = gains
 
 
-def _best(layout: Layout, shape: models.ModelShape, traffic: workload.Workload) -> Plan:
+def _best(layout: Layout, shape: model_shapes.ModelShape, traffic: workload.Workload) -> Plan:
     """The better partition and number of lanes on these devices."""
     offloading = planner(shape, layout, traffic, RENTS)
     plans = [

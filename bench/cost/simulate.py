@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from bench import RESULTS
-from lamina.plan import hardware, models
-from lamina.plan.workload import TracedRequest, read_trace
-from lamina.simulate import Arrivals, Deployment, Result, draw, replay, simulate
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.workload import TracedRequest, read_trace
+from lamina.planning.simulate import Arrivals, Deployment, Result, draw, replay, simulate
 
 FILE = RESULTS / "simulate.json"
 MODEL, COMPUTE, MEMORY = "Llama-2-7B", "a100", "rtx3090"
@@ -35,7 +35,7 @@ LARGE, LARGE_REQUESTS = 250, 1_000_000
 def deployment(computes: int, memories: int, **settings: Any) -> Deployment:
     catalogue = hardware.load()
     return Deployment(
-        model=models.find(MODEL),
+        model=model_shapes.find(MODEL),
         compute=catalogue[COMPUTE],
         compute_workers=computes,
         memory=catalogue[MEMORY],

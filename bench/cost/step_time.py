@@ -19,13 +19,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from lamina.plan import hardware, models, workload
-from lamina.plan.cost import CostModel, Fits
-from lamina.plan.planner import Goals, Partition, Planner, Pools
-from lamina.plan.prices import UNPRICED
-from lamina.plan.store import ProfileStore
-from lamina.profiling import profile
-from lamina.profiling.profile import Run
+from lamina.planning.plan import hardware, model_shapes, workload
+from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.fit_store import ProfileStore
+from lamina.planning.plan.planner import Goals, Partition, Planner, Pools
+from lamina.planning.plan.prices import UNPRICED
+from lamina.planning.profiling import profile
+from lamina.planning.profiling.profile import Run
 
 GRID = tuple((batch, context) for batch in (1, 4, 16, 32) for context in (64, 512))
 
@@ -77,7 +77,7 @@ def main() -> None:
     fits = Fits.load(hardware.load(args.hardware)["cpu"], ProfileStore(args.hardware.with_suffix(".sqlite")))
     with tempfile.TemporaryDirectory(prefix="lamina-step-") as place:
         path = profile.random_llama(Path(place) / "model", args.width, args.layers)
-        model = CostModel(models.find(str(path)), entry, fits)
+        model = CostModel(model_shapes.find(str(path)), entry, fits)
         runs = [run for lanes in args.lanes for run in profile.decode(path, GRID, lanes)]
     cells = [Cell(r.batch, r.live, r.lanes, r.step_s * 1e3, predicted_s(model, r) * 1e3) for r in runs]
     table = Table("batch", "context", "lanes", "measured ms", "predicted ms", "error", title=entry.device)

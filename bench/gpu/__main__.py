@@ -34,10 +34,10 @@ from rich.progress import track
 from rich.table import Table
 
 from bench import RESULTS, ROOT
-from lamina.errors import ConfigError
-from lamina.kernels.gpu.choice import REGISTERS, SHARED_BYTES, Context, Shape, default
+from lamina.core.errors import ConfigError
+from lamina.core.types import AttentionSpec, KvElement
+from lamina.kernels.gpu.backend import Program
 from lamina.kernels.gpu.device import find, require
-from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.specialize import (
     GroupedWeights,
     append_program,
@@ -53,8 +53,8 @@ from lamina.kernels.gpu.specialize import (
     write_rows_program,
     write_words_program,
 )
-from lamina.models.codes import GROUPS
-from lamina.types import AttentionSpec, KvElement
+from lamina.kernels.gpu.tilings import REGISTERS, SHARED_BYTES, Context, Shape, default
+from lamina.models.quantisation.codes import GROUPS
 
 CAPABILITIES = (80, 86, 89, 90)
 PEERS = {"torch_sdpa": 60, "flash_attention": 40, "flashinfer": 200}  # the last one compiles its kernels when used

@@ -12,14 +12,14 @@ from rich.progress import track
 
 from bench.gpu import peers
 from bench.gpu.step import BATCHES, CYCLED_BYTES, GROUPS, HEAD_DIM, Gpu, Step, bfloat16
-from lamina.kernels.gpu import measure
+from lamina.core.types import AttentionSpec, KvElement
+from lamina.kernels.gpu import measure_tilings
 from lamina.kernels.gpu.attention import merge as merge_partials
-from lamina.kernels.gpu.choice import Choices, default
 from lamina.kernels.gpu.specialize import attend_program
+from lamina.kernels.gpu.tilings import Choices, default
 from lamina.kernels.gpu.triton_compile import compile_program
 from lamina.memory.device.base import Pairs
 from lamina.memory.device.gpu import Gpu as MemoryGpu
-from lamina.types import AttentionSpec, KvElement
 
 MERGED = 8
 NARROW = (KvElement.INT8, KvElement.FP8)
@@ -30,10 +30,12 @@ def compile_ahead(cases: list[tuple[AttentionSpec, KvElement]], capability: int)
     kinds: list[tuple[bool, type[np.uint16] | None, bool]] = [(False, np.uint16, False)]  # decode steps also append
     kinds += [(prompt, None, joins) for prompt, joins in product((False, True), repeat=2)]
     programs = {
-        attend_program(spec, element, tiling, measure.tile(spec, element, prompt), np.uint16, capability, new, joins)
+        attend_program(
+            spec, element, tiling, measure_tilings.tile(spec, element, prompt), np.uint16, capability, new, joins
+        )
         for spec, element in cases
         for prompt, new, joins in kinds
-        for tiling in measure.candidates(element, prompt)
+        for tiling in measure_tilings.candidates(element, prompt)
     }
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
         list(pool.map(compile_program, programs, [capability] * len(programs)))
@@ -46,11 +48,11 @@ def tune(gpu: Gpu) -> list[dict[str, Any]]:
     cases = list(product(specs, (KvElement.BFLOAT16, *NARROW)))
     compile_ahead(cases, backend.capability)
     for spec, element in track(cases, "tuning", transient=True):
-        measured = measure.times(backend, spec, element, np.uint16, measure.shapes_of(spec, element))
-        choices.add({str(shape): measure.fastest(seconds) for shape, seconds in measured.items()})
+        measured = measure_tilings.times(backend, spec, element, np.uint16, measure_tilings.shapes_of(spec, element))
+        choices.add({str(shape): measure_tilings.fastest(seconds) for shape, seconds in measured.items()})
         for shape, seconds in measured.items():
-            block_m = measure.tile(spec, element, shape.prompt)
-            best, usual = measure.fastest(seconds), default(shape, block_m, backend.capability)
+            block_m = measure_tilings.tile(spec, element, shape.prompt)
+            best, usual = measure_tilings.fastest(seconds), default(shape, block_m, backend.capability)
             ratio = seconds.get(usual, float("nan")) / seconds[best]
             rows.append({"shape": str(shape), "best": str(best), "default over best": ratio})
     return rows

@@ -13,10 +13,10 @@ from typing import Any
 import cupy
 import numpy as np
 
+from bench.gpu.loop import capture_layer
 from bench.gpu.step import Gpu, Step
-from lamina.kernels.gpu.loop import capture_layer
+from lamina.core.types import KvElement
 from lamina.transport.device.polling import Doorbell, Polling
-from lamina.types import KvElement
 
 TRIPS = 50
 TURNS = 32

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.kit import Cut
-from lamina.lowering.grouped import TORCHS, experts_stacked, multiply
-from lamina.models.codes import StackedCodes, quantise_experts
-from lamina.types import Quantization
+from lamina.core.types import Quantization
+from lamina.lowering.expert_operators import TORCHS, experts_stacked, multiply
+from lamina.models.quantisation.codes import StackedCodes, quantise_experts
 
 EXPERTS, CHOSEN, INPUTS, OUTPUTS = 128, 8, 2048, 1536
 TOKENS = (1, 16, 64, 256, 1024)

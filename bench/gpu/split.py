@@ -23,11 +23,11 @@ from rich.table import Table
 
 from bench.gpu import vllm_peer
 from bench.models import MODELS, model_directory
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.control.timeline import Span
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.observe.decoding import Window, decode_batch, decode_window
-from lamina.protocol.timeline import Span
 
 TIMEOUT_S = 300.0
 CELLS = ("1x1024", "1x32768", "16x4096", "64x1024", "64x4096", "256x1024")

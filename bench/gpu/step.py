@@ -13,12 +13,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from lamina.kernels.elements import STORAGE
+from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
-from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.cuda import Cuda
-from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec, KvElement
+from lamina.kernels.gpu.tilings import Choices
+from lamina.kernels.segments import STORAGE, SegmentTable
 
 COPY_BYTES = 2 << 30
 CYCLED_BYTES = 1 << 30  # read in turn: much more than any GPU's cache holds

@@ -19,15 +19,8 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from lamina.compute.links import Mail
-from lamina.errors import DeadlineError
-from lamina.memory.worker import build
-from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Transport
-from lamina.protocol.fetching import Fetcher
-from lamina.protocol.leases import messages, slot_rows
-from lamina.protocol.links import Member, open_links
-from lamina.protocol.messages import (
+from lamina.compute.mail import Mail
+from lamina.control.messages import (
     Connect,
     Connected,
     Grant,
@@ -43,10 +36,17 @@ from lamina.protocol.messages import (
     Stop,
     Way,
 )
-from lamina.protocol.secret import new
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.control.secret import new
+from lamina.core.errors import DeadlineError
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
+from lamina.dataplane.fetching import Fetcher
+from lamina.dataplane.leases import messages, slot_rows
+from lamina.dataplane.transport_choice import Transport
+from lamina.memory.worker import build
 from lamina.transport.endpoint import OWN_CORES_SPIN_S
-from lamina.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
+from lamina.worker.links import Member, open_links
 
 DTYPE = DType.BFLOAT16
 COMPUTE, MEMORY = "compute0", "memory0"

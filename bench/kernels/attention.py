@@ -35,12 +35,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lamina.kernels.attention import Array, Scales, append, partial
-from lamina.kernels.memory import allocate, read, read_rows
-from lamina.kernels.merge import merge
+from lamina.core.types import AttentionSpec, KvElement
+from lamina.kernels.attention import Array, Scales, append, merge, partial
+from lamina.kernels.host_memory import allocate, read, read_rows
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.device.cpu import KvArrays
-from lamina.types import AttentionSpec, KvElement
 
 READ_BYTES = 256 * 1024 * 1024  # larger than any cache, and so it also empties them between calls
 SHAPES = ((4, 4, 64), (16, 4, 64), (32, 4, 64), (4, 4, 128), (16, 4, 128), (32, 4, 128))  # query heads, KV heads, size

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kernels.slices import restart_with_worker_variables, seconds
-from lamina.kernels.memory import read
-from lamina.lowering.linear import NATIVE
-from lamina.lowering.linear_codes import PackedCodes, linear_codes, pack_codes
-from lamina.models.codes import quantise
+from lamina.kernels.host_memory import read
+from lamina.lowering.native_operators import NATIVE
+from lamina.lowering.quantisation.cpu_codes import PackedCodes, linear_codes, pack_codes
+from lamina.models.quantisation.codes import quantise
 
 MATRICES = 6
 READ_BYTES = 1 << 28

@@ -24,12 +24,12 @@ from rich.table import Table
 
 from bench.models import model_directory
 from lamina.cluster.launchers.local import OPENMP_SPIN_COUNT, allocation_variables
+from lamina.core.types import DType
 from lamina.lowering import LoweredSlice, lower
-from lamina.lowering.linear import ONEDNN, Packing, packing
+from lamina.lowering.native_operators import ONEDNN, Packing, packing
 from lamina.models import directory, weights
-from lamina.models.config import load_config
+from lamina.models.configuration import load_config
 from lamina.splitter import SplitModel, split
-from lamina.types import DType
 
 
 @dataclass(frozen=True)

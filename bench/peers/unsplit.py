@@ -18,16 +18,15 @@ from bench.peers.offline import STEP_TOKENS, Cell, Generate, run
 from lamina.compute.device.base import Floats
 from lamina.compute.rows import Rows, pad
 from lamina.compute.runner import SliceRunner, padded
-from lamina.kernels.attention import append, partial
-from lamina.kernels.memory import allocate
-from lamina.kernels.merge import merge
+from lamina.core.types import AttentionSpec, DType
+from lamina.kernels.attention import append, merge, partial
+from lamina.kernels.host_memory import allocate
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import lower
 from lamina.memory.slab import Slab
 from lamina.models import directory, weights
-from lamina.models.config import load_config
+from lamina.models.configuration import load_config
 from lamina.splitter import as_numpy, split
-from lamina.types import AttentionSpec, DType
 
 
 @dataclass(frozen=True)

@@ -26,15 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.failures import Failures
-from lamina import simulate
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
+from lamina.kv.preemption import POLICIES
 from lamina.launch import launch
-from lamina.placement.recovery import POLICIES
-from lamina.plan import hardware, models
-from lamina.plan.workload import TracedRequest, read_trace
-from lamina.types import SamplingParams
+from lamina.planning import simulate
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.workload import TracedRequest, read_trace
 
 ASKED = {"what they use": 1, "1,024": 1024, "4,096": 4096}
 NO_LIMIT = "no limit"
@@ -63,7 +63,7 @@ def simulated(trace: list[TracedRequest], asked: int, victim: str) -> Figures:
     """The trace on two pools, if clients ask for ``asked`` tokens."""
     catalogue = hardware.load(None)
     deployment = simulate.Deployment(
-        model=models.find("Llama-2-13B"),
+        model=model_shapes.find("Llama-2-13B"),
         compute=catalogue["a100"],
         compute_workers=2,
         memory=catalogue["rtx3090"],

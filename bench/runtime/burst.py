@@ -37,12 +37,12 @@ from rich.table import Table
 from bench.models import MODELS, model_directory
 from bench.runtime.burst_picture import Sample, draw
 from lamina.cluster.launchers.local import LocalWorkers
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 from lamina.schedule.autoscale import WINDOWS
-from lamina.types import SamplingParams
 
 MEMORIES, MOST_MEMORIES = 2, 6
 SHORT, SHORT_PROMPT, SHORT_ANSWER = 2, 64, 400

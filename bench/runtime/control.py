@@ -29,18 +29,18 @@ from rich.table import Table
 
 from bench.failures import Failures
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Wish
-from lamina.config import EngineConfig
+from lamina.cluster.conversations import Wish
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
+from lamina.control.sockets import HEARTBEAT, Bootstrap, ControlServer
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import StepPlan
+from lamina.core.types import AttentionSpec, DType, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.models.directory import find
-from lamina.models.tokenizer import Tokenizer
-from lamina.pipeline import Pipeline
-from lamina.protocol.control import HEARTBEAT, Bootstrap, ControlServer
-from lamina.protocol.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
 from lamina.schedule.limits import Limits
-from lamina.steps import StepPlan
-from lamina.types import AttentionSpec, DType, SamplingParams
+from lamina.text.tokenizer import Tokenizer
 
 PROMPT = list(range(5, 21))
 TOKENS = 100, 300

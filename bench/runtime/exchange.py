@@ -22,17 +22,17 @@ from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.device.kit import Cut, Replay
 from lamina.compute.exchange import StepExchange
-from lamina.compute.links import Mail
+from lamina.compute.mail import Mail
 from lamina.compute.runner import NativeRunner
-from lamina.protocol.channel import Body, Channel
-from lamina.protocol.fetching import Fetcher
-from lamina.protocol.hub import Hub
-from lamina.protocol.leases import SLOTS, ArenaPlan, Lease, Leases, messages
+from lamina.core.steps import DecodeRows, StepPlan
+from lamina.core.types import AttentionSpec, DType, Overlap, Segment
+from lamina.dataplane.channel import Body, Channel
+from lamina.dataplane.fetching import Fetcher
+from lamina.dataplane.hub import Hub
+from lamina.dataplane.leases import SLOTS, ArenaPlan, Lease, Leases, messages
 from lamina.splitter import SliceOutput
-from lamina.steps import DecodeRows, StepPlan
 from lamina.transport.base import Arena, Endpoint, Fetch, Part, Peer
 from lamina.transport.shm import ShmEndpoint
-from lamina.types import AttentionSpec, DType, Overlap, Segment
 
 SPEC = AttentionSpec(0, 64, 8, 128, 128, 128**-0.5)
 CONTEXT = 1000

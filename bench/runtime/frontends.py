@@ -38,14 +38,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.runtime.control import scripted
+from lamina.control.frontend_messages import FrontendBootstrap, Hello, Resume, Submit, packed
+from lamina.control.supervisor_messages import Serving
+from lamina.core.types import NOBODY, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
 from lamina.models.directory import find
-from lamina.protocol.frontends import FrontendBootstrap, Hello, Resume, Submit, packed
-from lamina.protocol.supervision import Serving
-from lamina.serve.processes import FrontendProcesses
+from lamina.serve.frontend_processes import FrontendProcesses
 from lamina.serve.server import bind, serve
-from lamina.types import NOBODY, SamplingParams
 
 TOKENS = 4000
 SLOW = 16
@@ -172,7 +172,7 @@ def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: flo
 
 
 class InThisProcess:
-    """An engine that ends with this process, as frontends see it: see ``lamina.serve.processes.Owner``."""
+    """An engine that ends with this process, as frontends see it: see ``lamina.serve.frontend_processes.Owner``."""
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self.lost_frontends: dict[str, str] = {}

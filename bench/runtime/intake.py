@@ -16,14 +16,14 @@ from typing import Any, ClassVar
 
 import httpx
 
-from lamina.engine.runtime import Submission
+from lamina.core.types import Client, FinishReason, Request
 from lamina.engine.stats import EngineStats
+from lamina.engine.streams import Submission
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
-from lamina.frontend.prompts import encode_prompt
 from lamina.models.directory import find
-from lamina.models.tokenizer import Tokenizer
 from lamina.serve.server import make_server, url
-from lamina.types import Client, FinishReason, Request
+from lamina.text.prompts import encode_prompt
+from lamina.text.tokenizer import Tokenizer
 
 WORD_S = 0.005
 STREAM_S = 12.0

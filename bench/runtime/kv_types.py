@@ -22,11 +22,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AttentionInterface, AutoModelForCausalLM
 
+from lamina.core.types import AttentionSpec, KvElement
+from lamina.memory.device import make
 from lamina.memory.device.base import Pairs
-from lamina.memory.device.select import make
 from lamina.models.directory import BUNDLED, find
-from lamina.models.tokenizer import Tokenizer
-from lamina.types import AttentionSpec, KvElement
+from lamina.text.tokenizer import Tokenizer
 from tools.train_bundled import CONTEXT, read_sources
 
 ELEMENTS = (KvElement.FLOAT32, KvElement.BFLOAT16, KvElement.INT8, KvElement.FP8)

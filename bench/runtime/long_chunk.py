@@ -24,20 +24,20 @@ import numpy as np
 import psutil
 from msgspec.structs import replace
 
-from lamina.compute.links import Mail
-from lamina.errors import DeadlineError
+from lamina.compute.mail import Mail
+from lamina.control.messages import Connect, Grant, Link, MemorySetup, Register, Reserve, Step, Stop, Way
+from lamina.control.secret import new
+from lamina.core.errors import DeadlineError
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.dataplane.fetching import Fetcher
+from lamina.dataplane.leases import messages, slot_rows
+from lamina.dataplane.transport_choice import Transport
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.worker import build
-from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Transport
-from lamina.protocol.fetching import Fetcher
-from lamina.protocol.leases import messages, slot_rows
-from lamina.protocol.links import Member, open_links
-from lamina.protocol.messages import Connect, Grant, Link, MemorySetup, Register, Reserve, Step, Stop, Way
-from lamina.protocol.secret import new
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.transport.endpoint import SPIN_S
-from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.worker.links import Member, open_links
 
 SPEC = AttentionSpec(0, 32, 8, 128, 128, scale=128**-0.5)
 DTYPE = DType.BFLOAT16

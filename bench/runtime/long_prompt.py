@@ -30,13 +30,13 @@ from rich.table import Table
 
 from bench.failures import Failures
 from bench.models import MODELS, model_directory
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
-from lamina.plan import hardware, models
-from lamina.simulate import Arrivals, Deployment, simulate
-from lamina.types import SamplingParams
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.simulate import Arrivals, Deployment, simulate
 
 TIMEOUT_S = 500.0
 ALONE_S = 4.0  # that requests decode before the prompt arrives
@@ -163,7 +163,7 @@ def in_simulator(prompt: int) -> dict[str, Figures]:
 
     def run(long: bool, **settings: int) -> tuple[float, float, float]:
         deployment = Deployment(
-            model=models.find("Llama-3-8B"),
+            model=model_shapes.find("Llama-3-8B"),
             compute=catalogue["h100"],
             compute_workers=1,
             memory=catalogue["h20"],

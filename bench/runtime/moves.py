@@ -22,12 +22,12 @@ from rich.table import Table
 
 from bench.models import MODELS, kv_bytes_per_token, model_directory
 from bench.runtime.placement import Run
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
 from lamina.engine.engine import Engine
-from lamina.engine.placement import LOOK_S
+from lamina.engine.stats import LOOK_S
+from lamina.kv import policies
+from lamina.kv.policies import View, Wish
 from lamina.launch import launch
-from lamina.placement import balance
-from lamina.placement.balance import View, Wish
 from lamina.schedule import moves
 
 BOUNDS = (8, 16, 32, 64, 128)
@@ -59,7 +59,7 @@ def engine(model: str, place: Path, arguments: argparse.Namespace, bound: int) -
         balance="bandwidth" if bound else "off",
     )
     with (
-        mock.patch.dict(balance.POLICIES, bandwidth=Elsewhere),
+        mock.patch.dict(policies.POLICIES, bandwidth=Elsewhere),
         mock.patch.object(moves, "TOKENS_PER_STEP", bound),
     ):
         running = launch(config)

@@ -24,11 +24,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.models import COMMON, MODELS, model_directory
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.control.timeline import Span
 from lamina.launch import launch
 from lamina.observe.decoding import decode_batch, decode_window
-from lamina.observe.trace import IDLE, shares
-from lamina.protocol.timeline import Span
+from lamina.observe.step_trace import IDLE, shares
 
 TIMEOUT_S = 600.0
 DECODED = 96  # of each request, besides those that it decodes while other prompts are computed

@@ -28,16 +28,15 @@ from rich.table import Table
 
 from bench.failures import Failures
 from bench.models import MODELS, model_directory
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import AttentionSpec, Balance, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
-from lamina.kernels.attention import partial
-from lamina.kernels.merge import merge
+from lamina.kernels.attention import merge, partial
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
-from lamina.plan import hardware, models
-from lamina.simulate import Arrivals, Deployment, simulate
-from lamina.types import AttentionSpec, Balance, SamplingParams
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.simulate import Arrivals, Deployment, simulate
 
 POLICIES: tuple[Balance, ...] = ("off", "bandwidth", "throughput", "ledger")
 TIMEOUT_S = 480.0
@@ -92,7 +91,7 @@ def simulated(kind: str, tokens: int) -> dict[str, float]:
     found: dict[str, float] = {}
     for balance in POLICIES:
         deployment = Deployment(
-            model=models.find("Llama-2-13B"),
+            model=model_shapes.find("Llama-2-13B"),
             compute=hardware.load()["h100"],
             compute_workers=1,
             memory=hardware.load()[kind],

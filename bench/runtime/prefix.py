@@ -28,16 +28,16 @@ from rich.table import Table
 
 from bench.failures import Failures
 from bench.models import MODELS, model_directory
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.steps import StepPlan
+from lamina.core.types import Request, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
+from lamina.kv.placement import Placement
 from lamina.launch import launch
 from lamina.memory.slab import Slab
-from lamina.placement.map import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.steps import StepPlan
-from lamina.types import Request, SamplingParams
 
 TENANTS, SYSTEM, MESSAGE, ANSWER = 8, 2048, 40, 16
 VOCABULARY = 900

@@ -35,11 +35,11 @@ from rich.table import Table
 
 from bench.models import MODELS, model_directory
 from lamina.cluster.launchers.local import LocalWorkers
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
-from lamina.types import SamplingParams
 
 REQUESTS, PROMPT, GENERATED = 16, 256, 192
 KILL_AFTER = 32  # tokens of every stream
@@ -219,7 +219,7 @@ def restart(model: Path) -> Restart:
 
 def _restarted(url: str, server: psutil.Process) -> Restart:
     children = server.children(recursive=True)
-    engine = next(one for one in children if "lamina.serve.engine" in one.cmdline())
+    engine = next(one for one in children if "lamina.serve.engine_process" in one.cmdline())
     workers = {one.pid for one in children if {"lamina.compute", "lamina.memory.worker"} & set(one.cmdline())}
     arrivals: list[list[float]] = [[] for _ in range(REQUESTS)]
     errors: list[str] = []

@@ -40,7 +40,7 @@ from bench import ROOT
 from bench.models import MODELS, checkpoint, kv_bytes_per_token, weight_bytes
 from bench.peers.offline import DECODED
 from lamina.cluster.launchers.local import OPENMP_SPIN_COUNT, allocation_variables
-from lamina.kernels.memory import allocate, read
+from lamina.kernels.host_memory import allocate, read
 
 READ_BYTES = 512 * 1024 * 1024
 TIMEOUT_S = 1800

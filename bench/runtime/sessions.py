@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench.models import MODELS, model_directory
 from bench.runtime.prefix import VOCABULARY, Answer
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 

@@ -22,12 +22,12 @@ from rich.table import Table
 
 from bench.failures import Failures
 from bench.runtime.sessions import resident_nbytes
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 from lamina.models import directory
-from lamina.types import DType, SamplingParams
 
 NEXT = 32  # tokens that each user adds
 FULL, SLIDING = "full_attention", "sliding_attention"

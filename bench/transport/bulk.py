@@ -26,23 +26,23 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
-from lamina.errors import DeadlineError
+from lamina.control.secret import Secret, new
+from lamina.core.errors import DeadlineError
+from lamina.core.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan
+from lamina.core.topology import FIRST
+from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
+from lamina.dataplane.hub import Target
+from lamina.dataplane.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
+from lamina.dataplane.slot import Outbox, Slot
+from lamina.dataplane.transport_choice import Transport
+from lamina.dataplane.wire import reply_nbytes, request_nbytes
 from lamina.memory.device.cpu import Cpu
-from lamina.memory.migrations import Migrations, Open
+from lamina.memory.moving import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
-from lamina.profiling.transports import SPINS, make_endpoint
-from lamina.protocol.choice import Transport
-from lamina.protocol.hub import Target
-from lamina.protocol.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
-from lamina.protocol.outbox import Outbox, Slot
-from lamina.protocol.secret import Secret, new
-from lamina.protocol.wire import reply_nbytes, request_nbytes
-from lamina.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan
-from lamina.topology import FIRST
+from lamina.planning.profiling.transports import SPINS, make_endpoint
 from lamina.transport.base import Arena, Endpoint
 from lamina.transport.listener import LOOPBACK
-from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 
 SPECS = [AttentionSpec(layer, 32, 8, 128, 128, scale=128**-0.5) for layer in range(8)]
 ROWS, CHUNK, MOVED = 16, 512, 8192  # of a decode step, of a prompt's chunk, tokens of a sequence that moves

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import ROOT
-from lamina.protocol.outbox import Outbox, Slot
+from lamina.dataplane.slot import Outbox, Slot
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.shm import ShmEndpoint
 

@@ -23,8 +23,8 @@ from typing import Any
 from rich.console import Console
 
 from lamina.cli.bench_transport import local_far_side, plot, show
-from lamina.profiling.transports import MAX_NBYTES, SPINS, Result
-from lamina.protocol.choice import Transport
+from lamina.dataplane.transport_choice import Transport
+from lamina.planning.profiling.transports import MAX_NBYTES, SPINS, Result
 
 SIZES = (64, 1024, 16 << 10, 256 << 10, 1 << 20, MAX_NBYTES)
 TRIES = 50  # until iperf3's server listens

@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from lamina import Lamina
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig
+from lamina.config.settings import settings
+from lamina.core.errors import ConfigError
 from lamina.serve.app import create_app
-from lamina.settings import settings
 
 MOST_NBYTES = 1 << 26  # of a request; engines refuse smaller ones that are too long for them
 MOST_ONGOING = 4096  # requests of one engine, which has a queue of its own and refuses what does not fit there

@@ -10,24 +10,22 @@ import typer
 
 from lamina import __version__
 from lamina.cli import (
+    administer,
     bench,
     bench_transport,
     chat,
-    cost_report,
     doctor,
-    down,
     generate,
     launch,
     plan,
-    scale,
     simulate,
     split,
     status,
     worker,
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
-from lamina.env import LOG_FORMAT, environment
-from lamina.errors import LaminaError, UserError
+from lamina.config.environment import LOG_FORMAT, environment
+from lamina.core.errors import LaminaError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +46,8 @@ app.command()(generate.generate)
 app.command()(chat.chat)
 app.command()(launch.launch)
 app.command()(status.status)
-app.command()(scale.scale)
-app.command()(down.down)
+app.command()(administer.scale)
+app.command()(administer.down)
 app.command()(worker.worker)
 app.command()(split.split)
 app.command()(plan.plan)
@@ -57,7 +55,7 @@ app.command()(simulate.simulate)
 benches = typer.Typer(invoke_without_command=True)
 benches.callback()(bench.bench)
 benches.command()(bench_transport.transport)
-benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(cost_report.write)
+benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(bench.write)
 app.add_typer(benches, name="bench")
 app.command()(doctor.doctor)
 

@@ -1,14 +1,20 @@
-"""Requests to the administration of a running server."""
+"""`lamina scale` and `lamina down`: requests to the administration of a running server."""
 
 import http
 import http.client
 import json
+import socket
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from typing import Any
+from typing import Annotated, Any
 
-from lamina.env import environment
-from lamina.errors import ConfigError, LaminaError, TransportError
+import typer
+
+from lamina.cluster.pool import parse_change
+from lamina.config.environment import environment
+from lamina.core.errors import ConfigError, LaminaError, TransportError
 
 TIMEOUT_S = 1800.0  # compute workers load weights first
 
@@ -47,3 +53,66 @@ def _refused(error: urllib.error.HTTPError) -> LaminaError:
     except (ValueError, KeyError, TypeError):
         return ConfigError(f"{error.url} is not a Lamina server: {error}; give --url its address")
     return TransportError(message) if error.code >= http.HTTPStatus.INTERNAL_SERVER_ERROR else ConfigError(message)
+
+
+def scale(
+    memory: Annotated[
+        str | None, typer.Option(help="Memory workers to add or remove: +2, -1, or with a kind rtx3090:+2.")
+    ] = None,
+    compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove.")] = None,
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Let workers join a running server, or leave it, while it answers requests.
+
+    Returns once they have. A memory worker that leaves is emptied first: what it holds moves to others, or is computed
+    again. On a Ray cluster, Ray finds a place for those that join, for which its autoscaler may start nodes. The server
+    and this command need the same key in LAMINA_ADMIN_KEY.
+    """
+    from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
+
+    wanted = {"memory": memory, "compute": compute}
+    changes = {pool: change for pool, change in wanted.items() if change is not None}
+    if not changes:
+        raise ConfigError("nothing to change; give --memory or --compute, such as --memory +2")
+    for pool, change in changes.items():
+        parse_change(pool, change)
+    with waiting("Waiting for workers to join or leave"):
+        workers = administer(url, "/admin/scale", changes)
+    print_text(f"done: {', '.join(workers)}\n")
+
+
+END_S = 180.0  # open answers may finish, workers exit by themselves
+POLL_S = 0.2
+
+
+def down(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Stop a running server: its engine, its frontends and all its workers.
+
+    Open answers have a few seconds to finish. Workers on other machines end too: each `lamina worker` exits, and on a
+    Ray cluster the workers' actors end and their places are given back; the Ray cluster itself goes on. Returns once
+    the server does not listen any more. The server and this command need the same key in LAMINA_ADMIN_KEY.
+    """
+    from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
+
+    with waiting("Waiting for open answers and workers to end"):
+        workers = administer(url, "/admin/stop", {})
+        where = urllib.parse.urlsplit(url)
+        address = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
+        deadline = time.monotonic() + END_S
+        while _listens(address):
+            if time.monotonic() > deadline:
+                raise TransportError(f"the server at {url} was told to stop, but still listens after {END_S:.0f} s")
+            time.sleep(POLL_S)
+    print_text(f"stopped: {', '.join(workers)}\n")
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, 5.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,21 +1,60 @@
-"""`lamina bench`: measures how fast a batch decodes, where the time goes, and what the bottleneck is."""
+"""`lamina bench`: how fast a batch decodes, where the time goes; `lamina bench cost`."""
 
 import random
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lamina.cli import options
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError, LaminaError
 
 if TYPE_CHECKING:
     from lamina.cluster.bringup import Cluster
+    from lamina.control.timeline import Span
     from lamina.observe.decoding import Window
-    from lamina.observe.trace import Share
-    from lamina.protocol.timeline import Span
+    from lamina.observe.step_trace import Share
+
+SUITE = Path(__file__).parents[2] / "bench" / "cost" / "report.py"
+REPORT = Path("lamina-cost.html")
+SUITE_TIMEOUT_S = 600.0
+
+
+def write() -> None:
+    """Write the report to ``REPORT`` in the current directory.
+
+    Raises:
+        ConfigError: this is not a source tree, matplotlib is missing, or the directory is not writable.
+        LaminaError: the suite failed or took longer than ``SUITE_TIMEOUT_S``.
+    """
+    from lamina.config.engine_config import check_writable
+    from lamina.observe.progress import waiting
+
+    if not SUITE.is_file():
+        raise ConfigError(
+            f"the cost suite is not part of the installed package: {SUITE} does not exist. Run it from a checkout"
+        )
+    if find_spec("matplotlib") is None:
+        raise ConfigError("the cost suite needs matplotlib, which is not installed: pip install matplotlib")
+    check_writable("the report", REPORT)
+    try:
+        with waiting("Comparing with the papers"):
+            done = subprocess.run([sys.executable, SUITE, "--out", REPORT], timeout=SUITE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise LaminaError(
+            f"{SUITE} did not finish within {SUITE_TIMEOUT_S:g} s; is the machine busy? Run it without a time limit: "
+            f"python {SUITE} --out {REPORT}"
+        ) from error
+    if done.returncode:
+        raise LaminaError(f"{SUITE} failed with status {done.returncode}; its message is above")
+
 
 TIMEOUT_S = 900.0
 
@@ -58,7 +97,7 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
     from rich.table import Table
 
     from lamina.cli.console import output, print_table
-    from lamina.observe.trace import shares, turnarounds
+    from lamina.observe.step_trace import shares, turnarounds
 
     parts = shares(spans, window.begin_ns, window.end_ns)
     table = Table(title=f"Where {window.seconds:.2f} s of decoding went", title_justify="left", title_style="bold")
@@ -80,7 +119,7 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
 
 def verdict(parts: "Sequence[Share]") -> str:
     """The bottleneck in words: the longest stage, or its worker's time outside all stages if that is longer."""
-    from lamina.observe.trace import OTHER, bottleneck
+    from lamina.observe.step_trace import OTHER, bottleneck
 
     worst = bottleneck(parts)
     other = next((part for part in parts if (part.worker, part.stage) == (worst.worker, OTHER)), None)
@@ -94,8 +133,8 @@ def verdict(parts: "Sequence[Share]") -> str:
 
 def _show_network(cluster: "Cluster") -> None:
     from lamina.cli.console import output
-    from lamina.protocol.choice import summary
-    from lamina.protocol.wire import nbytes_per_token, paper_nbytes_per_token
+    from lamina.dataplane.transport_choice import summary
+    from lamina.dataplane.wire import nbytes_per_token, paper_nbytes_per_token
 
     if not cluster.links:
         output().print("One worker does everything: nothing travels between workers.")

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lamina.errors import ConfigError, TransportError
+from lamina.core.errors import ConfigError, TransportError
 
 if TYPE_CHECKING:
-    from lamina.profiling.transports import Near, Result
+    from lamina.planning.profiling.transports import Near, Result
 
 END_S = 10.0
 CONNECT_S = 5.0
@@ -52,10 +52,10 @@ def transport(
     --listen HOST:PORT --secret-file F. Copy F to the other and run there: lamina bench transport --transports tcp
     --connect HOST:PORT --secret-file F
     """
-    from lamina.config import check_writable
+    from lamina.config.engine_config import check_writable
+    from lamina.dataplane.transport_choice import Transport
     from lamina.observe.progress import waiting
-    from lamina.profiling.transports import MAX_NBYTES
-    from lamina.protocol.choice import Transport
+    from lamina.planning.profiling.transports import MAX_NBYTES
 
     if listen is not None:
         return _listen(listen, secret_file)
@@ -90,7 +90,7 @@ def transport(
 def _waits(two_hosts: bool) -> list[str]:
     """The ways of waiting to measure: on a single core, two spinning sides only take it from each other."""
     from lamina.cli.console import output
-    from lamina.profiling.transports import SPINS
+    from lamina.planning.profiling.transports import SPINS
 
     if two_hosts or len(os.sched_getaffinity(0)) > 1:
         return list(SPINS)
@@ -100,8 +100,8 @@ def _waits(two_hosts: bool) -> list[str]:
 
 def _listen(where: str, secret_file: str | None) -> None:
     from lamina.cli.console import output
-    from lamina.profiling.transports import Far
-    from lamina.protocol.secret import from_file
+    from lamina.control.secret import from_file
+    from lamina.planning.profiling.transports import Far
 
     host, port = _host_and_port(where)
     if ipaddress.ip_address(host).is_unspecified:
@@ -119,8 +119,8 @@ def _listen(where: str, secret_file: str | None) -> None:
 
 @contextlib.contextmanager
 def _remote(where: str, secret_file: str | None) -> "Iterator[Near]":
-    from lamina.profiling.transports import Near
-    from lamina.protocol.secret import from_file
+    from lamina.control.secret import from_file
+    from lamina.planning.profiling.transports import Near
 
     host, port = _host_and_port(where)
     secret = from_file(_named(secret_file))
@@ -141,15 +141,15 @@ def local_far_side(cores: tuple[int, int] | None = None) -> "Iterator[Near]":
 
     ``cores`` = (near, far), by default the first and the last core that this process may use.
     """
-    from lamina.profiling.transports import Near
-    from lamina.protocol.secret import new
+    from lamina.control.secret import new
+    from lamina.planning.profiling.transports import Near
     from lamina.transport.listener import LOOPBACK
 
     available = sorted(os.sched_getaffinity(0))
     near_core, far_core = cores or (available[0], available[-1])
     os.sched_setaffinity(0, {far_core})  # inherited by the far side
     secret = new()
-    command = [sys.executable, "-m", "lamina.profiling.transports"]
+    command = [sys.executable, "-m", "lamina.planning.profiling.transports"]
     far = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(0, {near_core})
     assert far.stdin and far.stdout

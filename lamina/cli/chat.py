@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from lamina.cli import options
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError, EngineDeadError, RequestError
-from lamina.types import SamplingParams
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError, EngineDeadError, RequestError
+from lamina.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from lamina.sdk import Lamina
@@ -74,7 +74,7 @@ class _Local:
         self._lamina, self._params = lamina, params
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        from lamina.frontend.prompts import chat_prompt
+        from lamina.text.prompts import chat_prompt
 
         engine, shown = self._lamina.engine, 0
         prompt = chat_prompt(self._lamina.tokenizer, messages, engine.max_model_len)

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from lamina.cli.doctor_network import network
-from lamina.cli.findings import Finding, Status
+from lamina.cli.doctor_network import Finding, Status, network
+from lamina.cluster.locality import Card, Locality, core_list
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "nvidia-ml-py"),
@@ -54,7 +54,6 @@ def _show_topology() -> None:
     from rich.table import Column, Table
 
     from lamina.cli.console import output
-    from lamina.cli.doctor_topology import lines
     from lamina.cluster.locality import here
 
     table = Table("", Column(overflow="fold"), box=None, padding=(0, 2, 0, 0), show_header=False)
@@ -171,7 +170,7 @@ def _kernel() -> Finding:
 
 
 def _gpus() -> Finding:
-    from lamina.cluster.devices import find_devices
+    from lamina.cluster.pool import find_devices
 
     gpus = find_devices().gpus
     if not gpus:
@@ -181,7 +180,7 @@ def _gpus() -> Finding:
 
 
 def _model() -> Finding:
-    from lamina.errors import ModelError
+    from lamina.core.errors import ModelError
     from lamina.models import directory
 
     try:
@@ -189,3 +188,38 @@ def _model() -> Finding:
     except ModelError as error:
         return Finding("bundled model", str(error), Status.PROBLEM, "install Lamina again")
     return Finding("bundled model", f"{model.name} at {model.path}")
+
+
+def lines(found: Locality) -> Iterator[tuple[str, str]]:
+    """What to show of a machine: (part, what is known of it)."""
+    for node in found.nodes:
+        memory = f", {node.memory_bytes / 2**30:.1f} GiB" if node.memory_bytes else ""
+        yield f"NUMA node {node.number}", f"cores {core_list(node.cores) or 'none'}{memory}"
+    if not found.nodes:
+        yield "NUMA", "the kernel does not report nodes"
+    for nic in found.nics:
+        yield nic.name, _about(found, nic)
+    if not found.nics:
+        yield "network", "no interface with a device of its own"
+    for gpu in found.gpus:
+        yield gpu.name, _about(found, gpu)
+        yield "", _neighbours(found, gpu)
+    if not found.gpus:
+        yield "GPUs", "none"
+
+
+def _about(found: Locality, card: Card) -> str:
+    node = found.node(card)
+    where = f"NUMA node {node}" if node >= 0 else "NUMA node unknown"
+    return ", ".join(filter(None, (card.about, card.address, where)))
+
+
+def _neighbours(found: Locality, gpu: Card) -> str:
+    """What a worker on this GPU should use."""
+    nearest, cores = found.nearest(gpu), found.cores(gpu)
+    interface = "no network interface" if nearest is None else f"{nearest[0].name} is {nearest[1]}"
+    run = f"its worker runs on cores {core_list(cores)}" if cores else "its worker runs on any cores"
+    if len(found.gpus) == 1:
+        return f"{run}; {interface}"
+    others = ", ".join(other.name for other in found.reached(gpu)) or "no other GPU"
+    return f"{run}; {interface}; it writes into the memory of {others}"

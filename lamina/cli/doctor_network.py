@@ -1,17 +1,37 @@
-"""Network checks of `lamina doctor`: interfaces, RDMA ports and their requirements, and a trial of each transport."""
+"""Network checks of `lamina doctor`: interfaces, RDMA ports, and a trial of each transport."""
 
+import enum
 import resource
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.cli.findings import Finding, Status
-from lamina.errors import LaminaError, TransportError
+from lamina.core.errors import LaminaError, TransportError
 
 if TYPE_CHECKING:
-    from lamina.protocol.choice import Transport
-    from lamina.transport.rdma.devices import Port
+    from lamina.dataplane.transport_choice import Transport
+    from lamina.transport.rdma.ports import Port
+
+
+class Status(enum.Enum):
+    """How a finding is shown; only PROBLEM makes the command fail."""
+
+    OK = "[green]ok[/]"
+    NOTE = "[yellow]note[/]"
+    PROBLEM = "[bold red]problem[/]"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``remedy`` says what to do, empty if all is well."""
+
+    subject: str
+    found: str
+    status: Status = Status.OK
+    remedy: str = ""
+
 
 MODULES = Path("/proc/modules")
 TRY_S = 5.0
@@ -28,7 +48,7 @@ PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
 def network() -> Iterator[Finding]:
     """Run all checks, in the order they are shown."""
     from lamina._native import tls_obstacle
-    from lamina.transport.rdma.devices import inventory
+    from lamina.transport.rdma.ports import inventory
 
     yield _interfaces()
     ports = inventory()
@@ -71,8 +91,8 @@ def _address(entries: Sequence[object]) -> str:
 
 def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
     """Which RDMA ports exist and which one would be used. ``modules``: kernel modules that are loaded."""
-    from lamina.env import environment
-    from lamina.transport.rdma.devices import choose
+    from lamina.config.environment import environment
+    from lamina.transport.rdma.ports import choose
 
     if not ports:
         return Finding("RDMA", "no device")
@@ -112,11 +132,11 @@ def locked_memory(limit: int) -> Finding:
 
 
 def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
-    from lamina.env import environment
+    from lamina.config.environment import environment
     from lamina.kernels.gpu import device
     from lamina.transport.device.peer_memory import ability
-    from lamina.transport.rdma.devices import choose
     from lamina.transport.rdma.endpoint import dma_buf_obstacle
+    from lamina.transport.rdma.ports import choose
 
     gpus = device.find().gpus or ()
     try:
@@ -158,7 +178,7 @@ def _loaded_modules() -> frozenset[str]:
 
 def transports(has_rdma: bool) -> Iterator[Finding]:
     """Test each transport by a write within this process; then say which would be selected."""
-    from lamina.protocol.choice import Transport
+    from lamina.dataplane.transport_choice import Transport
 
     failures = {transport: _try(transport) for transport in Transport if transport is not Transport.RDMA or has_rdma}
     remedies = {
@@ -189,8 +209,8 @@ def encryption(obstacle: str) -> Finding:
 
 def _try(transport: "Transport") -> str | None:
     """The error of a write into an arena of this process and of its doorbell; None if both work."""
-    from lamina.profiling.transports import make_endpoint
-    from lamina.protocol.secret import new
+    from lamina.control.secret import new
+    from lamina.planning.profiling.transports import make_endpoint
     from lamina.transport.listener import LOOPBACK
 
     secret, message = new(), secrets.token_bytes(64)

@@ -9,9 +9,9 @@ import typer
 
 from lamina.cli import options
 from lamina.cli.console import notes, output, print_error, print_table, print_text
-from lamina.config import EngineConfig
-from lamina.errors import RequestError
-from lamina.types import KvElement, RequestOutput, SamplingParams
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import RequestError
+from lamina.core.types import KvElement, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     from lamina.engine.engine import Engine

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from lamina.cli import options
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
 from lamina.output import unblock
 
 
@@ -44,13 +44,13 @@ def launch(
     with bind(host, port) as listener:
         if frontends == 0:
             from lamina.sdk import Lamina
-            from lamina.serve.engine import describe
+            from lamina.serve.engine_process import describe
 
             with Lamina.from_config(config) as lamina:
                 serve(lamina.engine, listener, on_ready=lambda: _ready(describe(lamina.engine), url(listener)))
             return
         from lamina.models.directory import find
-        from lamina.serve.processes import FrontendProcesses
+        from lamina.serve.frontend_processes import FrontendProcesses
         from lamina.serve.supervisor import Supervisor
 
         model = find(config.model, weights=False)

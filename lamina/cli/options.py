@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError, RequestError
-from lamina.settings import Setting, read_settings, settings
-from lamina.types import Pipelining, SamplingParams
+from lamina.config.engine_config import EngineConfig
+from lamina.config.settings import Setting, read_settings, settings
+from lamina.core.errors import ConfigError, RequestError
+from lamina.core.types import Pipelining, SamplingParams
 
 MaxTokens = Annotated[int, typer.Option(help="Maximum tokens per completion.")]
 Temperature = Annotated[
@@ -188,8 +188,8 @@ def sampling_params(
         RequestError: a value is out of range.
     """
     from lamina.cli.console import notes
-    from lamina.frontend.defaults import described, sampling_defaults
     from lamina.models.directory import find
+    from lamina.text.defaults import described, sampling_defaults
 
     options = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p}
     given = {name: value for name, value in options.items() if value is not None}

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lamina.cli import options
-from lamina.errors import ConfigError
-from lamina.types import KvCacheDType
+from lamina.core.errors import ConfigError
+from lamina.core.types import KvCacheDType
 
 if TYPE_CHECKING:
-    from lamina.plan.cost import CostModel
-    from lamina.plan.hardware import Catalogue, Hardware
-    from lamina.plan.models import ModelShape
-    from lamina.plan.prices import Prices
-    from lamina.plan.store import ProfileStore
-    from lamina.plan.ways import Slo
-    from lamina.plan.workload import TracedRequest, Workload
+    from lamina.planning.plan.cost import CostModel
+    from lamina.planning.plan.fit_store import ProfileStore
+    from lamina.planning.plan.hardware import Catalogue, Hardware
+    from lamina.planning.plan.model_shapes import ModelShape
+    from lamina.planning.plan.prices import Prices
+    from lamina.planning.plan.ways import Slo
+    from lamina.planning.plan.workload import TracedRequest, Workload
 
     _Pool = list[tuple[Hardware, int]]
 
@@ -99,9 +99,9 @@ def plan(
     if measure is not None:
         plan_profile.measure(measure)
         return
-    from lamina.plan import hardware as catalogue_of
-    from lamina.plan import models
-    from lamina.plan.store import ProfileStore
+    from lamina.planning.plan import hardware as catalogue_of
+    from lamina.planning.plan import model_shapes
+    from lamina.planning.plan.fit_store import ProfileStore
 
     catalogue = catalogue_of.load(hardware)
     if validate is not None:
@@ -121,7 +121,7 @@ def plan(
         context is not None or trace is not None or prompt is not None or output is not None or as_json
     ):
         raise ConfigError("--map has a grid of lengths; leave out --context, --trace, --prompt, --output and --json")
-    shape = models.find(model).stored_as(kv_cache_dtype, weight_dtype)
+    shape = model_shapes.find(model).stored_as(kv_cache_dtype, weight_dtype)
     profile = ProfileStore.beside(hardware)
     pools, costs, market = _priced(shape, compute, memory, catalogue, prices, profile)
     tbt_s, ttft_s = _duration("--slo-tbt", slo_tbt), _duration("--slo-ttft", slo_ttft)
@@ -136,10 +136,10 @@ def plan(
 
         plan_map.show(shape, pools, costs, market, slo, map_file)
         return
-    from lamina.cli import ways as table
-    from lamina.plan.serving import Server
-    from lamina.plan.ways import segments, ways
-    from lamina.simulate.trial import Course
+    from lamina.cli import plan_ways as table
+    from lamina.planning.plan.serving import Server
+    from lamina.planning.plan.ways import segments, ways
+    from lamina.planning.simulate.trial import Course
 
     lengths = DEFAULT_PROMPT if prompt is None else prompt, DEFAULT_OUTPUT if output is None else output
     served, requests = _workload(trace, lengths)
@@ -150,8 +150,8 @@ def plan(
 
 def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, list[TracedRequest]]":
     """What is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
-    from lamina.plan import workload
-    from lamina.simulate.trial import MOST_REPLAYED
+    from lamina.planning.plan import workload
+    from lamina.planning.simulate.trial import MOST_REPLAYED
 
     if trace is None:
         return workload.of_lengths(*lengths), []
@@ -170,8 +170,8 @@ def _priced(
     profile: "ProfileStore | None",
 ) -> "tuple[tuple[_Pool, _Pool], dict[str, CostModel], Prices]":
     """Both pools with the most of each kind, their cost models, and a market that prices them."""
-    from lamina.plan.cost import CostModel, Fits
-    from lamina.plan.prices import load
+    from lamina.planning.plan.cost import CostModel, Fits
+    from lamina.planning.plan.prices import load
 
     pools = catalogue.pool(compute, MOST_COMPUTE), catalogue.pool(memory, MOST_MEMORY)
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
@@ -181,7 +181,7 @@ def _priced(
 
 
 def _slo(tbt_s: float | None, ttft_s: float | None, budget: float | None) -> "Slo":
-    from lamina.plan.ways import Slo
+    from lamina.planning.plan.ways import Slo
 
     given = {name: value for name, value in (("tbt_s", tbt_s), ("ttft_s", ttft_s)) if value is not None}
     return Slo(**given, usd_per_hour=budget)

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lamina.plan.cost import CostModel
-    from lamina.plan.hardware import Hardware
-    from lamina.plan.models import ModelShape
-    from lamina.plan.planner import Plan, Planner, Pools
-    from lamina.plan.prices import Prices
+    from lamina.planning.plan.cost import CostModel
+    from lamina.planning.plan.hardware import Hardware
+    from lamina.planning.plan.model_shapes import ModelShape
+    from lamina.planning.plan.planner import Plan, Planner, Pools
+    from lamina.planning.plan.prices import Prices
 
     _Pool = list[tuple[Hardware, int]]
 
@@ -40,8 +40,8 @@ def show(
 ) -> None:
     """Print the best plans for sequences of ``context`` cached tokens. ``goals``: seconds between tokens, to the first
     one, and dollars an hour, at most. Raises ConfigError if no plan reaches them."""
-    from lamina.plan import workload
-    from lamina.plan.planner import Goals, Planner, layouts
+    from lamina.planning.plan import workload
+    from lamina.planning.plan.planner import Goals, Planner, layouts
 
     tbt_s, ttft_s, budget = goals
     limits = Goals(tbt_s=tbt_s, ttft_s=ttft_s, usd_per_hour=budget)
@@ -51,7 +51,7 @@ def show(
 
 def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: bool) -> None:
     from lamina.observe.progress import counting_progress
-    from lamina.plan.advice import alone, beyond, pareto, recommend, refusal
+    from lamina.planning.plan.advice import alone, beyond, pareto, recommend, refusal
 
     plans = []
     with counting_progress("Layouts", len(candidates)) as on_progress:
@@ -67,7 +67,7 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
         print(json.dumps(_as_dict(planner, front, best, model), indent=2))
         return
     from lamina.cli.console import output, print_table, print_text
-    from lamina.cli.ways import unquantised, untried
+    from lamina.cli.plan_ways import unquantised, untried
 
     narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
     print_table(_table(planner, front, best, len(plans), two_lines=narrow))
@@ -103,9 +103,9 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 
 def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     """The `lamina launch` command that starts these pools."""
-    from lamina.cli.ways import kv_option, quantization_option
-    from lamina.plan.models import directory_to_launch
-    from lamina.plan.planner import Partition
+    from lamina.cli.plan_ways import kv_option, quantization_option
+    from lamina.planning.plan.model_shapes import directory_to_launch
+    from lamina.planning.plan.planner import Partition
 
     compute, memory = _typed_kinds(plan)
     pools = plan.pools
@@ -125,7 +125,7 @@ def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
 
 def _batch_options(plan: "Plan") -> str:
     """The options that admit the plan's batch, where the runtime's defaults are too small."""
-    from lamina.config import EngineConfig
+    from lamina.config.engine_config import EngineConfig
 
     pools, defaults = plan.pools, EngineConfig()
     sequences = -(-plan.batch // pools.replicas)
@@ -148,7 +148,7 @@ def _not_launched(plan: "Plan") -> list[str]:
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:
     """The kinds of both pools by the names that `lamina launch` takes."""
-    from lamina.plan.hardware import ALIASES
+    from lamina.planning.plan.hardware import ALIASES
 
     names = {entry: name for name, entry in ALIASES.items()}
     pools = plan.pools
@@ -205,7 +205,7 @@ def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
 
 
 def _as_dict(planner: "Planner", front: "list[Plan]", best: "Plan", model: str) -> dict[str, Any]:
-    from lamina.plan.advice import alone, beyond
+    from lamina.planning.plan.advice import alone, beyond
 
     against = alone(planner, best)
     return {

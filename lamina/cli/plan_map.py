@@ -10,18 +10,18 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.config import check_writable
-from lamina.errors import ConfigError, LaminaError
+from lamina.config.engine_config import check_writable
+from lamina.core.errors import ConfigError, LaminaError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lamina.plan.cost import CostModel
-    from lamina.plan.hardware import Hardware
-    from lamina.plan.map import Cell, Grid
-    from lamina.plan.models import ModelShape
-    from lamina.plan.prices import Prices
-    from lamina.plan.ways import Slo
+    from lamina.planning.plan.cost import CostModel
+    from lamina.planning.plan.crossover_map import Cell, Grid
+    from lamina.planning.plan.hardware import Hardware
+    from lamina.planning.plan.model_shapes import ModelShape
+    from lamina.planning.plan.prices import Prices
+    from lamina.planning.plan.ways import Slo
 
     Pool = Sequence[tuple[Hardware, int]]
 
@@ -49,8 +49,8 @@ def show(
     """
     from lamina.cli.console import print_table, print_text
     from lamina.observe.progress import counting_progress
-    from lamina.plan import map as plan_map
-    from lamina.simulate.cells import MOST_STEPS, confirm
+    from lamina.planning.plan import crossover_map as plan_map
+    from lamina.planning.simulate.cells import MOST_STEPS, confirm
 
     check_writable("--map", picture)
     pairs = [(one, other) for one in pools[0] for other in pools[1] if one[0] is not other[0]]

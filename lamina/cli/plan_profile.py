@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lamina.config import check_writable
-from lamina.errors import ConfigError
+from lamina.config.engine_config import check_writable
+from lamina.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lamina.plan.hardware import Catalogue, Hardware
+    from lamina.planning.plan.hardware import Catalogue, Hardware
 
 
 def validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalogue") -> None:
@@ -15,16 +15,16 @@ def validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalo
     from rich.table import Table
 
     from lamina.cli.console import print_table
-    from lamina.plan import models
-    from lamina.plan.cost import CostModel, Fits
-    from lamina.profiling.validate import SHAPELESS, errors, needs_model
+    from lamina.planning.plan import model_shapes
+    from lamina.planning.plan.cost import CostModel, Fits
+    from lamina.planning.profiling.validate import SHAPELESS, errors, needs_model
 
     if kind is None:
         raise ConfigError("--validate needs --kind KIND: the hardware that the file was measured on")
     if needs_model(file) and model is None:
         raise ConfigError("--validate of a layer's operators needs --model: the model that was measured")
     entry = catalogue[kind]
-    shape = models.find(model) if needs_model(file) and model else SHAPELESS
+    shape = model_shapes.find(model) if needs_model(file) and model else SHAPELESS
     table = Table(
         title=f"Predicted against measured: {file.name} on {entry.kind}",
         caption="Relative errors of single measurements; bias: median with its sign, negative where predictions are "
@@ -51,7 +51,7 @@ def validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalo
 
 def _fitted_to(entry: "Hardware") -> str:
     """What the predictions for a kind were fitted to."""
-    from lamina.plan.store import packaged_fit
+    from lamina.planning.plan.fit_store import packaged_fit
 
     names = ("gemm", "decode", "prefill", "pcie" if entry.link.startswith("PCIe") else "nvlink")
     sources = dict.fromkeys(packaged_fit(name, entry.like or entry.kind).source for name in names)
@@ -66,11 +66,11 @@ def measure(file: Path) -> None:
     """
     from lamina.cli.console import print_text
     from lamina.observe.progress import waiting
-    from lamina.plan import hardware
-    from lamina.plan.store import ProfileStore
-    from lamina.profiling import measure as machine
-    from lamina.profiling import profile
-    from lamina.profiling.disturbance import Watch
+    from lamina.planning.plan import hardware
+    from lamina.planning.plan.fit_store import ProfileStore
+    from lamina.planning.profiling import measure as machine
+    from lamina.planning.profiling import profile
+    from lamina.planning.profiling.measure import Watch
 
     store = ProfileStore(file.with_suffix(".sqlite"))
     if store.file == file:

@@ -7,7 +7,7 @@ import urllib.request
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, cast
 
-from lamina.errors import ConfigError, LaminaError, RequestError, TransportError
+from lamina.core.errors import ConfigError, LaminaError, RequestError, TransportError
 
 TIMEOUT_S = 600.0
 """Longest wait for the next token, and so for a place in the queue and the prompt."""

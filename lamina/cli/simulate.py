@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from lamina.cli import options
-from lamina.errors import ConfigError, LaminaError
-from lamina.types import KvCacheDType
+from lamina.core.errors import ConfigError, LaminaError
+from lamina.core.types import KvCacheDType
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from lamina.plan.hardware import Catalogue, Hardware
-    from lamina.plan.prices import Prices
-    from lamina.simulate import Arrivals, Deployment, Result
+    from lamina.planning.plan.hardware import Catalogue, Hardware
+    from lamina.planning.plan.prices import Prices
+    from lamina.planning.simulate import Arrivals, Deployment, Result
 
 OVERLOADED = 0.9
 """The load is too high if requests are queued for more than this share of the time, and all arrived before it."""
@@ -90,15 +90,15 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Simulate serving a trace on given pools."""
-    from lamina import simulate as sim
     from lamina.cluster.pool import LOCAL
-    from lamina.config import check_writable
+    from lamina.config.engine_config import check_writable
+    from lamina.control.timeline import MOST_SPANS
     from lamina.observe.progress import counting_progress
-    from lamina.observe.trace import write_trace
-    from lamina.plan import hardware as catalogue_of
-    from lamina.plan import models
-    from lamina.plan.store import ProfileStore
-    from lamina.protocol.timeline import MOST_SPANS
+    from lamina.observe.step_trace import write_trace
+    from lamina.planning import simulate as sim
+    from lamina.planning.plan import hardware as catalogue_of
+    from lamina.planning.plan import model_shapes
+    from lamina.planning.plan.fit_store import ProfileStore
 
     if requests is not None:
         sim.check_requests_file(requests)
@@ -112,7 +112,7 @@ def simulate(
     local = memory == LOCAL
     memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory and not local else (None, 0)
     deployment = sim.Deployment(
-        model=models.find(model).stored_as(kv_cache_dtype, weight_dtype),
+        model=model_shapes.find(model).stored_as(kv_cache_dtype, weight_dtype),
         compute=kind,
         compute_workers=workers,
         memory=memory_kind,
@@ -157,7 +157,7 @@ def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | N
 
     Raises ConfigError if the requested one lacks a kind.
     """
-    from lamina.plan import prices
+    from lamina.planning.plan import prices
 
     named = [one.kind for one in kinds if one is not None]
     if name is not None:
@@ -171,8 +171,8 @@ def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | N
 def _arrivals(
     trace: Path, rate_scale: float, draw: int | None, seed: int, first: int | None, max_tokens: int
 ) -> "Arrivals":
-    from lamina import simulate as sim
-    from lamina.plan.workload import read_trace
+    from lamina.planning import simulate as sim
+    from lamina.planning.plan.workload import read_trace
 
     if draw is not None and first is not None:
         raise ConfigError("--draw samples the whole trace and --first replays its beginning; give only one of them")
@@ -208,7 +208,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from lamina.simulate import State
+    from lamina.planning.simulate import State
 
     table = Table(title=f"{result.system}: {deployment.model.name}, {trace.name}", box=SIMPLE_HEAD, show_header=False)
     table.add_column(no_wrap=True)

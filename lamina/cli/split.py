@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lamina.types import DType, DTypeName
+from lamina.core.types import DType, DTypeName
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,7 +38,7 @@ def split(
     """
     from lamina.cli.console import print_table
     from lamina.compute.quick_start import quiet_imports
-    from lamina.config import check_writable
+    from lamina.config.engine_config import check_writable
     from lamina.models.directory import find_config
     from lamina.observe.progress import waiting
 
@@ -47,7 +47,7 @@ def split(
     quiet_imports()
     place = find_config(model)  # errors come before the slow imports
     with waiting("Importing transformers and splitting the model"):
-        from lamina.models.config import load_config, resolve_dtype
+        from lamina.models.configuration import load_config, resolve_dtype
         from lamina.splitter import split as split_model
 
         config = load_config(place)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lamina.errors import ConfigError, EngineDeadError, TransportError
+from lamina.core.errors import ConfigError, EngineDeadError, TransportError
 
 TIMEOUT_S = 5.0
 

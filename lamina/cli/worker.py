@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 from lamina.output import unblock
 
 
@@ -40,14 +40,13 @@ def worker(
     at once. A compute worker needs the model's files under the path that the engine has.
     """
     from lamina.cli.console import print_text
-    from lamina.cluster.devices import find_devices
-    from lamina.cluster.launchers.supervisor import Place, Supervisor, keys_of
-    from lamina.cluster.pool import assign, parse
+    from lamina.cluster.launchers.agent import Place, Supervisor, keys_of
+    from lamina.cluster.pool import assign, find_devices, parse
     from lamina.cluster.sizing import worker_cores
-    from lamina.protocol.recruiting import Apply
-    from lamina.protocol.secret import configured
+    from lamina.control.agent_messages import Apply
+    from lamina.control.secret import configured
+    from lamina.core.version import __version__
     from lamina.transport.shm import host
-    from lamina.version import __version__
 
     name, _, port = engine.rpartition(":")
     if not name or not port.isdecimal() or not 0 < int(port) < 65536:

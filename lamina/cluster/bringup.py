@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lamina.cluster.gather import (
+from lamina.cluster.conversations import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
     START_TIMEOUT_S,
@@ -30,13 +30,7 @@ from lamina.cluster.joining import (
 from lamina.cluster.linking import SlotSizes, link
 from lamina.cluster.pool import CPU
 from lamina.cluster.slabs import LEAST_GAIN, SlabSize, slab_size
-from lamina.errors import ConfigError
-from lamina.heads import HeadShards
-from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Choice, candidates
-from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import messages, slot_rows
-from lamina.protocol.messages import (
+from lamina.control.messages import (
     ComputeSetup,
     Connect,
     Connected,
@@ -48,9 +42,15 @@ from lamina.protocol.messages import (
     Resources,
     SlabReady,
 )
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import ConfigError
+from lamina.core.heads import HeadShards
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Epoch, Member, Role, Topology
+from lamina.core.types import AttentionSpec, DType, KvCacheDType, KvElement, Polling, TransportName
+from lamina.dataplane.leases import messages, slot_rows
+from lamina.dataplane.transport_choice import Choice, candidates
 from lamina.schedule.limits import Limits
-from lamina.topology import FIRST, Epoch, Member, Role, Topology
-from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Polling, TransportName
 
 
 @dataclass(frozen=True)

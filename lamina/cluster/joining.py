@@ -6,15 +6,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from lamina.cluster.gather import CONNECT_TIMEOUT_S, LOAD_TIMEOUT_S, START_TIMEOUT_S, Ask, Conversation, Launcher
+from lamina.cluster.conversations import (
+    CONNECT_TIMEOUT_S,
+    LOAD_TIMEOUT_S,
+    START_TIMEOUT_S,
+    Ask,
+    Conversation,
+    Launcher,
+)
 from lamina.cluster.linking import Pair, SlotSizes, link
 from lamina.cluster.slabs import SlabSize
-from lamina.errors import ConfigError
-from lamina.protocol.choice import Choice, Offer, Transport
-from lamina.protocol.clocks import READINGS, Clock, Reading
-from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import SPARE_LINKS, Messages
-from lamina.protocol.messages import (
+from lamina.control.messages import (
     ComputeSetup,
     Connect,
     Connected,
@@ -28,13 +30,18 @@ from lamina.protocol.messages import (
     Resources,
     SlabReady,
 )
+from lamina.control.sockets import ControlServer
+from lamina.control.timeline import READINGS, Clock, Reading
+from lamina.core.errors import ConfigError
+from lamina.core.topology import Member, Role, Topology
+from lamina.core.types import Overlap, TransportName
+from lamina.core.version import __version__
+from lamina.dataplane.leases import SPARE_LINKS, Messages
+from lamina.dataplane.transport_choice import Choice, Offer, Transport
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH
-from lamina.topology import Member, Role, Topology
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.shm import host
-from lamina.types import Overlap, TransportName
-from lamina.version import __version__
 
 CLOCK_TIMEOUT_S = 10.0  # for a worker to tell the time
 

@@ -5,13 +5,13 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from lamina.cluster.gather import Ask, Conversation
-from lamina.errors import TransportError, UnreachableError
-from lamina.protocol.choice import Choice, Offer, Transport, choose
-from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import Lease
-from lamina.protocol.messages import Grant, Granted, Link, Linked, ToWorker, Way
-from lamina.types import TransportName
+from lamina.cluster.conversations import Ask, Conversation
+from lamina.control.messages import Grant, Granted, Link, Linked, ToWorker, Way
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import TransportError, UnreachableError
+from lamina.core.types import TransportName
+from lamina.dataplane.leases import Lease
+from lamina.dataplane.transport_choice import Choice, Offer, Transport, choose
 
 log = logging.getLogger(__name__)
 

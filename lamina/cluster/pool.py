@@ -1,25 +1,18 @@
-"""Parses pools of workers, the values of ``--compute`` and ``--memory``.
-
-::
-
-    pool  = entry ("," entry)*
-    entry = kind [":" count] | "local"          # count defaults to 1
-    kind  = "cpu" | "cuda" | "a100" | "rtx3090" | ...
-
-``local``, in a memory pool, is the spare memory of the compute worker itself, which then runs attention too.
-``cuda`` is any NVIDIA GPU. ``remote`` is a worker that is started on another machine, whatever it runs on there: see
-`lamina worker`. ``emulated`` runs the code for GPUs in Triton's interpreter, thousands of times slower: for
-tests.
-"""
+"""Parses pools of workers, and finds the cores and GPUs that a machine offers."""
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lamina.errors import ConfigError
-from lamina.topology import Role
+import psutil
+
+from lamina.config.environment import environment
+from lamina.core.errors import ConfigError
+from lamina.core.topology import Role
+from lamina.kernels.gpu.device import find_gpus
 
 CPU, CUDA, EMULATED, REMOTE, LOCAL = "cpu", "cuda", "emulated", "remote", "local"
 GPUS = {
@@ -290,3 +283,12 @@ def near(kind: str, known: Collection[str]) -> str:
     else:
         matches = difflib.get_close_matches(kind, known, n=3)
     return f"; did you mean {' or '.join(matches)}?" if matches else "."
+
+
+def find_devices() -> Devices:
+    """Cores that this process may use, RAM, and NVIDIA GPUs, or those of ``LAMINA_EMULATED_GPUS``."""
+    cores, ram_bytes = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
+    if emulated := environment().emulated_gpus:
+        names = [GPUS[entry.kind] for entry in parse(emulated, GPUS) for _ in range(entry.count)]
+        return Devices(cores, ram_bytes, tuple(names), emulated=True)
+    return Devices(cores, ram_bytes, tuple(gpu.name for gpu in find_gpus() or ()))

@@ -5,21 +5,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.bringup import ClusterPlan
-from lamina.cluster.gather import START_TIMEOUT_S
+from lamina.cluster.conversations import START_TIMEOUT_S
 from lamina.cluster.joining import boot
-from lamina.cluster.launchers.placement import PLACE_S
+from lamina.cluster.launchers.ray_placement import PLACE_S
 from lamina.cluster.pool import parse_bounds
-from lamina.config import EngineConfig, overcommit
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig, overcommit
+from lamina.control.messages import ComputeSetup, Hello
+from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.topology import Role
+from lamina.core.types import DType, Overlap
+from lamina.dataplane.leases import SLOTS
+from lamina.kv.stripes import head_workers
 from lamina.models.directory import ModelDirectory
-from lamina.pipeline import Arrangement, Pipeline
-from lamina.placement.partition import head_workers
-from lamina.protocol.leases import SLOTS
-from lamina.protocol.messages import ComputeSetup, Hello
 from lamina.schedule.limits import Limits
-from lamina.topology import Role
 from lamina.transport.endpoint import spin_s
-from lamina.types import DType, Overlap
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together

@@ -4,11 +4,11 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.tables import MOST_BYTES
+from lamina.kv import prefix_tree
 from lamina.memory.device.windows import most_rows, with_spare
-from lamina.placement import checkpoints
 from lamina.schedule.limits import Limits
-from lamina.types import AttentionSpec, KvElement
 
 LEAST_GAIN = 1.2
 """Token slots with layers that forget over those without, for which requests go on from checkpoints of cached prefixes
@@ -30,7 +30,7 @@ class Rows:
 
     def most(self, slots: int) -> int:
         """Most rows in use at once if other layers have so many slots."""
-        cached = 0 if self.prompts is None else max(self.prompts, checkpoints.most_rows(slots))
+        cached = 0 if self.prompts is None else max(self.prompts, prefix_tree.most_rows(slots))
         return min(self.running + with_spare(cached), slots)
 
 

@@ -13,11 +13,11 @@ import msgspec
 from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, forgotten_window, with_turns
 from lamina.cluster.joining import Fabric
 from lamina.cluster.launchers.supervised import SupervisedWorkers
-from lamina.errors import DeadlineError, TransportError, UnreachableError
-from lamina.protocol.choice import Choice, Offer
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import ComputeSetup, EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
-from lamina.topology import Epoch, Role, Topology
+from lamina.control.messages import ComputeSetup, EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import DeadlineError, TransportError, UnreachableError
+from lamina.core.topology import Epoch, Role, Topology
+from lamina.dataplane.transport_choice import Choice, Offer
 
 REACH_S = 20.0  # for workers to connect to another engine
 END_S = 60.0  # for all workers to drop their steps: one may be inside a long slice

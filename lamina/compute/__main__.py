@@ -1,7 +1,7 @@
 """The process of a compute worker: ``python -m lamina.compute``."""
 
 from lamina.compute.quick_start import before_imports, end_process
-from lamina.protocol.process import read_bootstrap
+from lamina.worker.process import read_bootstrap
 
 bootstrap = read_bootstrap()
 before_imports(bootstrap.device)

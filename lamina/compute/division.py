@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 
 
 def divide(slices: Sequence[Mapping[str, int]], stages: int) -> tuple[int, ...]:

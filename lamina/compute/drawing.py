@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from lamina import _native
-from lamina.kernels.gpu.grouped import ELEMENTS
+from lamina.kernels.gpu.expert_product import ELEMENTS
 from lamina.kernels.gpu.specialize import draw_program
-from lamina.lowering.elementwise import ELEMENT_TYPES, PATH
+from lamina.lowering.native_operators import ELEMENT_TYPES, PATH
 
 
 def draw(

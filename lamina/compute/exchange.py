@@ -1,6 +1,6 @@
 """Attention of one step as a compute worker sees it: scatter q, k, v to memory workers, gather and merge partials.
 
-Segments in the worker's own memory (``lamina.compute.local``) and prompt chunks, which attend to themselves, are
+Segments in the worker's own memory (``lamina.compute.local_memory``) and prompt chunks, which attend to themselves, are
 attended here while memory workers attend to theirs.
 """
 
@@ -13,13 +13,14 @@ import numpy.typing as npt
 import torch
 
 from lamina.compute.device.base import Array, Carrier, Floats, Partial
-from lamina.compute.device.moves import Moves
-from lamina.compute.links import Mail
-from lamina.compute.local import LocalShare
-from lamina.heads import WHOLE, HeadShards
-from lamina.kernels.segments import SegmentTable
-from lamina.protocol.channel import Arrival, Channel, Message
-from lamina.protocol.wire import (
+from lamina.compute.device.exchanged_rows import Moves
+from lamina.compute.local_memory import LocalShare
+from lamina.compute.mail import Mail
+from lamina.core.heads import WHOLE, HeadShards
+from lamina.core.steps import StepPlan
+from lamina.core.types import AttentionSpec, Overlap, Segment
+from lamina.dataplane.channel import Arrival, Channel, Message
+from lamina.dataplane.wire import (
     MessageRows,
     Piece,
     attends_locally,
@@ -28,10 +29,9 @@ from lamina.protocol.wire import (
     pieces,
     pulled_pieces,
 )
+from lamina.kernels.segments import SegmentTable
 from lamina.splitter import SliceOutput
 from lamina.splitter.parts import ONLY, Rank
-from lamina.steps import StepPlan
-from lamina.types import AttentionSpec, Overlap, Segment
 
 
 @dataclass(frozen=True)

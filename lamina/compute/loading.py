@@ -10,15 +10,14 @@ from lamina.compute.division import divide
 from lamina.compute.model_files import locate
 from lamina.compute.preparation import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
-from lamina.errors import ConfigError, is_out_of_memory
-from lamina.heads import HeadShards
+from lamina.control.messages import ComputeSetup, LoadProgress, ModelLoaded
+from lamina.control.sockets import ControlClient
+from lamina.core.errors import ConfigError, is_out_of_memory
+from lamina.core.heads import HeadShards
+from lamina.core.types import Quantization
 from lamina.models import directory, tensors
-from lamina.models.codes import Weight
-from lamina.models.digest import checkpoint_digest
-from lamina.models.directory import ModelDirectory
-from lamina.protocol.control import ControlClient
-from lamina.protocol.messages import ComputeSetup, LoadProgress, ModelLoaded
-from lamina.types import Quantization
+from lamina.models.directory import ModelDirectory, checkpoint_digest
+from lamina.models.quantisation.codes import Weight
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lamina.env import environment
-from lamina.errors import ConfigError, DeadlineError, ModelError
+from lamina.config.environment import environment
+from lamina.control.file_transfer import FileSource, OnFetched
+from lamina.core.errors import ConfigError, DeadlineError, ModelError
 from lamina.models import directory
-from lamina.models.digest import checkpoint_digest
-from lamina.models.directory import CONFIG
-from lamina.protocol.files import FileSource, OnFetched
+from lamina.models.directory import CONFIG, checkpoint_digest
 
 log = logging.getLogger(__name__)
 

@@ -22,14 +22,14 @@ import torch
 from safetensors import SafetensorError
 
 from lamina import _native
-from lamina.env import environment
+from lamina.config.environment import environment
+from lamina.core.types import DType
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.linear import packing
-from lamina.lowering.stored import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
+from lamina.lowering.native_operators import packing
+from lamina.lowering.records import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
 from lamina.models.directory import CONFIG, ModelDirectory
 from lamina.models.tensors import Recipe, WeightPlan
 from lamina.splitter.parts import ONLY, Rank
-from lamina.types import DType
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
 
 def _split(place: ModelDirectory, dtype: DType | None, target: Target, rank: Rank = ONLY) -> Prepared:
     from lamina.lowering import lower
-    from lamina.models.config import load_config, resolve_dtype
+    from lamina.models.configuration import load_config, resolve_dtype
     from lamina.splitter import split
 
     config = load_config(place)
@@ -203,7 +203,7 @@ def _digest(file: Path, payload: bytes) -> bytes:
 
 def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
     from lamina.models import weights
-    from lamina.models.config import load_config
+    from lamina.models.configuration import load_config
 
     return weights.plan(place, load_config(place), dtype)
 

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lamina.errors import DeadlineError
-from lamina.protocol.channel import ARRIVED
-from lamina.protocol.leases import SLOTS
-from lamina.protocol.links import Links, Wait
-from lamina.protocol.outbox import Outbox, Slot
+from lamina.core.errors import DeadlineError
+from lamina.dataplane.channel import ARRIVED
+from lamina.dataplane.leases import SLOTS
+from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter import as_numpy
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Arena
+from lamina.worker.links import Links, Wait
 
 TIMEOUT_S = 300.0  # for another rank, which may wait for memory workers that attend to a long prompt
 

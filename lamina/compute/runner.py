@@ -7,16 +7,16 @@ import numpy.typing as npt
 import torch
 
 from lamina.compute.device.base import Array, Partial
-from lamina.compute.device.moves import Moves
+from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.native import NativeTransfers
 from lamina.compute.rows import Rows, pad
+from lamina.core.types import AttentionSpec, DType
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel
-from lamina.models.codes import Weight, plain
+from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter import SliceOutput
 from lamina.splitter.collective import Reduce
-from lamina.types import AttentionSpec, DType
 
 
 def padded(rows: int) -> int:

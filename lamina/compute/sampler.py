@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lamina.compute.drawing import draw
-from lamina.errors import LogitsError
-from lamina.lowering.elementwise import largest
-from lamina.protocol.logprobs import pack, pack_rows
-from lamina.protocol.messages import Draw
-from lamina.types import Logprob, SamplingParams
+from lamina.control.logprobs import pack, pack_rows
+from lamina.control.messages import Draw
+from lamina.core.errors import LogitsError
+from lamina.core.types import Logprob, SamplingParams
+from lamina.lowering.native_operators import largest
 
 _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted
 _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode

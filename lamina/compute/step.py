@@ -11,16 +11,16 @@ import torch
 
 from lamina.compute.device.base import Partial, Runner
 from lamina.compute.exchange import StepExchange
-from lamina.compute.links import Mail
+from lamina.compute.mail import Mail
 from lamina.compute.rows import Rows, pad
+from lamina.control.messages import Draw
+from lamina.control.timeline import Timeline
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import LAST_DRAWN, StepPlan
+from lamina.core.types import AttentionSpec
+from lamina.dataplane.wire import Array
 from lamina.lowering import Workspace
-from lamina.pipeline import Pipeline
-from lamina.protocol.messages import Draw
-from lamina.protocol.timeline import Timeline
-from lamina.protocol.wire import Array
 from lamina.splitter import Crossing, as_numpy
-from lamina.steps import LAST_DRAWN, StepPlan
-from lamina.types import AttentionSpec
 
 
 @dataclass(frozen=True)

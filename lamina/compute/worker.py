@@ -15,23 +15,15 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from lamina.compute.device.select import make
+from lamina.compute.device import make
 from lamina.compute.exchange import StepExchange
-from lamina.compute.links import Mail
 from lamina.compute.loading import load
-from lamina.compute.local import LocalMemory
+from lamina.compute.local_memory import LocalMemory
+from lamina.compute.mail import Mail
 from lamina.compute.quick_start import once_set_up
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
-from lamina.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
-from lamina.heads import HeadShards
-from lamina.lowering import Workspace
-from lamina.memory.device.select import gpu_memory
-from lamina.protocol.control import Bootstrap, ControlClient, expect
-from lamina.protocol.fence import Fence
-from lamina.protocol.fetching import Fetcher
-from lamina.protocol.links import Links, Wait, set_up_links
-from lamina.protocol.messages import (
+from lamina.control.messages import (
     REPORT_S,
     Change,
     Changed,
@@ -49,16 +41,23 @@ from lamina.protocol.messages import (
     Traced,
     Working,
 )
-from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
-from lamina.protocol.process import run_worker
-from lamina.protocol.slots import Slots
-from lamina.protocol.timeline import Timeline
-from lamina.protocol.wire import check_placements
-from lamina.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.control.sockets import Bootstrap, ControlClient, expect
+from lamina.control.timeline import Timeline
+from lamina.core.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.core.heads import HeadShards
+from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.core.steps import Admission, StepPlan
+from lamina.core.topology import Epoch
+from lamina.core.types import Segment
+from lamina.dataplane.fetching import Fetcher
+from lamina.dataplane.wire import check_placements
+from lamina.lowering import Workspace
+from lamina.memory.device import gpu_memory
 from lamina.splitter.parts import Rank
-from lamina.steps import Admission, StepPlan
-from lamina.topology import Epoch
-from lamina.types import Segment
+from lamina.worker.device_slots import Slots
+from lamina.worker.fence import Fence
+from lamina.worker.links import LINKING_SLICE_S, Links, Newcomers, Wait, set_up_links
+from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
 WAITING_SLICE_S = 0.05  # how long a worker that waits for messages may leave the end of an epoch unread

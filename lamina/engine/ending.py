@@ -4,14 +4,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from lamina.cluster.gather import Gather, Workers, converse
+from lamina.cluster.conversations import Gather, Workers, converse
 from lamina.cluster.joining import Fabric, read_clock
-from lamina.engine.watch import POLL_S
-from lamina.errors import LaminaError, TransportError
-from lamina.protocol.clocks import Clock
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Stop, Traced
-from lamina.protocol.timeline import Span
+from lamina.control.messages import Stop, Traced
+from lamina.control.sockets import ControlServer
+from lamina.control.timeline import Clock, Span
+from lamina.core.errors import LaminaError, TransportError
+from lamina.engine.deadlines import POLL_S
 from lamina.schedule.suspects import DEATHS_ALONE
 
 log = logging.getLogger(__name__)

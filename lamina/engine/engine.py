@@ -11,39 +11,38 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Workers
+from lamina.cluster.conversations import Workers
 from lamina.cluster.pool import parse_bounds, pool_change
-from lamina.config import EngineConfig, overcommit, served_names
+from lamina.config.engine_config import EngineConfig, overcommit, served_names
+from lamina.control.messages import Draw, Release, Step, StepDone, ToEngine
+from lamina.control.sockets import ControlServer
+from lamina.control.timeline import Timeline
+from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, RequestError
+from lamina.core.requests import Completion, Drawn, Group
+from lamina.core.steps import StepPlan
+from lamina.core.topology import Role, Topology
+from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
+from lamina.dataplane.wire import check_placements
+from lamina.engine.deadlines import POLL_S
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
 from lamina.engine.members import Members, Save
-from lamina.engine.placement import PlacementView
 from lamina.engine.pools import Resize
 from lamina.engine.reading import Reading
-from lamina.engine.runtime import Submission
 from lamina.engine.scaling import Scaling
-from lamina.engine.stats import EngineStats
+from lamina.engine.stats import EngineStats, PlacementView
+from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate
-from lamina.engine.watch import POLL_S
-from lamina.errors import ConfigError, EngineDeadError, LaminaError, RequestError
-from lamina.frontend.defaults import sampling_defaults
-from lamina.frontend.prompts import check_tokens, encode_prompt
-from lamina.groups import Completion, Drawn, Group
+from lamina.kv.policies import policy_for
+from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
-from lamina.models.tokenizer import Tokenizer
-from lamina.placement.balance import policy_for
-from lamina.placement.partition import placement
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Draw, Release, Step, StepDone, ToEngine
-from lamina.protocol.timeline import Timeline
-from lamina.protocol.wire import check_placements
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
-from lamina.steps import StepPlan
-from lamina.topology import Role, Topology
-from lamina.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
+from lamina.text.defaults import sampling_defaults
+from lamina.text.prompts import check_tokens, encode_prompt
+from lamina.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

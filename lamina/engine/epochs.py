@@ -4,8 +4,8 @@ import collections
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from lamina.protocol.messages import EpochEnded
-from lamina.topology import Topology
+from lamina.control.messages import EpochEnded
+from lamina.core.topology import Topology
 
 GRACE_S = 2.0  # from a complaint until the process of the worker must have been seen to end, or the link counts as cut
 ACKNOWLEDGE_S = 60.0  # for a worker to end an epoch: it may be inside a long slice

@@ -18,11 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from lamina.engine.engine import Engine
-from lamina.engine.stats import StatsOf
-from lamina.engine.updates import OnTokens, TokenUpdate
-from lamina.errors import LaminaError, TransportError
-from lamina.protocol.frontends import (
+from lamina.control.frontend_messages import (
     Abort,
     Answers,
     CompletionTokens,
@@ -42,7 +38,11 @@ from lamina.protocol.frontends import (
     Welcome,
     unpacked,
 )
-from lamina.types import FinishReason
+from lamina.core.errors import LaminaError, TransportError
+from lamina.core.types import FinishReason
+from lamina.engine.engine import Engine
+from lamina.engine.stats import StatsOf
+from lamina.engine.updates import OnTokens, TokenUpdate
 
 log = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lamina.cluster.gather import Ask, Conversation, Workers, failure, silence
+from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
 from lamina.cluster.joining import Fabric, enter, prepare_compute, prepare_memory
-from lamina.errors import DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Failed, Forget, ToEngine
-from lamina.topology import Member, Role, Topology
+from lamina.control.messages import Failed, Forget, ToEngine
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
+from lamina.core.topology import Member, Role, Topology
 
 log = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lamina.cluster.gather import Workers
-from lamina.errors import ConfigError, TransportError, UnreachableError
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Forget, Stop, ToWorker
+from lamina.cluster.conversations import Workers
+from lamina.control.messages import Forget, Stop, ToWorker
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import ConfigError, TransportError, UnreachableError
+from lamina.core.topology import Role, Topology
 from lamina.schedule.scheduler import Scheduler
-from lamina.topology import Role, Topology
 
 log = logging.getLogger(__name__)
 

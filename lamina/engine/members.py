@@ -1,18 +1,11 @@
 """Who takes part in a cluster: losses end an epoch, joins and leaves change the members within one."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Workers
-from lamina.engine.epochs import Ending
-from lamina.engine.pools import Pools
-from lamina.engine.record import Record
-from lamina.engine.stats import MemoryStats
-from lamina.engine.watch import Watch
-from lamina.errors import LaminaError, TransportError, UnreachableError
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import (
+from lamina.cluster.conversations import Workers
+from lamina.control.messages import (
     Change,
     Changed,
     EndEpoch,
@@ -26,10 +19,61 @@ from lamina.protocol.messages import (
     ToWorker,
     Working,
 )
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import LaminaError, TransportError, UnreachableError
+from lamina.core.topology import Role, Topology
+from lamina.engine.deadlines import Watch
+from lamina.engine.epochs import Ending
+from lamina.engine.pools import Pools
+from lamina.engine.stats import MemoryStats
 from lamina.schedule.recipients import Recipients
 from lamina.schedule.suspects import Deaths
 from lamina.schedule.turn import Turn
-from lamina.topology import Role, Topology
+
+
+class Record:
+    """Follows the members; saves them when they change.
+
+    A worker that joins is left out until all others have applied the change, and a worker that leaves from before they
+    are told: an engine that takes over ends such workers, which is a loss like any other.
+    """
+
+    def __init__(self, topology: Topology, save: Callable[[Topology], None]) -> None:
+        self._topology, self._save = topology, save
+        self._pending: tuple[int, Topology] | None = None  # a change that has not been applied by all, and its number
+        self._waiting = set[str]()
+        save(topology)
+
+    def change(self, number: int, topology: Topology) -> None:
+        """Change ``number`` is about to be sent to all members of ``topology``."""
+        if left := self._topology.names - topology.names:
+            self._leave_out(left)
+        self._pending, self._waiting = (number, topology), set(topology.names)
+
+    def note_changed(self, worker: str, number: int) -> None:
+        """A member has applied a change, and all before it."""
+        if self._pending is None or number < self._pending[0]:
+            return
+        self._waiting.discard(worker)
+        if not self._waiting:
+            self.settle(self._pending[1])
+
+    def lose(self, lost: Collection[str]) -> None:
+        """Members are lost, and the others are about to be told of the next epoch, as which this counts even if none of
+        the lost has been saved. ``settle`` comes once they are in it."""
+        self._pending = None
+        self._leave_out(lost)
+
+    def settle(self, topology: Topology) -> None:
+        """These are the members, to all of them."""
+        self._pending = None
+        self._topology = topology
+        self._save(topology)
+
+    def _leave_out(self, names: Collection[str]) -> None:
+        self._topology = self._topology.without(names)
+        self._save(self._topology)
+
 
 log = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 
-from lamina.cluster.gather import Workers
+from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
 from lamina.cluster.pool import REMOTE, PoolChange
+from lamina.control.liveness import Restarts
+from lamina.control.messages import Changed, ToEngine
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import ConfigError, LaminaError, WorkerError
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import Member, Role, Topology
 from lamina.engine.joins import Joiner, Joins
 from lamina.engine.leaves import Leaves
-from lamina.engine.restarts import Restarts
-from lamina.errors import ConfigError, LaminaError, WorkerError
-from lamina.pipeline import Pipeline
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import Changed, ToEngine
 from lamina.schedule.turn import Turn
-from lamina.topology import Member, Role, Topology
 
 log = logging.getLogger(__name__)
 

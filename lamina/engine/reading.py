@@ -5,13 +5,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lamina.control.frontend_messages import CompletionTokens
+from lamina.core.requests import Group
+from lamina.core.types import FinishReason, Request, Segment
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate, TokenUpdate
-from lamina.frontend.logprobs import Position
-from lamina.frontend.stop import StopChecker, StopStrings
-from lamina.groups import Group
-from lamina.models.tokenizer import IncrementalDetokenizer, Tokenizer
-from lamina.protocol.frontends import CompletionTokens
-from lamina.types import FinishReason, Request, Segment
+from lamina.text.logprobs import Position
+from lamina.text.stop_strings import StopChecker, StopStrings
+from lamina.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 log = logging.getLogger(__name__)
 

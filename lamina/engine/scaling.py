@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 
 from lamina.cluster.pool import PoolChange
+from lamina.core.errors import LaminaError
+from lamina.core.topology import Role
 from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
 from lamina.engine.stats import ScalingStats
-from lamina.errors import LaminaError
 from lamina.schedule.autoscale import WINDOWS, Autoscaler, Bounds, Load, compute_load, memory_load
 from lamina.schedule.turn import Turn
-from lamina.topology import Role
 
 log = logging.getLogger(__name__)
 

@@ -1,19 +1,70 @@
-"""From the engine's callbacks to iterators: the requests of one caller, submitted and cancelled together.
-
-A reader gets everything new of a request since its last read in one update, so a slow reader never makes the engine
-wait. Unread tokens are kept; ``most_unread`` bounds them by ending the requests.
-"""
+"""The engine as callers see it, and the requests of one caller as iterators."""
 
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Self
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol, Self
 
-from lamina.engine.runtime import Runtime, Submission
-from lamina.engine.updates import RequestUpdate
-from lamina.errors import EngineDeadError, OverloadedError
-from lamina.frontend.prompts import Prompt
-from lamina.types import Client, SamplingParams
+from lamina.core.errors import EngineDeadError, OverloadedError
+from lamina.core.types import Client, SamplingParams
+from lamina.engine.stats import EngineStats
+from lamina.engine.updates import OnUpdate, RequestUpdate
+from lamina.text.defaults import Defaults
+from lamina.text.prompts import Prompt
+from lamina.text.tokenizer import Tokenizer
+
+
+class Submission(NamedTuple):
+    """A request to queue: ``on_update`` is called with every update of it."""
+
+    request_id: str
+    prompt: str | list[int]
+    params: SamplingParams
+    on_update: OnUpdate
+
+
+class Runtime(Protocol):
+    """An engine: ``engine.Engine`` in its own process, ``remote.RemoteEngine`` in a frontend.
+
+    Attributes:
+        model_name: The model's name for clients.
+        model_aliases: Further names that clients may use.
+        vocab_size: Token ids of prompts must be below it.
+    """
+
+    model_name: str
+    model_aliases: tuple[str, ...]
+    vocab_size: int
+    tokenizer: Tokenizer
+    max_model_len: int
+    sampling_defaults: Defaults
+
+    @property
+    def dead(self) -> str | None:
+        """Why it has stopped, if it has."""
+        ...
+
+    def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
+        """Queue all or none. Raises RequestError, OverloadedError, EngineDeadError. May wait: not for event loops."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request with the tokens it has. Does nothing if it is unknown or has ended."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counters as of now. May wait: not for event loops."""
+        ...
+
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> Future[list[str]]:
+        """Let workers join the pools, or leave where a number is negative; see ``engine.Engine.scale``."""
+        ...
+
+    def close(self) -> None:
+        """End all requests with an error."""
+        ...
+
 
 Update = tuple[int, RequestUpdate]
 """(index of the prompt, its update)."""

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lamina.frontend.logprobs import Position, named
-from lamina.groups import Group
-from lamina.models.tokenizer import Tokenizer
-from lamina.protocol.frontends import CompletionTokens
-from lamina.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
+from lamina.control.frontend_messages import CompletionTokens
+from lamina.core.requests import Group
+from lamina.core.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
+from lamina.text.logprobs import Position, named
+from lamina.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
@@ -33,7 +33,7 @@ class CompletionUpdate:
 
     Attributes:
         texts: the text that each token completed, which may be more or less than its own.
-        logprobs: not named yet, see ``frontend.logprobs``; None if not requested.
+        logprobs: not named yet, see ``text.logprobs``; None if not requested.
         rest: text held back until the end.
     """
 

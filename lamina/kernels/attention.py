@@ -1,23 +1,51 @@
-"""Partial attention over segments of a KV slab, and appending to it, with native kernels on the CPU.
+"""Partial attention over segments of a KV slab on the CPU: append, attend, merge."""
 
-Arrays are C-contiguous numpy arrays of the types in ``lamina.kernels.elements.STORAGE``: uint16 are bfloat16 bits, int8
-and uint8 (e4m3 bits) are codes with scales, see ``lamina.types.KvElement``. Shapes use R query rows, Hq query heads,
-Hkv key/value heads, D and Dv head sizes, S (sequence, segment) pairs, N their tokens. This module does not import
-torch.
-"""
-
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from lamina import _native
+from lamina.core.types import AttentionSpec
 from lamina.kernels.segments import IntArray, SegmentTable
-from lamina.types import AttentionSpec
 
-Path = _native.AttentionPath
 Array = npt.NDArray[Any]
 FloatArray = npt.NDArray[np.float32]
+
+
+def merge(
+    outs: Sequence[FloatArray],
+    lses: Sequence[FloatArray],
+    sinks: FloatArray | None = None,
+    out: Array | None = None,
+    lse: FloatArray | None = None,
+    threads: int = 1,
+) -> Array:
+    """Merges P partials of the same R rows, over disjoint tokens, into one.
+
+    Args:
+        outs: P arrays float32 [R, Hq, Dv]. lses: P arrays float32 [R, Hq], natural log; -inf partials are neutral.
+        sinks: float32 [Hq], one more logit per head in the softmax's denominator: give it once, in the last merge.
+        out: [R, Hq, Dv] to write, float32, float16 or uint16 (bfloat16 bits), may be ``outs[0]``; None: float32,
+            allocated.
+        lse: float32 [R, Hq] to write with the merged lse (sinks included), may be ``lses[0]``; None: not wanted.
+        threads: threads to use at most, this one included.
+
+    Returns:
+        out; 0 for a row that saw no token in any partial.
+
+    Raises:
+        ValueError: no partials, or an invalid shape, element type or memory order.
+    """
+    out = np.empty_like(outs[0]) if out is None and len(outs) else out
+    if out is None:
+        raise ValueError("merge got no partials; give at least one")
+    _native.attention_merge(list(outs), list(lses), sinks, out, lse, threads)
+    return out
+
+
+Path = _native.AttentionPath
 Scales = tuple[FloatArray, FloatArray]
 """float32 [slots, Hkv] of k and of v, if they hold codes."""
 

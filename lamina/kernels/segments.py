@@ -1,10 +1,24 @@
-"""The input of every attention kernel: which query rows of a step attend to which tokens of a slab."""
+"""The input of every attention kernel: arrays of K and V, and which rows attend to which tokens."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from lamina.core.types import KvElement
+
+STORAGE: Mapping[KvElement, np.dtype[Any]] = {
+    KvElement.FLOAT32: np.dtype(np.float32),
+    KvElement.FLOAT16: np.dtype(np.float16),
+    KvElement.BFLOAT16: np.dtype(np.uint16),  # numpy has no bfloat16: its bits
+    KvElement.INT8: np.dtype(np.int8),
+    KvElement.FP8: np.dtype(np.uint8),  # the bits of e4m3
+}
+"""The numpy type of a slab's elements, by which kernels recognise them."""
+
 
 IntArray = npt.NDArray[np.int32]
 

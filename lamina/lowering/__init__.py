@@ -1,6 +1,6 @@
 """Lowers slices to a device: fused kernels, packed weights and native programs. Caches the result."""
 
-from lamina.lowering.lowered import LoweredModel, LoweredSlice, Target, lower
-from lamina.lowering.program import Workspace
+from lamina.lowering.cpu_slices import LoweredModel, LoweredSlice, Target, lower
+from lamina.lowering.native_program import Workspace
 
 __all__ = ["LoweredModel", "LoweredSlice", "Target", "Workspace", "lower"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lamina.lowering import elementwise
+from lamina.lowering import native_operators
 
 aten = torch.ops.aten
 _END = 2**63 - 1
@@ -43,7 +43,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _known(dtype: torch.dtype) -> bool:
-    return dtype in elementwise.ELEMENT_TYPES
+    return dtype in native_operators.ELEMENT_TYPES
 
 
 def _operands(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
@@ -83,14 +83,14 @@ def _fuse_norms(graph: fx.Graph) -> None:
         settings = (norm.weight, norm.epsilon, norm.offset, norm.round_before_weight)
         if _operands(norm.x, aten.add.Tensor) and _alike(*norm.x.args) and _alike(norm.x, norm.x.args[0]):
             with graph.inserting_before(norm.x):
-                both = graph.call_function(elementwise.add_rms_norm, (*norm.x.args, *settings))
+                both = graph.call_function(native_operators.add_rms_norm, (*norm.x.args, *settings))
                 total = graph.call_function(operator.getitem, (both, 0))
                 fused = graph.call_function(operator.getitem, (both, 1))
             total.meta = norm.x.meta
             norm.x.replace_all_uses_with(total)
         else:
             with graph.inserting_before(norm.result):
-                fused = graph.call_function(elementwise.rms_norm, (norm.x, *settings))
+                fused = graph.call_function(native_operators.rms_norm, (norm.x, *settings))
         fused.meta = norm.result.meta
         norm.result.replace_all_uses_with(fused)
 
@@ -160,7 +160,7 @@ def _fuse_rotations(graph: fx.Graph) -> None:
             continue
         source = _before_split_of_heads(x.args[0])
         with graph.inserting_before(result):
-            fused = graph.call_function(elementwise.rotate, (source, cosines, sines, value.shape[1]))
+            fused = graph.call_function(native_operators.rotate, (source, cosines, sines, value.shape[1]))
             transposed = graph.call_function(aten.transpose.int, (fused, 0, 1))
             whole = graph.call_function(aten.unsqueeze.default, (transposed, 0))
         fused.meta = {"val": value[0].transpose(0, 1)}
@@ -260,7 +260,7 @@ def _fuse_gates(graph: fx.Graph) -> None:
                 if not (_alike(root, up) and _alike(root, product)):
                     continue
                 with graph.inserting_before(product):
-                    fused = graph.call_function(elementwise.gate, (root.args[0], up, name))
+                    fused = graph.call_function(native_operators.gate, (root.args[0], up, name))
                 fused.meta = product.meta
                 product.replace_all_uses_with(fused)
                 break

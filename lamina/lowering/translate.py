@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from lamina import _native
-from lamina.lowering import elementwise
-from lamina.lowering.linear import linear_native
-from lamina.lowering.linear_codes import PackedCodes, PackedExperts, linear_codes
-from lamina.lowering.program import NOWHERE, Columns, Program, Step, Steps
+from lamina.lowering import native_operators
+from lamina.lowering.native_operators import linear_native
+from lamina.lowering.native_program import NOWHERE, Columns, Program, Step, Steps
+from lamina.lowering.quantisation.cpu_codes import PackedCodes, PackedExperts, linear_codes
 from lamina.splitter.split_model import call_hook
 
 aten = torch.ops.aten
@@ -201,7 +201,7 @@ class _Translation:
         rows, other = self._rows(x), self._rows(up)
         _require(rows.shape == other.shape and rows.ones == other.ones)
         out = self._matrix(rows.shape, rows.ones)
-        kind = elementwise.ACTIVATIONS[activation]
+        kind = native_operators.ACTIVATIONS[activation]
         self._steps.append(Step(Program.add_gate, (kind, rows, other, out, rows.width)))
         return out
 
@@ -262,10 +262,10 @@ _CALLS: dict[Any, Any] = {
     aten.embedding.default: _Translation._embed,
     linear_native: _Translation._linear,
     linear_codes: _Translation._linear_codes,
-    elementwise.rms_norm: _Translation._norm,
-    elementwise.add_rms_norm: _Translation._sum_norm,
-    elementwise.rotate: _Translation._rotate,
-    elementwise.gate: _Translation._gate,
+    native_operators.rms_norm: _Translation._norm,
+    native_operators.add_rms_norm: _Translation._sum_norm,
+    native_operators.rotate: _Translation._rotate,
+    native_operators.gate: _Translation._gate,
     call_hook: _Translation._tell,
     operator.getitem: _Translation._item,
     "size": _Translation._size,

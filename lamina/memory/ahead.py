@@ -17,17 +17,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from lamina.errors import TransportError
+from lamina.control.timeline import Timeline
+from lamina.core.errors import TransportError
+from lamina.core.pipeline import Pipeline
+from lamina.dataplane.channel import Channel
+from lamina.dataplane.direct import Direct
+from lamina.dataplane.leases import SLOTS
+from lamina.dataplane.wire import body_nbytes, read_kept, read_queries, reply_nbytes
 from lamina.memory.device.base import Array, New, PolledLane
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.pipeline import Pipeline
-from lamina.protocol.channel import Channel
-from lamina.protocol.direct import Direct
-from lamina.protocol.leases import SLOTS
-from lamina.protocol.links import Links
-from lamina.protocol.timeline import Timeline
-from lamina.protocol.wire import body_nbytes, read_kept, read_queries, reply_nbytes
+from lamina.worker.links import Links
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lamina.core.types import AttentionSpec
 from lamina.kernels.attention import BEST_PATH, Path, count_tasks
 from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec
 
 CUT_S = 4e-3
 """Target duration of a cut: a message that arrives meanwhile waits for one at most."""

@@ -3,7 +3,7 @@
 A prompt chunk's K and V would hold up the messages of decoding sequences behind them. So they stay in the arena of the
 compute worker that computed them, and the memory worker reads them when it has nothing else to do: a message that
 arrives meanwhile waits for one small piece, and a piece for a few messages at most. Segments that move from another
-memory worker arrive the same way (``lamina.memory.migrations``).
+memory worker arrive the same way (``lamina.memory.moving``).
 """
 
 import functools
@@ -13,13 +13,13 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from lamina.errors import DeadlineError
+from lamina.core.errors import DeadlineError
+from lamina.dataplane.fetching import Fetcher, FetchFrom, Piece
+from lamina.dataplane.hub import Target
+from lamina.dataplane.leases import ArenaPlan
+from lamina.dataplane.wire import pulled_pieces
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.protocol.fetching import Fetcher, FetchFrom, Piece
-from lamina.protocol.hub import Target
-from lamina.protocol.leases import ArenaPlan
-from lamina.protocol.wire import pulled_pieces
 from lamina.transport.base import Arena
 
 MOST_IN_A_ROW = 4  # requests served in a row while pieces wait to be pulled

@@ -5,18 +5,18 @@ import time
 
 import msgspec
 
-from lamina.errors import ConfigError, is_out_of_memory
-from lamina.heads import HeadShards
+from lamina.control.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
+from lamina.control.sockets import ControlClient, expect
+from lamina.core.errors import ConfigError, is_out_of_memory
+from lamina.core.heads import HeadShards
+from lamina.core.types import AttentionSpec, KvElement, Polling
+from lamina.dataplane.leases import LANDING_NBYTES
+from lamina.dataplane.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
 from lamina.memory.ahead import MOST_LANES
+from lamina.memory.device import gpu_polls, reserve
 from lamina.memory.device.base import Largest
-from lamina.memory.device.select import gpu_polls, reserve
+from lamina.memory.disk_tier import Tier, open_tier
 from lamina.memory.store import KvStore
-from lamina.memory.tier import Tier, open_tier
-from lamina.protocol.control import ControlClient, expect
-from lamina.protocol.leases import LANDING_NBYTES
-from lamina.protocol.messages import USAGE_S, MemorySetup, Reserve, SlabReady, SlabUsage, Stored
-from lamina.protocol.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
-from lamina.types import AttentionSpec, KvElement, Polling
 
 
 def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lamina.errors import CapacityError
+from lamina.core.errors import CapacityError
 
 Slots = NDArray[np.int32]
 Key = TypeVar("Key", bound=Hashable)

@@ -6,15 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from lamina.heads import HeadShards
-from lamina.kernels.merge import merge
-from lamina.memory.appends import appended_rows
-from lamina.memory.device.base import Array, Floats, New, Pairs, Table
-from lamina.memory.device.select import make
-from lamina.memory.holdings import Holdings
-from lamina.memory.starts import brought
-from lamina.memory.tables import Attended, Further, StepTables
-from lamina.protocol.wire import (
+from lamina.core.heads import HeadShards
+from lamina.core.steps import StepPlan
+from lamina.core.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Polling
+from lamina.dataplane.wire import (
     MessageRows,
     Piece,
     SegmentRows,
@@ -25,8 +20,11 @@ from lamina.protocol.wire import (
     read_kept,
     read_queries,
 )
-from lamina.steps import StepPlan
-from lamina.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Polling
+from lamina.kernels.attention import merge
+from lamina.memory.device import make
+from lamina.memory.device.base import Array, Floats, New, Pairs, Table
+from lamina.memory.holdings import Holdings, brought
+from lamina.memory.tables import Attended, Further, StepTables, appended_rows
 
 
 class KvStore:
@@ -57,7 +55,7 @@ class KvStore:
         Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
         have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
         with a window keep no tokens that no step will attend to: a fork of a cached prefix must have all of its tokens.
-        ``polling``: see ``memory.device.select.make``.
+        ``polling``: see ``memory.device.make``.
         Raises ConfigError if the device cannot be used.
         """
         self.worker = worker

@@ -1,14 +1,28 @@
 """What the steps of a memory worker attend to, as planned."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from lamina.core.steps import StepPlan
+from lamina.dataplane.wire import MessageRows, Piece, SegmentKey, SegmentRows
 from lamina.memory.device.base import Array, Table
-from lamina.protocol.wire import MessageRows, Piece
-from lamina.steps import StepPlan
+
+
+def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[SegmentRows], SegmentKey]) -> list[int]:
+    """For each of ``rows.attends``, the row of the message's k and v that belongs to its only query; -1 if none does.
+
+    Empty unless the message is sent whole and every row of its k and v belongs to such a query: as in decode steps.
+    """
+    if len(pieces) > 1 or not rows.kept or any(tokens != 1 for _, tokens in rows.kept):
+        return []
+    places = {segment: place for place, (segment, _) in enumerate(rows.kept)}
+    own = [each.rows == 1 and each.kv_stop == each.start + 1 for each in rows.attends]
+    found = [places.pop(key(each), -1) if last else -1 for each, last in zip(rows.attends, own, strict=True)]
+    return [] if places else found
 
 
 @dataclass(frozen=True)

@@ -14,23 +14,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from lamina.errors import DeadlineError, PeerLostError, WorkerError
-from lamina.memory.ahead import Ahead
-from lamina.memory.device.select import gpu_memory
-from lamina.memory.lanes import Door, Lane, Reply
-from lamina.memory.migrations import Migrations
-from lamina.memory.pulls import MOST_IN_A_ROW, Puller
-from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
-from lamina.memory.tier import Tier
-from lamina.protocol.channel import Arrival
-from lamina.protocol.control import ControlClient
-from lamina.protocol.fence import Fence
-from lamina.protocol.hub import Target
-from lamina.protocol.leases import SLOTS, Lease
-from lamina.protocol.links import Links, Wait, set_up_links
-from lamina.protocol.messages import (
+from lamina.control.messages import (
     REPORT_S,
     Change,
     Changed,
@@ -48,11 +32,26 @@ from lamina.protocol.messages import (
     Traced,
     Working,
 )
-from lamina.protocol.newcomers import LINKING_SLICE_S, Newcomers
-from lamina.protocol.process import run_worker
-from lamina.protocol.slots import Slots
-from lamina.protocol.timeline import Timeline
-from lamina.protocol.wire import piece_nbytes
+from lamina.control.sockets import ControlClient
+from lamina.control.timeline import Timeline
+from lamina.core.errors import DeadlineError, PeerLostError, WorkerError
+from lamina.dataplane.channel import Arrival
+from lamina.dataplane.hub import Target
+from lamina.dataplane.leases import SLOTS, Lease
+from lamina.dataplane.wire import piece_nbytes
+from lamina.memory.ahead import Ahead
+from lamina.memory.device import gpu_memory
+from lamina.memory.disk_tier import Tier
+from lamina.memory.moving import Migrations
+from lamina.memory.pulls import MOST_IN_A_ROW, Puller
+from lamina.memory.served_lanes import Door, Lane, Reply
+from lamina.memory.setup import UsageReports, make_store
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
+from lamina.worker.device_slots import Slots
+from lamina.worker.fence import Fence
+from lamina.worker.links import LINKING_SLICE_S, Links, Newcomers, Wait, set_up_links
+from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may wait for the plan that says where it continues

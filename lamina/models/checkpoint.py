@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import ModelError
+from lamina.core.errors import ModelError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

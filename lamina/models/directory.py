@@ -1,5 +1,7 @@
-"""Finds and checks a Hugging Face model directory, without torch or transformers."""
+"""Finds, checks and digests a Hugging Face model directory, without torch or transformers."""
 
+import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -7,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import ModelError
+from lamina.core.errors import ModelError
 from lamina.models.checkpoint import INDEX, TensorEntry, read_checkpoint
-from lamina.models.quantised import Packed, Scheme, find_packed, part_names, scheme
+from lamina.models.quantisation.formats import Packed, Scheme, find_packed, part_names, scheme
 
 BUNDLED = Path(__file__).parent / "bundled"
 BUNDLED_NAME = "lamina-bundled"
@@ -178,3 +180,27 @@ def _no_tokenizer(path: Path) -> str:
         f"{path} has no {TOKENIZER} ({found}). Make it with transformers: "
         "AutoTokenizer.from_pretrained(SOURCE).save_pretrained(DIR)"
     )
+
+
+SAMPLE_NBYTES = 4096
+DIGEST_NBYTES = 8
+
+
+def checkpoint_digest(model: ModelDirectory) -> str:
+    """16 hex digits that depend on the configuration, on every tensor's name, type and shape, and on samples of its
+    data: 4 KiB at the beginning, in the middle and at the end.
+
+    Reading a whole checkpoint takes as long as loading it. Training changes all of a tensor, so samples tell two
+    checkpoints apart; a bit that has been flipped elsewhere is not found.
+    """
+    made = hashlib.blake2b(digest_size=DIGEST_NBYTES)
+    made.update(json.dumps(model.config, sort_keys=True).encode())
+    with contextlib.ExitStack() as stack:
+        files = {file: stack.enter_context(file.open("rb")) for file in {one.file for one in model.tensors.values()}}
+        for name, entry in sorted(model.tensors.items()):
+            made.update(repr((name, entry.dtype, entry.shape, entry.nbytes)).encode())
+            last = max(0, entry.nbytes - SAMPLE_NBYTES)
+            for offset in sorted({0, last // 2, last}):
+                files[entry.file].seek(entry.start + offset)
+                made.update(files[entry.file].read(min(SAMPLE_NBYTES, entry.nbytes)))
+    return made.hexdigest()

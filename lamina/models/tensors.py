@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lamina.errors import ModelError
+from lamina.core.errors import ModelError
+from lamina.core.types import LoadFormat
 from lamina.models.checkpoint import some
-from lamina.models.codes import DENSE, ExpertCodes, Form, Weight, plain
 from lamina.models.directory import ModelDirectory
-from lamina.models.expert_codes import arranged
-from lamina.models.stored_codes import read_codes
+from lamina.models.quantisation.codes import DENSE, ExpertCodes, Form, Weight, plain
+from lamina.models.quantisation.reading import arranged, read_codes
 from lamina.splitter.split_model import Shard, cut
-from lamina.types import LoadFormat
 
 Progress = Callable[[int, int], None]
 Read = Callable[[str], torch.Tensor]

@@ -5,10 +5,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lamina.core.errors import DeadlineError, LaminaError
+from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import OnUpdate, RequestUpdate
-from lamina.errors import DeadlineError, LaminaError
-from lamina.types import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from rich.progress import (
 )
 
 if TYPE_CHECKING:
-    from lamina.cluster.gather import OnProgress
-    from lamina.protocol.messages import LoadProgress
+    from lamina.cluster.conversations import OnProgress
+    from lamina.control.messages import LoadProgress
 
 REPORT_S = 10.0
 

@@ -15,14 +15,13 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lamina.groups import Group
-from lamina.placement.map import NOWHERE, Placement
-from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.relocation import Relocations
+from lamina.core.requests import Group
+from lamina.core.types import Client
+from lamina.kv.placement import NOWHERE, Placement
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.kv.relocation import Relocations
 from lamina.schedule.limits import Limits
-from lamina.schedule.seats import Seats
-from lamina.schedule.waiting import WaitingQueue
-from lamina.types import Client
+from lamina.schedule.waiting import Seats, WaitingQueue
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256

@@ -16,8 +16,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lamina.core.topology import Role, Topology
 from lamina.schedule.scheduler import Scheduler
-from lamina.topology import Role, Topology
 
 HIGH, LOW = 0.85, 0.6
 Bounds = tuple[int, int]

@@ -1,16 +1,74 @@
-"""Follows a policy: looks at the memory workers now and then, and moves what it wishes within the bound. Pure.
-
-What it learns of how fast they read also says where new requests go (``Placement.token_s``).
-"""
+"""Which KV moves: what a policy wishes, and all KV of workers that leave. Pure."""
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from lamina.groups import Group
-from lamina.placement.balance import Held, Load, Policy, View, Wish
-from lamina.placement.map import AHEAD, Placement
+from lamina.core.requests import Group
+from lamina.core.segments import by_worker, holding
+from lamina.kv.placement import AHEAD, LEAST_SEGMENT, Placement
+from lamina.kv.policies import Held, Load, Policy, View, Wish
+from lamina.kv.relocation import Relocations
+from lamina.schedule.growth import Growth
+from lamina.schedule.lane import Lane
 from lamina.schedule.moves import Moves
-from lamina.segments import by_worker
+
+CHEAP = 32  # tokens that are computed again rather than moved: they hardly lengthen a step
+
+
+class Draining:
+    """Empties the closed workers of a placement."""
+
+    def __init__(
+        self,
+        placement: Placement,
+        relocations: Relocations,
+        moves: Moves,
+        growth: Growth,
+        drop: Callable[[Group], None],
+    ) -> None:
+        """``drop`` gives up the KV of a request, which is then admitted elsewhere."""
+        self._placement = placement
+        self._relocations = relocations
+        self._moves = moves
+        self._growth = growth
+        self._drop = drop
+
+    def follow(self, lane: Lane) -> None:
+        """Begin what can begin with the plan that is being made for a lane."""
+        for worker in sorted(self._placement.closed):
+            for group, freed in self._relocations.holders(worker).items():
+                if not self._relocations.is_moving(group) and not self._moves.touches(group):
+                    self._send_away(group, worker, freed)
+            self._growth.leave(lane, worker)
+
+    def _send_away(self, group: Group, worker: str, freed: int) -> None:
+        """Move a request's next range off a worker, or drop the request. ``freed``: what only it has there."""
+        movable = self._placement.moves and not group.searches and worker not in self._placement.local
+        if not movable or group.computed <= CHEAP:
+            self._drop(group)
+            return
+        part = self._moves.movable(group, worker)
+        if part is None:
+            return
+        tokens = part.stop - part.start
+        targets = self._targets(max(freed, tokens))
+        if not targets:
+            self._drop(group)
+        elif part.completion is None or holding(part.completion.segments, part.start).tokens[1] == part.stop:
+            grows = group.alive[0].worker
+            target = grows if targets.get(grows, 0) >= tokens else next(iter(targets))
+            self._moves.try_move(group, worker, target, min(tokens, targets[target]))
+        # Else it grows there until its lane's next plan, or steps in flight have yet to write the last tokens.
+
+    def _targets(self, tokens: int) -> dict[str, int]:
+        """The room of workers that together hold so many more tokens, most first; empty if there are none."""
+        rooms = {
+            worker: room
+            for worker, room in self._placement.by_room().items()
+            if room >= min(tokens, LEAST_SEGMENT) and worker not in self._placement.local
+        }
+        return rooms if sum(rooms.values()) >= tokens else {}
+
 
 LOOK_STEPS = 32  # completed steps between two looks at all requests
 BACK_STEPS = 256  # for so long, no tokens of a request go back where some of it came from

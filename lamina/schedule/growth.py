@@ -14,7 +14,7 @@ so does every request:
 Others may be dropped again and again, but each time the earliest has come closer to its end; and as a dropped request
 keeps its place in the order of arrival, it is the earliest sooner or later.
 
-Workers that leave (``lamina.schedule.draining``) change none of this. Nothing is placed, grows or moves onto a closed
+Workers that leave (``lamina.schedule.balancing``) change none of this. Nothing is placed, grows or moves onto a closed
 worker, so each of them drops a request at most once, the earliest too, and each range leaves it once. Ranges move only
 to slots that the sequences there do not need for the next ``AHEAD`` tokens, as in 1. No worker leaves if the others
 could not hold every request; if some of those are lost too, requests that are too long for the rest end in an error.
@@ -22,13 +22,13 @@ could not hold every request; if some of those are lost too, requests that are t
 
 from collections.abc import Callable, Sequence
 
-from lamina.groups import Completion, Group
-from lamina.placement.map import AHEAD, Placement
-from lamina.placement.recovery import Policy, victims
-from lamina.placement.relocation import Relocations
+from lamina.core.requests import Completion, Group
+from lamina.core.segments import grown, holding
+from lamina.core.types import Segment
+from lamina.kv.placement import AHEAD, Placement
+from lamina.kv.preemption import Policy, victims
+from lamina.kv.relocation import Relocations
 from lamina.schedule.lane import Lane
-from lamina.segments import grown, holding
-from lamina.types import Segment
 
 
 class Growth:

@@ -1,18 +1,19 @@
-"""The requests of one lane: what its next step runs, and what becomes of steps that will not complete. Pure."""
+"""The requests of one lane: what its next step runs, and what an epoch's end leaves of it. Pure."""
 
 import collections
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lamina.groups import Completion, Group, Owner
-from lamina.placement.map import Placement
-from lamina.schedule.batch import DecodeBatch
-from lamina.schedule.chunks import PromptBatch
+from lamina.core.requests import Completion, Group, Owner
+from lamina.core.segments import forked
+from lamina.core.steps import DecodeRows, Fork, SequenceStep, StepPlan
+from lamina.core.types import Segment
+from lamina.kv.placement import Placement
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.schedule.batches import DecodeBatch, PromptBatch
 from lamina.schedule.pace import Pace
-from lamina.schedule.seats import Seats
-from lamina.segments import forked
-from lamina.steps import DecodeRows, Fork, SequenceStep, StepPlan
-from lamina.types import Segment
+from lamina.schedule.waiting import Seats
 
 
 @dataclass(eq=False, slots=True)
@@ -304,3 +305,38 @@ def deal_again(
             own.prompts_run.append(group)
     for owner in ending:  # a request's lane releases the sequence that it may still fork from
         lanes[owner[0].lane].ending.append(owner)
+
+
+@dataclass(frozen=True)
+class Remains:
+    """What memory workers keep of the requests. Compute workers keep nothing.
+
+    Attributes:
+        kept: by memory worker and sequence: tokens whose KV steps have completed. All other KV is forgotten.
+        dropped: requests that have lost their KV. recomputed: tokens of these that are computed again.
+        on_trial: workers died while they ran requests that were tried again after an earlier death.
+        poison: the request that makes workers die, if this loss proves one.
+    """
+
+    kept: dict[str, dict[int, int]]
+    dropped: int = 0
+    recomputed: int = 0
+    on_trial: bool = False
+    poison: str | None = None
+
+
+def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -> dict[str, dict[int, int]]:
+    """By memory worker and sequence: the tokens that stay when no step is in flight."""
+    kept: dict[str, dict[int, int]] = {worker: {} for worker in workers}
+    for group in (group for own in lanes for group in own.running if group not in own.dealt):
+        completions = group.alive if group.forked else group.completions[:1]
+        for completion in completions:
+            for segment in completion.segments:
+                kept[segment.worker][completion.sequence] = group.kept(completion)
+    for group, completion in itertools.chain.from_iterable(own.ending for own in lanes):
+        if length := prefixes.keepable(group, completion):
+            for segment in completion.segments:
+                kept[segment.worker][completion.sequence] = length
+    for worker in kept:
+        kept[worker] |= prefixes.sequences(worker)
+    return kept

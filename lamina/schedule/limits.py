@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from lamina.errors import RequestError
-from lamina.placement.map import Placement
-from lamina.types import SamplingParams
+from lamina.core.errors import RequestError
+from lamina.core.types import SamplingParams
+from lamina.kv.placement import Placement
 
 
 @dataclass(frozen=True)

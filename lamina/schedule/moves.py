@@ -16,16 +16,15 @@ what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from lamina.groups import Completion, Group
-from lamina.placement.map import AHEAD, Placement
-from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.prefix_node import Node
-from lamina.placement.prefix_tree import PrefixTree
-from lamina.placement.relocation import Relocations
+from lamina.core.requests import Completion, Group
+from lamina.core.segments import moved
+from lamina.core.steps import Migration, Switch
+from lamina.core.types import Segment
+from lamina.kv.placement import AHEAD, Placement
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.kv.prefix_tree import Node, PrefixTree
+from lamina.kv.relocation import Relocations
 from lamina.schedule.lane import Lane
-from lamina.segments import moved
-from lamina.steps import Migration, Switch
-from lamina.types import Segment
 
 TOKENS_PER_STEP = 16  # on average: moves of so many cost decoding nothing (Infinite-LLM, Figure 12)
 MOST_TOKENS = 256  # of one move: smaller ones pay the protocol more often, larger ones hold two copies for longer
@@ -213,7 +212,7 @@ class Moves:
     def arrive(self, number: int) -> bool:
         """All tokens of a migration are at their target. False if there is nothing to plan for it: it was cancelled.
 
-        A sequence that moves as a whole pauses (``lamina.placement.relocation``).
+        A sequence that moves as a whole pauses (``lamina.kv.relocation``).
         """
         if number in self._moves:
             self._moves[number].arrived = True

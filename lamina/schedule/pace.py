@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from lamina.schedule.chunks import PromptBatch
-from lamina.steps import StepPlan
+from lamina.core.steps import StepPlan
+from lamina.schedule.batches import PromptBatch
 
 FIRST = 32  # tokens, while nothing is known
 LEAST = 4  # tokens: prompts get on, however little time is left

@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from lamina.pipeline import Pipeline
-from lamina.segments import for_sequence, forked, grown, moved
-from lamina.steps import Admission, DecodeRows, Fork, StepPlan, Switch
-from lamina.topology import Topology
-from lamina.types import Segment
+from lamina.core.pipeline import Pipeline
+from lamina.core.segments import for_sequence, forked, grown, moved
+from lamina.core.steps import Admission, DecodeRows, Fork, StepPlan, Switch
+from lamina.core.topology import Topology
+from lamina.core.types import Segment
 
 RELEASE_S = 0.05  # how long a worker may wait to be told of released sequences, while others have steps to run
 

@@ -16,35 +16,33 @@ that is still being drawn. If a sequence has ended, its row is discarded.
 and without moving what it has, where its segment is as long as one may be or its worker runs out of slots.
 
 If no memory worker has had room for a request for long, although all together have, sequences move, one at a time,
-with a short pause (``lamina.placement.relocation``). Ranges that grow no more need none (``lamina.schedule.moves``).
+with a short pause (``lamina.kv.relocation``). Ranges that grow no more need none (``lamina.schedule.moves``).
 """
 
 import itertools
 from collections.abc import Iterator, Mapping
 
-from lamina.errors import RequestError
-from lamina.groups import Completion, Drawn, Group, Owner
-from lamina.placement.map import Placement
-from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.recovery import Policy, again, latest, resumed
-from lamina.placement.relocation import Relocations
-from lamina.placement.spill import Disks
+from lamina.core.errors import RequestError
+from lamina.core.requests import Completion, Drawn, Group, Owner
+from lamina.core.steps import Admission, DecodeRows, StepPlan
+from lamina.core.topology import Topology
+from lamina.core.types import Request, SamplingParams
+from lamina.kv.disk import Disks
+from lamina.kv.placement import Placement
+from lamina.kv.preemption import Policy, again, latest, resumed
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.kv.relocation import Relocations
 from lamina.schedule.admission import Admissions, giving
-from lamina.schedule.beams import Beams
-from lamina.schedule.draining import Draining
+from lamina.schedule.balancing import Draining
+from lamina.schedule.beam_search import Beams
 from lamina.schedule.growth import Growth
-from lamina.schedule.holding import Holding
-from lamina.schedule.lane import Lane, Planned, deal_again
+from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
 from lamina.schedule.pace import Pace
 from lamina.schedule.readiness import Readiness
-from lamina.schedule.remains import Remains, kept
-from lamina.schedule.seats import Seats
-from lamina.schedule.suspects import Hold
-from lamina.steps import Admission, DecodeRows, StepPlan
-from lamina.topology import Topology
-from lamina.types import Request, SamplingParams
+from lamina.schedule.suspects import Hold, Holding
+from lamina.schedule.waiting import Seats
 
 
 class Scheduler:

@@ -1,25 +1,60 @@
 """One round of decisions: answers in, plans out. Pure; the engine and the simulator drive the same object."""
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Mapping
 
-from lamina.groups import Owner
-from lamina.pipeline import Pipeline
-from lamina.placement.balance import POLICIES
-from lamina.placement.map import Placement
-from lamina.placement.recovery import Policy, latest
-from lamina.protocol.messages import StepDone
-from lamina.schedule.answers import Answers
+from lamina.control.messages import StepDone
+from lamina.core.pipeline import Pipeline
+from lamina.core.requests import Owner
+from lamina.core.steps import StepPlan
+from lamina.core.topology import Topology
+from lamina.core.types import Balance
+from lamina.kv.placement import Placement
+from lamina.kv.policies import POLICIES
+from lamina.kv.preemption import Policy, latest
 from lamina.schedule.balancing import Balancing
-from lamina.schedule.lanes import chooser
+from lamina.schedule.lane import Remains
+from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import Pace
-from lamina.schedule.remains import Remains
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
-from lamina.steps import StepPlan
-from lamina.topology import Topology
-from lamina.types import Balance
+
+
+class Answers:
+    """Steps that have not been answered yet, and answers that arrived early.
+
+    Consecutive steps of a lane may end on different replicas, so an answer may overtake the one to the step before,
+    whose tokens come first.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[int, collections.deque[int]] = {}  # steps with sequences, by lane
+        self._early: dict[int, StepDone] = {}
+
+    def expect(self, plan: StepPlan) -> None:
+        """A step is about to be sent to its workers."""
+        if plan.runs:
+            self._awaited.setdefault(plan.lane, collections.deque()).append(plan.step)
+
+    def take(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
+        """The answers of this lane that are usable now that ``done`` has come for ``plan``, in the order of its steps.
+
+        A step without sequences neither waits for others nor makes others wait.
+        """
+        if not plan.runs:
+            return [done]
+        awaited = self._awaited[plan.lane]
+        if not self._early and awaited[0] == done.step:  # nearly always
+            awaited.popleft()
+            return [done]
+        self._early[done.step] = done
+        ready = []
+        while awaited and awaited[0] in self._early:
+            ready.append(self._early.pop(awaited.popleft()))
+        return ready
+
 
 DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
 

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.engine.remote import RemoteEngine
-from lamina.errors import EngineDeadError, UserError
+from lamina.control.frontend_messages import ALIVE, ALIVE_S, ENGINE_STOPPED, READY, FrontendBootstrap
+from lamina.core.errors import EngineDeadError, UserError
+from lamina.engine.remote_engine import RemoteEngine
 from lamina.models.directory import find
-from lamina.models.tokenizer import Tokenizer
 from lamina.output import start_logging
-from lamina.protocol.frontends import ALIVE, ALIVE_S, ENGINE_STOPPED, READY, FrontendBootstrap
 from lamina.serve.server import serve_in_loop
+from lamina.text.tokenizer import Tokenizer
 
 
 def main() -> None:

@@ -14,10 +14,10 @@ from starlette.background import BackgroundTask
 from starlette.responses import JSONResponse, Response
 
 from lamina.cluster.pool import parse_change
-from lamina.engine.runtime import Runtime
-from lamina.env import environment
-from lamina.errors import EngineDeadError, LaminaError, UserError
-from lamina.serve.errors import APIError, first_line
+from lamina.config.environment import environment
+from lamina.core.errors import EngineDeadError, LaminaError, UserError
+from lamina.engine.streams import Runtime
+from lamina.serve.http_errors import APIError, first_line
 
 log = logging.getLogger(__name__)
 

@@ -3,26 +3,54 @@
 import asyncio
 import functools
 import time
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import lamina
-from lamina.engine.runtime import Runtime
-from lamina.frontend.prompts import chat_prompt, encode_prompt
+from lamina.core.types import SamplingParams
+from lamina.engine.stats import EngineStats, imbalance
+from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
-from lamina.serve import admin, errors
-from lamina.serve.errors import APIError, first_line
-from lamina.serve.fields import IgnoredLog
+from lamina.serve import admin, http_errors
 from lamina.serve.generation import Form, check_model, respond
+from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
-from lamina.serve.interface import CHAT_PATH, COMPLETIONS_PATH, interface
-from lamina.serve.logs import RequestLog
-from lamina.serve.placement import placement_of
-from lamina.serve.protocol import ChatRequest, CompletionRequest, parse
+from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
+from lamina.serve.request_bodies import ChatRequest, CompletionRequest, IgnoredLog, parse
+from lamina.serve.request_log import RequestLog
 from lamina.serve.responses import chat_choice, completion_choice
-from lamina.types import SamplingParams
+from lamina.text.prompts import chat_prompt, encode_prompt
+
+
+def placement_of(stats: EngineStats) -> dict[str, Any]:
+    """The placement of KV as JSON. Counts are in tokens, which are slots, but for ``moved_bytes``."""
+    placement = stats.placement
+    return {
+        "workers": {
+            worker: {
+                "capacity": memory.capacity,
+                "used": memory.used,
+                "cached": memory.cached,
+                "moved_bytes": placement.moved.get(worker, 0),
+                "largest_requests": dict(placement.held.get(worker, {})),
+            }
+            for worker, memory in stats.memory.items()
+        },
+        "imbalance": round(imbalance(stats.memory), 3),
+        "moves": {
+            "in_progress": [
+                {"source": source, "target": target, "tokens": tokens} for source, target, tokens in placement.moving
+            ],
+            "completed": placement.moves,
+            "refused": placement.refused,
+            "cancelled": placement.cancelled,
+        },
+        "prefix_cache": {"queried": stats.prefix_queries, "hit": stats.prefix_hits},
+    }
+
 
 COMPLETION = Form("text_completion", "text_completion", "cmpl", completion_choice, completion_choice, None)
 CHAT = Form(
@@ -40,7 +68,7 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     ``POST /admin/stop``; None: it cannot be stopped so."""
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
-    errors.install(app)
+    http_errors.install(app)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
     started = int(time.time())
     intake = Intake()

@@ -21,9 +21,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from lamina.errors import ConfigError
-from lamina.serve.errors import APIError
-from lamina.serve.logs import REQUEST_ID
+from lamina.core.errors import ConfigError
+from lamina.serve.http_errors import APIError
+from lamina.serve.request_log import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 

@@ -14,16 +14,15 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
-from lamina.engine.runtime import Runtime
-from lamina.engine.streams import AsyncOutputs
+from lamina.core.errors import LaminaError
+from lamina.core.types import Client, SamplingParams
+from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
-from lamina.errors import LaminaError
-from lamina.observe.traffic import Timing, Traffic
-from lamina.serve import fields
-from lamina.serve.errors import APIError, as_api_error, first_line
-from lamina.serve.protocol import GenerationRequest
+from lamina.observe.metrics import Timing, Traffic
+from lamina.serve import request_bodies
+from lamina.serve.http_errors import APIError, as_api_error, first_line
+from lamina.serve.request_bodies import GenerationRequest
 from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, envelope
-from lamina.types import Client, SamplingParams
 
 MOST_UNREAD = 65536
 """Tokens of a stream that are buffered for a client that does not read; about 300 bytes each with 20 logprobs."""
@@ -181,7 +180,7 @@ async def respond(
     generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo), timing, lengths)
     request.state.figures = generation.figures
     response = generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
-    response.headers.update(fields.ignored_header(body.ignored))
+    response.headers.update(request_bodies.ignored_header(body.ignored))
     return response
 
 

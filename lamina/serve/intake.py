@@ -8,7 +8,7 @@ from typing import TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lamina.serve.errors import RETRY_AFTER_S, APIError
+from lamina.serve.http_errors import RETRY_AFTER_S, APIError
 
 SMALL = 16 * 1024
 """Bodies up to this many bytes never wait for larger ones and do not count towards the bytes in progress."""

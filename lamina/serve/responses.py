@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lamina.core.types import Logprob
 from lamina.engine.updates import RequestUpdate
-from lamina.frontend.logprobs import named
-from lamina.models.tokenizer import Tokenizer
-from lamina.types import Logprob
+from lamina.text.logprobs import named
+from lamina.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 

@@ -13,13 +13,13 @@ from types import FrameType
 
 import uvicorn
 
-from lamina.engine.runtime import Runtime
-from lamina.errors import ConfigError, EngineDeadError
+from lamina.core.errors import ConfigError, EngineDeadError
+from lamina.engine.streams import Runtime
 from lamina.serve.app import create_app
 from lamina.serve.connections import Connection, Connections, accept, connection_limit, raise_file_limit
 from lamina.serve.connections import logger as connections_logger
-from lamina.serve.errors import first_line
-from lamina.serve.logs import OncePer
+from lamina.serve.http_errors import first_line
+from lamina.serve.request_log import OncePer
 
 log = logging.getLogger(__name__)
 

@@ -23,13 +23,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from lamina import errors
 from lamina.cluster.launchers.local import LocalWorkers, describe_exit
-from lamina.config import EngineConfig
-from lamina.engine.restarts import Restarts
-from lamina.errors import EngineDeadError, LaminaError, TransportError, UserError
-from lamina.protocol.secret import Secret, configured, new
-from lamina.protocol.supervision import (
+from lamina.config.engine_config import EngineConfig
+from lamina.control.liveness import Restarts
+from lamina.control.secret import Secret, configured, new
+from lamina.control.supervisor_messages import (
     Beat,
     Close,
     CloseWorkers,
@@ -49,7 +47,9 @@ from lamina.protocol.supervision import (
     receive_from_engine,
     send,
 )
-from lamina.serve.signals import collected
+from lamina.core import errors
+from lamina.core.errors import EngineDeadError, LaminaError, TransportError, UserError
+from lamina.serve.frontend_processes import collected
 from lamina.transport.listener import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -156,7 +156,7 @@ class Supervisor:
         ours, theirs = multiprocessing.Pipe()
         with theirs:
             engine = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lamina.serve.engine", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "lamina.serve.engine_process", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), self._listener.fileno()],

@@ -1,5 +1,5 @@
 // lamina._native: rms_norm, rotate, gate, largest, draw. They take addresses and sizes as integers, because
-// checking arrays would cost more than the work on few rows: lamina.lowering.elementwise, their one caller,
+// checking arrays would cost more than the work on few rows: lamina.lowering.native_operators, their one caller,
 // guarantees them.
 #include "lamina/elementwise.h"
 

@@ -1,4 +1,4 @@
-// lamina._native: Program. Weights and matrices are given by address; lamina.lowering.program, its one
+// lamina._native: Program. Weights and matrices are given by address; lamina.lowering.native_program, its one
 // caller, guarantees them.
 #include "lamina/program.h"
 

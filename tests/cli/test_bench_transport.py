@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.cli.commands import run_here
+from tests.support.commands import run_here
 
 LAMINA = [sys.executable, "-m", "lamina", "bench", "transport"]
 QUICK = ["--sizes", "64,5000", "--seconds", "0.01"]

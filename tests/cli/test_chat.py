@@ -9,10 +9,10 @@ import pytest
 
 from lamina.cli.chat import HELP, Conversation, _Local
 from lamina.cli.remote_chat import Server
-from lamina.errors import ConfigError, EngineDeadError, RequestError, TransportError
-from lamina.types import CompletionOutput, RequestOutput, SamplingParams
-from tests.cli.commands import assert_refused, run_here
+from lamina.core.errors import ConfigError, EngineDeadError, RequestError, TransportError
+from lamina.core.types import CompletionOutput, RequestOutput, SamplingParams
 from tests.serve.conftest import serve
+from tests.support.commands import assert_refused, run_here
 
 
 class FakeTokenizer:

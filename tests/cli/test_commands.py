@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import assert_refused, run, run_here
+from tests.support.commands import assert_refused, run, run_here
 
 
 @pytest.mark.parametrize(

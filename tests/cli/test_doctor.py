@@ -9,9 +9,9 @@ import pytest
 
 from lamina.cli import doctor_network
 from lamina.cli.doctor import _cpu, examine
-from lamina.cli.findings import Status
-from lamina.transport.rdma.devices import Gid, Port
-from tests.cli.commands import run
+from lamina.cli.doctor_network import Status
+from lamina.transport.rdma.ports import Gid, Port
+from tests.support.commands import run
 
 
 def test_doctor_reports_and_exits_by_what_it_found() -> None:

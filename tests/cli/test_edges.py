@@ -20,14 +20,14 @@ from typer.testing import CliRunner
 from lamina.cli import app, bench_transport, options
 from lamina.cli.bench import verdict
 from lamina.cluster import pool
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError, ModelError, TransportError
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import LoadProgress
+from lamina.core.errors import ConfigError, ModelError, TransportError
+from lamina.core.types import SamplingParams
 from lamina.models.directory import BUNDLED
 from lamina.observe import progress
-from lamina.observe.trace import Share
-from lamina.plan import hardware
-from lamina.protocol.messages import LoadProgress
-from lamina.types import SamplingParams
+from lamina.observe.step_trace import Share
+from lamina.planning.plan import hardware
 
 LAMINA = [sys.executable, "-m", "lamina"]
 RUN_S = 120.0

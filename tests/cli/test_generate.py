@@ -12,8 +12,8 @@ import pytest
 
 from lamina.cli.console import output, print_text
 from lamina.cli.generate import _standard_input
-from lamina.errors import RequestError
-from tests.cli.commands import END_S, LAMINA, assert_refused, run, run_here
+from lamina.core.errors import RequestError
+from tests.support.commands import END_S, LAMINA, assert_refused, run, run_here
 
 
 def test_generate_prints_texts_speed_and_where_the_kv_lived() -> None:

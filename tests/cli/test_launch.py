@@ -15,8 +15,8 @@ import pytest
 
 from lamina.cli.console import notes
 from lamina.cli.launch import _invite
-from lamina.config import EngineConfig
-from tests.cli.commands import END_S, RUN_S, Server, assert_refused, run, run_here, start
+from lamina.config.engine_config import EngineConfig
+from tests.support.commands import END_S, RUN_S, Server, assert_refused, run, run_here, start
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ import httpx
 import psutil
 import pytest
 
-from lamina.protocol.liveness import LOST_S
-from tests.cli.commands import END_S, LAMINA, RUN_S, Server, assert_refused, run, start
+from lamina.control.liveness import LOST_S
+from tests.support.commands import END_S, LAMINA, RUN_S, Server, assert_refused, run, start
 
 
 def ask_for_long_answers(running: Server, completions: int = 8) -> tuple[list[threading.Thread], list[httpx.Response]]:
@@ -189,7 +189,9 @@ def test_an_engine_that_is_killed_while_it_loads_is_named() -> None:
     deadline, engines = time.monotonic() + RUN_S, list[psutil.Process]()
     while not engines:
         assert time.monotonic() < deadline
-        engines = [one for one in psutil.Process(process.pid).children() if "lamina.serve.engine" in one.cmdline()]
+        engines = [
+            one for one in psutil.Process(process.pid).children() if "lamina.serve.engine_process" in one.cmdline()
+        ]
     engines[0].kill()
     said = process.communicate(timeout=END_S)[1]
     assert process.returncode == 1

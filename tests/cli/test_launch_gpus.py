@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lamina.compute.preparation import prepare
+from lamina.core.types import DType
 from lamina.lowering import Target
 from lamina.models import directory
-from lamina.models.tokenizer import Tokenizer
 from lamina.splitter.parts import Rank
-from lamina.types import DType
-from tests.cli.commands import END_S, RUN_S, assert_refused, run_here, start
-from tests.random_models import greedy
+from lamina.text.tokenizer import Tokenizer
 from tests.runtime.test_parity import check_greedy
+from tests.support.commands import END_S, RUN_S, assert_refused, run_here, start
+from tests.support.random_models import greedy
 
 PROMPT = "x ="
 TOKENS = 2

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from lamina.cli import app
 from lamina.cli.options import engine_options
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
-from lamina.types import DType, DTypeName
-from tests.cli.commands import run_here
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import DType, DTypeName
+from tests.support.commands import run_here
 
 GIVEN: dict[str, Any] = {
     "model": "M",

@@ -12,7 +12,7 @@ from transformers import GPTJConfig
 from typer.testing import CliRunner
 
 from lamina.cli.split import split as command
-from lamina.errors import ModelError, UnsupportedModelError
+from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.splitter import SplitModel, split
 from lamina.splitter.draw import svg
 

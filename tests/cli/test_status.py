@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from lamina.cli import status
-from lamina.errors import ConfigError
-from lamina.serve.placement import placement_of
-from tests.serve.scripted import FakeEngine
+from lamina.core.errors import ConfigError
+from lamina.serve.app import placement_of
+from tests.support.scripted_engine import FakeEngine
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from lamina.cli import status, ways
+from lamina.cli import plan_ways, status
 from lamina.cli.console import print_table
-from tests.cli.commands import LAMINA, RUN_S, run_here
+from tests.support.commands import LAMINA, RUN_S, run_here
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 MEASUREMENTS = Path(__file__).parents[2] / "bench" / "cost" / "measurements"
@@ -97,7 +97,7 @@ def test_a_plan_with_the_longest_figures_is_a_table_of_80_columns() -> None:
     way = "a100-80g:8 + rx7900xtx:12 memory, 2 x TP4, 4 rotating lanes, KV in parts of 16384"
     rates = ("1234.56", "100.32 s", "100.02 s", "1580 ms", "141720")
     figures = (*rates, "1103.40", "1110.81", "1102.47", "100% 100%", "1119.80 (+120%)")
-    printed = shown(ways.table_of([(way, *figures)] * 2, "title", "caption", narrow=True), 80)
+    printed = shown(plan_ways.table_of([(way, *figures)] * 2, "title", "caption", narrow=True), 80)
     lines = [line for line in printed.splitlines() if "1234.56" in line]
     assert len(lines) == 2 and all("1580 ms" in line and "1119.80" in line for line in lines)
     assert max(map(len, printed.splitlines())) <= 80

@@ -4,13 +4,13 @@ from typing import Any, cast
 
 import pytest
 
-from lamina.cluster.gather import Gather, converse
+from lamina.cluster.conversations import Gather, converse
 from lamina.cluster.linking import SlotSizes, link
-from lamina.errors import TransportError, UnreachableError
-from lamina.protocol.choice import Choice, Offer, Transport
-from lamina.protocol.control import ControlServer
-from lamina.protocol.leases import Lease
-from lamina.protocol.messages import Grant, Granted, Link, Linked, Way
+from lamina.control.messages import Grant, Granted, Link, Linked, Way
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import TransportError, UnreachableError
+from lamina.dataplane.leases import Lease
+from lamina.dataplane.transport_choice import Choice, Offer, Transport
 
 SHM, RDMA, TCP = Transport.SHM, Transport.RDMA, Transport.TCP
 PAIRS = [("compute0", "memory0"), ("compute0", "memory1")]

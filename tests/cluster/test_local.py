@@ -12,8 +12,8 @@ import pytest
 
 from lamina.cluster.launchers import local
 from lamina.cluster.launchers.local import LocalWorkers, describe_exit, start_process
-from lamina.errors import ConfigError
-from lamina.protocol.control import Bootstrap
+from lamina.control.sockets import Bootstrap
+from lamina.core.errors import ConfigError
 
 MORE_THAN_A_PIPE_HOLDS = bytes(1 << 20)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pynvml
 import pytest
 
-from lamina.cli.doctor_topology import lines
+from lamina.cli.doctor import lines
 from lamina.cluster.locality import Way, core_list, find, near_cores
 from lamina.kernels.gpu.device import Gpu, reach
 

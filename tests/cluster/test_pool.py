@@ -16,7 +16,7 @@ from lamina.cluster.pool import (
     parse,
     parse_bounds,
 )
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 
 KINDS = ["cpu", *GPUS]
 NO_GPU = Devices(cores=2, ram_bytes=23 * 2**30)

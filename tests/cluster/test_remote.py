@@ -9,14 +9,14 @@ import pytest
 import zmq
 
 from lamina.cluster.launchers import remote
+from lamina.cluster.launchers.agent import Keys, keys_of
 from lamina.cluster.launchers.remote import RemoteWorkers
-from lamina.cluster.launchers.supervisor import Keys, keys_of
-from lamina.errors import TransportError
-from lamina.protocol.control import ENGINE, Bootstrap
-from lamina.protocol.recruiting import Apply, Appointed, Refused, ToOffice, ToSupervisor
-from lamina.protocol.secret import new
+from lamina.control.agent_messages import Apply, Appointed, Refused, ToOffice, ToSupervisor
+from lamina.control.secret import new
+from lamina.control.sockets import ENGINE, Bootstrap
+from lamina.core.errors import TransportError
+from lamina.core.version import __version__
 from lamina.transport.listener import LOOPBACK
-from lamina.version import __version__
 
 NAMES = ["memory0", "memory1", "memory2"]
 FOR_EVER = 1e6

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cluster.sharing import limits, mps_runs
-from lamina.topology import Role
+from lamina.cluster.launchers.local import limits, mps_runs
+from lamina.core.topology import Role
 
 LIMIT = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60"}
 

@@ -6,12 +6,12 @@ from unittest.mock import Mock
 import pytest
 
 from lamina.cluster import bringup, sizing
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import Hello, Resources
+from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import Role
 from lamina.models import directory
-from lamina.pipeline import Pipeline
-from lamina.protocol.messages import Hello, Resources
-from lamina.topology import Role
 from lamina.transport.endpoint import OWN_CORES_SPIN_S, SPIN_S, spin_s
 
 ONE = Pipeline(1, 1)

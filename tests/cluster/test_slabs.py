@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from lamina.cluster.slabs import Rows, SlabSize, slab_size
+from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
 from lamina.schedule.limits import Limits
-from lamina.types import AttentionSpec, KvElement
 
 LIMITS = Limits(max_sequences=8, max_num_batched_tokens=64, max_model_len=4096)
 

@@ -6,15 +6,15 @@ import threading
 
 import pytest
 
-from lamina.cluster.launchers import supervisor
+from lamina.cluster.launchers import agent
+from lamina.cluster.launchers.agent import Place, Supervisor, keys_of
 from lamina.cluster.launchers.remote import RemoteWorkers
-from lamina.cluster.launchers.supervisor import Place, Supervisor, keys_of
-from lamina.errors import ConfigError
-from lamina.protocol.control import ENGINE
-from lamina.protocol.recruiting import Apply
-from lamina.protocol.secret import new
+from lamina.control.agent_messages import Apply
+from lamina.control.secret import new
+from lamina.control.sockets import ENGINE
+from lamina.core.errors import ConfigError
+from lamina.core.version import __version__
 from lamina.transport.listener import LOOPBACK
-from lamina.version import __version__
 
 ABOUT = Apply(__version__, "memory", "cpu", "another host", "far")
 
@@ -22,9 +22,9 @@ ABOUT = Apply(__version__, "memory", "cpu", "another host", "far")
 def test_a_port_where_nobody_listens_is_told_long_before_the_wait_ends(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "SILENT_S", 0.0)
-    monkeypatch.setattr(supervisor, "REACH_S", 0.6)
-    monkeypatch.setattr(supervisor, "RETRY_S", 0.1)
+    monkeypatch.setattr(agent, "SILENT_S", 0.0)
+    monkeypatch.setattr(agent, "REACH_S", 0.6)
+    monkeypatch.setattr(agent, "RETRY_S", 0.1)
     with socket.create_server((LOOPBACK, 0)) as closed:
         port = closed.getsockname()[1]
     with pytest.raises(ConfigError, match="nothing has listened"):
@@ -36,8 +36,8 @@ def test_a_port_where_nobody_listens_is_told_long_before_the_wait_ends(
 def test_a_worker_without_a_place_says_that_it_waits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(supervisor, "SILENT_S", 0.0)
-    monkeypatch.setattr(supervisor, "TURN_S", 0.02)
+    monkeypatch.setattr(agent, "SILENT_S", 0.0)
+    monkeypatch.setattr(agent, "TURN_S", 0.02)
     told = threading.Event()
 
     class Telling(logging.Handler):
@@ -45,7 +45,7 @@ def test_a_worker_without_a_place_says_that_it_waits(
             told.set()
 
     handler = Telling(logging.WARNING)
-    supervisor.log.addHandler(handler)
+    agent.log.addHandler(handler)
     secret = new()
     workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
     waiting = Supervisor((LOOPBACK, workers.port), keys_of(secret), ABOUT, Place())
@@ -57,6 +57,6 @@ def test_a_worker_without_a_place_says_that_it_waits(
         running.join(30)
         assert not running.is_alive()
     finally:
-        supervisor.log.removeHandler(handler)
+        agent.log.removeHandler(handler)
         workers.close()
     assert "has no place for this worker yet" in caplog.text

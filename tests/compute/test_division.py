@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.compute.division import divide
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 
 slices = st.lists(
     st.dictionaries(st.sampled_from("abcdefgh"), st.just(0), min_size=1, max_size=3), min_size=1, max_size=8

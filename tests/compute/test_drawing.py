@@ -9,7 +9,7 @@ from lamina import _native
 from lamina.compute import drawing
 from lamina.kernels.gpu.specialize import draw_program
 from tests.compute.noise import gumbel, splitmix64
-from tests.kernels.device import BACKEND, give, take
+from tests.support.gpu_device import BACKEND, give, take
 
 ROWS = 24
 

@@ -19,32 +19,27 @@ from lamina.compute.device.base import Carrier
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.exchange import StepExchange
-from lamina.compute.links import Mail
+from lamina.compute.mail import Mail
 from lamina.compute.runner import NativeRunner
-from lamina.errors import DeadlineError, PlacementError
-from lamina.heads import HeadShards
-from lamina.kernels import reference
+from lamina.core.errors import DeadlineError, PlacementError
+from lamina.core.heads import HeadShards
+from lamina.core.segments import forked
+from lamina.core.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan
+from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.dataplane.channel import Arrival
+from lamina.dataplane.direct import Direct
+from lamina.dataplane.leases import ArenaPlan, lease_nbytes
+from lamina.dataplane.wire import MessageRows, SegmentRows, piece_nbytes, pieces
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.protocol.channel import Arrival
-from lamina.protocol.direct import Direct
-from lamina.protocol.leases import ArenaPlan, lease_nbytes
-from lamina.protocol.wire import (
-    MessageRows,
-    SegmentRows,
-    piece_nbytes,
-    pieces,
-)
-from lamina.segments import forked
 from lamina.splitter import SliceOutput
-from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan
 from lamina.transport.shm import ShmEndpoint, ShmPeer
-from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
-from tests.channels import Station, link
-from tests.late import LateKit
+from tests.support import reference_attention
+from tests.support.channels import Station, link
+from tests.support.late_backend import LateKit
 
 ROWS = 24
 TIMEOUT_S = 20.0
@@ -238,7 +233,7 @@ def expected(
         kv_start=np.zeros(1, np.int32),
         slots=np.arange(len(k), dtype=np.int32),
     )
-    return reference.partial(q, k, v, table, spec, 1)
+    return reference_attention.partial(q, k, v, table, spec, 1)
 
 
 def in_place(carrier: Carrier, array: np.ndarray) -> np.ndarray:

@@ -13,9 +13,9 @@ from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import Gpu, GpuRunner
 from lamina.compute.rows import Rows
 from lamina.lowering import Target, lower
-from lamina.lowering.placed import Main
+from lamina.lowering.gpu_slices import Main
 from lamina.splitter import split
-from tests.random_models import random_model, variant
+from tests.support.random_models import random_model, variant
 
 
 class Fusing(Emulated):

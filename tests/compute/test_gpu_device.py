@@ -13,33 +13,33 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
 from lamina.compute import worker
-from lamina.compute.device.chunks import attend_chunks
+from lamina.compute.device import make
+from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
+from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.gpu import Gpu
 from lamina.compute.device.kit import ROWS, Kit, padded_rows
-from lamina.compute.device.moves import Moves
-from lamina.compute.device.select import make
 from lamina.compute.rows import Rows, pad
-from lamina.errors import ConfigError
-from lamina.kernels import reference
+from lamina.core.errors import ConfigError
+from lamina.core.types import AttentionSpec, DType
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import Target, lower
-from lamina.lowering.lowered import PositionTable
-from lamina.lowering.placed import place
-from lamina.memory.device.select import gpu_memory
-from lamina.models.codes import Weight
+from lamina.lowering.cpu_slices import PositionTable
+from lamina.lowering.gpu_slices import place
+from lamina.memory.device import gpu_memory
+from lamina.models.quantisation.codes import Weight
 from lamina.splitter import SliceOutput, SplitModel, split
 from lamina.splitter.assemble import assemble, capture_clean
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
 from lamina.splitter.split_model import cut
-from lamina.types import AttentionSpec, DType
-from tests.random_models import NAMES, VOCABULARY, random_model, variant
 from tests.splitter import test_shard, test_variants
 from tests.splitter.oracle import Runner
 from tests.splitter.test_shard import Ranks
-from tests.sweep import sweep
+from tests.support import reference_attention
+from tests.support.random_models import NAMES, VOCABULARY, random_model, variant
+from tests.support.sweep import sweep
 
 ORDINARY = ("gemma2", "deepseek_v3")
 
@@ -206,10 +206,10 @@ def test_chunks_attend_to_themselves(
     starts = np.array([start for _, start, _ in chunks], np.int32)
     table = SegmentTable(bounds, starts, bounds, starts, rows.astype(np.int32))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lamina.compute.device.chunks.MOST_SCORES", most_scores)
+        patch.setattr("lamina.compute.device.chunk_attention.MOST_SCORES", most_scores)
         there = torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(v)
         out, lse = attend_chunks(*there, firsts, table, spec, Emulated().fused)
-    wanted_out, wanted_lse = reference.partial(q[rows], k, v, table, spec, 1)
+    wanted_out, wanted_lse = reference_attention.partial(q[rows], k, v, table, spec, 1)
     np.testing.assert_allclose(out, wanted_out, atol=2e-5)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-5)
 

@@ -11,7 +11,7 @@ import torch
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.kit import Cut
 from lamina.compute.device.sums import GpuSums
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 from lamina.splitter.parts import Rank
 
 STEPS = 3

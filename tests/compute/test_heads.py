@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.errors import PlacementError
-from lamina.heads import HeadShards
+from lamina.core.errors import PlacementError
+from lamina.core.heads import HeadShards
+from lamina.core.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
+from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.dataplane.wire import body_nbytes, check_segments, message_rows
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
-from lamina.protocol.wire import body_nbytes, check_segments, message_rows
-from lamina.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
-from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from tests.compute.test_exchange import Connected, connected, overlaps
 from tests.compute.test_segments import NAMES, Sequences, drive
 

@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lamina.compute.links import Mail
-from lamina.errors import DeadlineError
-from lamina.pipeline import Pipeline
-from lamina.protocol.channel import Arrival, Channel
-from lamina.protocol.leases import SLOTS, ArenaPlan, lease_nbytes
-from lamina.transport.null import NullEndpoint
-from tests.channels import Station, link
+from lamina.compute.mail import Mail
+from lamina.core.errors import DeadlineError
+from lamina.core.pipeline import Pipeline
+from lamina.dataplane.channel import Arrival, Channel
+from lamina.dataplane.leases import SLOTS, ArenaPlan, lease_nbytes
+from tests.support.channels import Station, link
+from tests.support.null_transport import NullEndpoint
 
 SLOT, LARGEST = 64 + 64, 400
 PLAN = ArenaPlan(

@@ -12,13 +12,12 @@ import pytest
 
 from lamina.compute import model_files
 from lamina.compute.model_files import locate
-from lamina.errors import ConfigError, ModelError, TransportError
+from lamina.control import file_transfer as protocol_files
+from lamina.control.file_transfer import FileSource, ModelFile, OnFetched
+from lamina.control.sockets import ControlClient, ControlServer
+from lamina.core.errors import ConfigError, ModelError, TransportError
 from lamina.models import directory
-from lamina.models.digest import checkpoint_digest
-from lamina.models.directory import BUNDLED
-from lamina.protocol import files as protocol_files
-from lamina.protocol.control import ControlClient, ControlServer
-from lamina.protocol.files import FileSource, ModelFile, OnFetched
+from lamina.models.directory import BUNDLED, checkpoint_digest
 
 NOWHERE = "/nowhere/model"
 

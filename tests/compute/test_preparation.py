@@ -23,14 +23,14 @@ from lamina.compute import preparation
 from lamina.compute.preparation import Prepared, cache_key, ingredients, prepare
 from lamina.compute.rows import Rows
 from lamina.compute.runner import SliceRunner
+from lamina.core.types import DType
 from lamina.lowering import Target
 from lamina.models import directory, tensors
-from lamina.models.codes import plain
 from lamina.models.directory import BUNDLED, ModelDirectory
+from lamina.models.quantisation.codes import plain
 from lamina.splitter.parts import ONLY
-from lamina.types import DType
-from tests.random_models import variant, write_checkpoint
-from tests.sweep import sweep
+from tests.support.random_models import variant, write_checkpoint
+from tests.support.sweep import sweep
 
 PREPARE = f"""
 import sys
@@ -192,7 +192,10 @@ CHANGES = {
     "torch build": _set(torch, "__version__", "0.0+other"),
     "processor's vectors": _set(torch.backends.cpu, "get_cpu_capability", lambda: "NONE"),
     "processor's paths": _set(native, "attention_paths", lambda: []),
-    **{name: _code(name) for name in ("types.py", "lowering/fuse.py", "kernels/memory.py", "models/weights.py")},
+    **{
+        name: _code(name)
+        for name in ("core/types.py", "lowering/fuse.py", "kernels/host_memory.py", "models/weights.py")
+    },
     **{name: _version(name) for name in ("lamina", "torch", "transformers", "networkx", "safetensors")},
 }
 
@@ -290,7 +293,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning(
 def test_a_model_that_cannot_be_written_is_split_at_every_start(
     bundled: ModelDirectory, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lamina.lowering.stored._METHOD_NAMES", frozenset())
+    monkeypatch.setattr("lamina.lowering.records._METHOD_NAMES", frozenset())
     with caplog.at_level(logging.INFO):
         assert times_split(bundled) == times_split(bundled) == 1
     assert "split at every start: lowered graphs have no call_method" in caplog.text

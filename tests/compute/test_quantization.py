@@ -13,25 +13,31 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lamina import _native
+from lamina.compute.device import make
 from lamina.compute.device.base import Device, Runner
-from lamina.compute.device.select import make
 from lamina.compute.rows import Rows
-from lamina.errors import ConfigError, ModelError
+from lamina.core.errors import ConfigError, ModelError
+from lamina.core.types import DType, Quantization
 from lamina.lowering import LoweredModel, lower
-from lamina.lowering.placed_codes import PlacedForm
-from lamina.lowering.quantised import expert_weights, head_weights, linear_weights, router_weights, turned_weights
+from lamina.lowering.quantisation.choice import (
+    expert_weights,
+    head_weights,
+    linear_weights,
+    router_weights,
+    turned_weights,
+)
+from lamina.lowering.quantisation.gpu_codes import PlacedForm
 from lamina.models import tensors, weights
-from lamina.models.codes import Codes, ExpertCodes, StackedCodes, Weight, plain
-from lamina.models.config import load_config
+from lamina.models.configuration import load_config
 from lamina.models.directory import find
+from lamina.models.quantisation.codes import Codes, ExpertCodes, StackedCodes, Weight, plain
 from lamina.splitter import split
 from lamina.splitter.parts import ONLY, Rank
 from lamina.splitter.split_model import cut
-from lamina.types import DType, Quantization
-from tests.models import quantised_checkpoints as checkpoints
-from tests.models.quantised_checkpoints import FORMATS
-from tests.random_models import variant, write_checkpoint
-from tests.sweep import sweep
+from tests.support import quantised_checkpoints as checkpoints
+from tests.support.quantised_checkpoints import FORMATS
+from tests.support.random_models import variant, write_checkpoint
+from tests.support.sweep import sweep
 
 DEVICES = ("cpu", "emulated")
 WAYS: dict[str, tuple[str, Quantization]] = {

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lamina.compute.ranks import Ranks
-from lamina.protocol.leases import ArenaPlan, Lease, lease_nbytes
-from lamina.protocol.outbox import Outbox, Slot
+from lamina.dataplane.leases import ArenaPlan, Lease, lease_nbytes
+from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Arena
 from lamina.transport.shm import ShmEndpoint
-from tests.channels import Station, link
+from tests.support.channels import Station, link
 
 SLOT_NBYTES = 4096
 TIMEOUT_S = 60.0

@@ -22,9 +22,9 @@ from transformers import (
 )
 
 from lamina.compute.sampler import Row, distribution, sample
-from lamina.errors import LogitsError
-from lamina.protocol.logprobs import unpack
-from lamina.types import SamplingParams
+from lamina.control.logprobs import unpack
+from lamina.core.errors import LogitsError
+from lamina.core.types import SamplingParams
 from tests.compute.noise import gumbel
 
 VOCABULARY = 60

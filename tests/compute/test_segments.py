@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lamina.compute.exchange import StepExchange
+from lamina.core.segments import by_sequence, by_worker, forked, grown, holding
+from lamina.core.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
+from lamina.core.types import Overlap, SamplingParams, Segment
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
-from lamina.segments import by_sequence, by_worker, forked, grown, holding
-from lamina.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan
-from lamina.types import Overlap, SamplingParams, Segment
 from tests.compute.test_exchange import NATIVE, ROWS, TIMEOUT_S, Connected, attend, connected, expected, overlaps
 
 NAMES = ("memory0", "memory1", "memory2")

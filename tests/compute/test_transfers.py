@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.compute.device.emulated import Emulated
+from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.kit import ROWS, Kit
-from lamina.compute.device.moves import Moves
 from lamina.compute.device.transfers import GpuTransfers, Lines
-from lamina.types import AttentionSpec
+from lamina.core.types import AttentionSpec
 
 SPEC = AttentionSpec(0, 4, 2, 6, 5, 0.3)
 

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.config.settings import read_settings
 from lamina.observe.metrics import Metrics
-from lamina.settings import read_settings
-from tests.serve.scripted import FakeEngine
+from tests.support.scripted_engine import FakeEngine
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "lamina.json").read_text())

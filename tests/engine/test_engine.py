@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Gather, Wish
-from lamina.config import EngineConfig
+from lamina.cluster.conversations import Gather, Wish
+from lamina.config.engine_config import EngineConfig
+from lamina.control import liveness
+from lamina.control.messages import Failed, Hello, SlabReady
+from lamina.control.sockets import ControlClient, ControlServer
+from lamina.core.errors import EngineDeadError, TransportError
+from lamina.core.pipeline import Pipeline
+from lamina.core.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
-from lamina.errors import EngineDeadError, TransportError
 from lamina.models import directory
-from lamina.models.tokenizer import Tokenizer
-from lamina.pipeline import Pipeline
-from lamina.protocol import liveness
-from lamina.protocol.control import ControlClient, ControlServer
-from lamina.protocol.messages import Failed, Hello, SlabReady
 from lamina.schedule.limits import Limits
-from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
-from tests.schedule.schedules import client
+from lamina.text.tokenizer import Tokenizer
+from tests.support.schedules import client
 
 END_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, n=2)

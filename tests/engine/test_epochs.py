@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.control.messages import EpochEnded
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import Epoch, Member, Topology
 from lamina.engine import epochs
 from lamina.engine.epochs import Complaints, Ending, blamed
-from lamina.pipeline import Pipeline
-from lamina.protocol.messages import EpochEnded
-from lamina.topology import Epoch, Member, Topology
 
 FIRST = Epoch(7, 1)
 MEMBERS = (

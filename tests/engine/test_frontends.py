@@ -13,20 +13,20 @@ import msgspec
 import pytest
 import zmq
 
+from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap
+from lamina.control.logprobs import pack
+from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
+from lamina.core.requests import Drawn
+from lamina.core.types import Client, FinishReason, Logprob, SamplingParams
+from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine import frontends
 from lamina.engine.frontends import Frontends
-from lamina.engine.remote import RemoteEngine
-from lamina.engine.runtime import Submission
+from lamina.engine.remote_engine import RemoteEngine
 from lamina.engine.stats import EngineStats, MemoryStats
+from lamina.engine.streams import Submission
 from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole
-from lamina.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
-from lamina.groups import Drawn
 from lamina.models.directory import find
-from lamina.models.tokenizer import Tokenizer
-from lamina.protocol.choice import Choice, Transport
-from lamina.protocol.frontends import CompletionTokens, FrontendBootstrap
-from lamina.protocol.logprobs import pack
-from lamina.types import Client, FinishReason, Logprob, SamplingParams
+from lamina.text.tokenizer import Tokenizer
 
 END_S = 20.0
 TOKENIZER = Tokenizer(find(None))

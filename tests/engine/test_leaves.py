@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.cluster.gather import Workers
+from lamina.cluster.conversations import Workers
+from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import ConfigError
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Member, Topology
 from lamina.engine.leaves import Leaves
-from lamina.engine.restarts import MOST_WAIT_S, WINDOW_S, Restarts
-from lamina.errors import ConfigError
-from lamina.pipeline import Pipeline
-from lamina.protocol.control import ControlServer
-from lamina.topology import FIRST, Member, Topology
-from tests.schedule.schedules import plan_of, request, scheduler
+from tests.support.schedules import plan_of, request, scheduler
 
 TOPOLOGY = Topology(
     FIRST,

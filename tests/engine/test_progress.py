@@ -8,18 +8,18 @@ from collections.abc import Iterator
 import pytest
 
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Wish
-from lamina.config import EngineConfig
-from lamina.engine import watch
+from lamina.cluster.conversations import Wish
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
+from lamina.control.sockets import ControlClient, ControlServer
+from lamina.core.pipeline import Pipeline
+from lamina.core.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
+from lamina.engine import deadlines
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.models import directory
-from lamina.models.tokenizer import Tokenizer
-from lamina.pipeline import Pipeline
-from lamina.protocol.control import ControlClient, ControlServer
-from lamina.protocol.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
 from lamina.schedule.limits import Limits
-from lamina.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
+from lamina.text.tokenizer import Tokenizer
 
 LIMIT_S = 1.0
 
@@ -88,7 +88,7 @@ def server() -> Iterator[ControlServer]:
 
 def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPatch) -> RequestOutput:
     """One token of a request whose one step takes longer than the limit."""
-    monkeypatch.setattr(watch, "PROGRESS_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(deadlines, "PROGRESS_TIMEOUT_S", LIMIT_S)
     scripted = Scripted(server, 2.5 * LIMIT_S, reports)
     greetings = 0
     while greetings < 2:

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.engine.record import Record
-from lamina.pipeline import Pipeline
-from lamina.topology import FIRST, Member, Topology
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.engine.members import Record
 
 MEMBERS = [*(Member(name, "memory", "cpu", "", 9) for name in "abc"), Member("x", "compute", "cpu", "")]
 START = Topology(FIRST, tuple(MEMBERS), Pipeline(1, 1))

@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.control.logprobs import drawn_token, pack, unpack
+from lamina.control.messages import Draw
+from lamina.core.requests import Completion, Group
+from lamina.core.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
 from lamina.engine.reading import Reading
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import RequestUpdate, Whole
-from lamina.groups import Completion, Group
+from lamina.kv.placement import Placement
 from lamina.models import directory
-from lamina.models.tokenizer import Tokenizer
-from lamina.placement.map import Placement
-from lamina.protocol.logprobs import drawn_token, pack, unpack
-from lamina.protocol.messages import Draw
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
+from lamina.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(directory.find(None))
 
@@ -202,10 +202,14 @@ class Pieces:
         return []
 
 
-def test_a_tokenizer_that_fails_ends_the_request_in_an_error() -> None:
+def test_a_tokenizer_that_fails_ends_the_request_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(tokenizer: Tokenizer, token_id: int) -> bool:
+        raise OverflowError(f"{token_id} is out of range")
+
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=5, n=2), published)
-    under_test.append(group.completions[0], Draw(0, -1))  # a worker's fault: decoding it raises
+    monkeypatch.setattr(Tokenizer, "has_text", fail)
+    under_test.append(group.completions[0], Draw(0, 5))
     under_test.publish()
     (update,) = published
     assert update.finished and "cannot be decoded" in (update.error or "")

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 from lamina.kernels.gpu.device import find, require
 
 

@@ -8,13 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from lamina.kernels import attention, reference
+from lamina.core.types import KvElement
+from lamina.kernels import attention
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table, write_words
-from lamina.kernels.gpu.choice import Choices
 from lamina.kernels.gpu.tables import PageTables
-from lamina.types import KvElement
-from tests.kernels.cases import decode, make_case, make_spec, table
+from lamina.kernels.gpu.tilings import Choices
 from tests.memory import test_device
+from tests.support import reference_attention
+from tests.support.kernel_cases import decode, make_case, make_spec, table
 
 pytestmark = pytest.mark.gpu
 KERNEL_TESTS = ["tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py"]
@@ -75,7 +76,7 @@ def test_slabs_in_the_hosts_memory_are_read_and_written(monkeypatch):
 
 
 def expected(case):
-    return reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
+    return reference_attention.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
 
 
 def test_dispatch_takes_arrays_of_the_card():
@@ -134,6 +135,6 @@ def test_a_captured_layer_follows_the_tables():
                 graph = stream.end_capture()
             graph.launch(stream)
             stream.synchronize()
-            wanted = reference.partial(q, k, v, segments, spec, threads=1)
+            wanted = reference_attention.partial(q, k, v, segments, spec, threads=1)
             for got, right in zip((out, lse), wanted, strict=True):
                 np.testing.assert_allclose(got.get(), right, atol=3e-5)

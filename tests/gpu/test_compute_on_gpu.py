@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lamina.compute.device.chunks import attend_chunks
-from lamina.errors import ConfigError
-from lamina.kernels import reference
+from lamina.compute.device.chunk_attention import attend_chunks
+from lamina.core.errors import ConfigError
+from lamina.core.types import AttentionSpec, Quantization
 from lamina.kernels.segments import SegmentTable
-from lamina.lowering.grouped import experts_stacked, multiply
-from lamina.models.codes import StackedCodes, quantise_experts
-from lamina.types import AttentionSpec, Quantization
+from lamina.lowering.expert_operators import experts_stacked, multiply
+from lamina.models.quantisation.codes import StackedCodes, quantise_experts
 from tests.compute import test_gpu_device, test_transfers
-from tests.random_models import served, variant
 from tests.runtime import test_polling
 from tests.runtime.test_parity import check_greedy
 from tests.runtime.test_tensor_parallel import check
 from tests.splitter import test_variants
+from tests.support import reference_attention
+from tests.support.random_models import served, variant
 
 pytestmark = pytest.mark.gpu
 
@@ -63,7 +63,7 @@ def test_chunks_attend_to_themselves(dtype: torch.dtype) -> None:
     there = q.to(card.place), k.to(card.place), v.to(card.place)
     out, lse = attend_chunks(*there, [0], table, spec, card.fused)
     here = q.float().numpy(), k.float().numpy(), v.float().numpy()
-    wanted_out, wanted_lse = reference.partial(*here, table, spec, 1)
+    wanted_out, wanted_lse = reference_attention.partial(*here, table, spec, 1)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     np.testing.assert_allclose(out.cpu().numpy(), wanted_out, atol=tolerance)
     np.testing.assert_allclose(lse.cpu().numpy(), wanted_lse, atol=tolerance)

@@ -7,15 +7,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina.errors import PeerLostError
-from lamina.kernels import reference
+from bench.gpu.loop import capture_layer
+from lamina.core.errors import PeerLostError
+from lamina.core.types import KvElement
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
-from lamina.kernels.gpu.choice import Choices
-from lamina.kernels.gpu.loop import capture_layer
-from lamina.transport.device.ipc import DeviceArena
+from lamina.kernels.gpu.tilings import Choices
+from lamina.transport.device.peer_memory import DeviceArena
 from lamina.transport.device.polling import Polling
-from lamina.types import KvElement
-from tests.kernels.cases import decode, make_spec, table
+from tests.support import reference_attention
+from tests.support.kernel_cases import decode, make_spec, table
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ PEER = f"""
 import sys
 import cupy
 import numpy as np
-from lamina.transport.device.ipc import PeerArena
+from lamina.transport.device.peer_memory import PeerArena
 from lamina.transport.device.polling import Polling
 arenas = [PeerArena(bytes.fromhex(handle)) for handle in sys.argv[1:]]
 def mapped(arena, count):
@@ -93,7 +93,7 @@ class Worker:
         for kept, new in zip(self.held[layer], (k, v), strict=True):
             kept[self.segments.slots[-1]] = new[0]
         keys, values = self.held[layer]
-        return reference.partial(q, keys, values, self.segments, SPEC, threads=1)
+        return reference_attention.partial(q, keys, values, self.segments, SPEC, threads=1)
 
 
 @pytest.fixture

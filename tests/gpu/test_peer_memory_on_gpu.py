@@ -6,11 +6,10 @@ import sys
 
 import pytest
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.device.cuda_inboxes import CudaMaker
 from lamina.transport.device.inboxes import Inboxes
-from lamina.transport.device.ipc import BLOCK
-from lamina.transport.device.peer_memory import PeerMemory, ability
+from lamina.transport.device.peer_memory import BLOCK, PeerMemory, ability
 
 pytestmark = pytest.mark.gpu
 NBYTES = 100_000

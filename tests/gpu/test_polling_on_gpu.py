@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lamina.errors import DeadlineError, PeerLostError
-from lamina.transport.device.ipc import DeviceArena
+from lamina.core.errors import DeadlineError, PeerLostError
+from lamina.transport.device.peer_memory import DeviceArena
 from lamina.transport.device.polling import Polling
 
 pytestmark = pytest.mark.gpu
@@ -18,7 +18,7 @@ BELL = 1 << 20  # a doorbell's offset in an arena, behind the payload
 PEER = """
 import sys
 import cupy
-from lamina.transport.device.ipc import PeerArena
+from lamina.transport.device.peer_memory import PeerArena
 from lamina.transport.device.polling import Polling
 arena = PeerArena(bytes.fromhex(sys.argv[1]))
 print("mapped", flush=True)

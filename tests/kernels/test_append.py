@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from lamina.kernels.attention import append
-from lamina.kernels.memory import HUGE_PAGE_BYTES, allocate, read_rows
+from lamina.kernels.host_memory import HUGE_PAGE_BYTES, allocate, read_rows
 
 SLOTS = np.array([4, 0, 9, 7], np.int32)
 TORCH_TYPES = {np.uint16: torch.bfloat16, np.float16: torch.float16, np.float32: torch.float32}

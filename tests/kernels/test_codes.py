@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from lamina import _native
-from lamina.kernels import attention, reference
+from lamina.core.types import KvElement
+from lamina.kernels import attention
 from lamina.kernels.attention import Array, FloatArray, Path, Scales, append
-from lamina.kernels.elements import STORAGE
-from lamina.kernels.segments import SegmentTable
-from lamina.types import KvElement
-from tests.kernels.cases import Case, Pair, decode, encode, make_case, make_spec, problem_pairs, specs
-from tests.kernels.codes import LARGEST, dequantize, quantize
+from lamina.kernels.segments import STORAGE, SegmentTable
+from tests.support import reference_attention
+from tests.support.kernel_cases import Case, Pair, decode, encode, make_case, make_spec, problem_pairs, specs
+from tests.support.kernel_codes import LARGEST, dequantize, quantize
 
 PATHS = _native.attention_paths()
 paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name.lower())
@@ -40,8 +40,10 @@ def check(case: Case, slab: tuple[Array, Array, Scales], out: FloatArray, lse: F
     """Codes are read, and queries multiplied, as they are. Products of bfloat16 pairs round probabilities to 8 bits."""
     k, v, scales = slab
     atol = 2**-7 if path == Path.AVX512_BF16 and case.q.dtype == np.uint16 else 4e-6
-    wanted_out, wanted_lse = reference.partial(case.q, k, v, case.segments, case.spec, threads=1, scales=scales)
-    largest = np.abs(reference.widen(v, scales[1])).max(initial=1.0)
+    wanted_out, wanted_lse = reference_attention.partial(
+        case.q, k, v, case.segments, case.spec, threads=1, scales=scales
+    )
+    largest = np.abs(reference_attention.widen(v, scales[1])).max(initial=1.0)
     np.testing.assert_allclose(out, wanted_out, rtol=0, atol=largest * atol)
     np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=3e-5)
 
@@ -64,7 +66,7 @@ def test_append_rounds_like_torch(values, message_type, element):
     values = np.where(np.abs(values) < 1e-30, 0, values).astype(np.float32)
     given_rows = encode(values.clip(-60000, 60000), message_type)
     k, v, (k_scales, v_scales) = slab_of(given_rows, given_rows, element)
-    codes, scales = quantize(reference.widen(given_rows).astype(np.float32), element)
+    codes, scales = quantize(reference_attention.widen(given_rows).astype(np.float32), element)
     for kept, kept_scales in ((k, k_scales), (v, v_scales)):
         np.testing.assert_array_equal(kept_scales, scales)
         np.testing.assert_array_equal(dequantize(kept, kept_scales, element), dequantize(codes, scales, element))
@@ -91,7 +93,7 @@ def test_rows_at_the_ends_of_the_range_stay_close(element, magnitude):
     """The inverse of a scale would overflow for rows of subnormal numbers."""
     values = np.array([[[magnitude, -magnitude / 2, 0, magnitude / 8]]], np.float32)
     k, _, (scales, _) = slab_of(values, values, element)
-    assert np.abs(reference.widen(k, scales) - values).max() <= max(magnitude / 100, 2e-36)
+    assert np.abs(reference_attention.widen(k, scales) - values).max() <= max(magnitude / 100, 2e-36)
 
 
 @paths
@@ -99,13 +101,13 @@ def test_rows_at_the_ends_of_the_range_stay_close(element, magnitude):
 def test_every_code_is_read_exactly(element, path):
     """One token's value comes back as it is: subnormals, the largest and both zeros included."""
     codes = np.arange(256, dtype=np.uint8).view(STORAGE[element])
-    codes = np.resize(codes[np.isfinite(reference.widen(codes))], (8, 1, 32))
+    codes = np.resize(codes[np.isfinite(reference_attention.widen(codes))], (8, 1, 32))
     case = make_case([Pair(rows=1, query_start=0, tokens=1)] * 8, make_spec(1, 1, 32), "float32")
     slots = case.segments.slots
     k, v, (k_scales, v_scales) = slab_of(case.k, case.v, element)
     v[slots] = codes
     out, _ = run(case, (k, v, (k_scales, v_scales)), path)
-    np.testing.assert_allclose(out, reference.widen(codes, v_scales[slots]), rtol=2**-22)
+    np.testing.assert_allclose(out, reference_attention.widen(codes, v_scales[slots]), rtol=2**-22)
 
 
 @paths
@@ -168,7 +170,7 @@ def test_rounding_costs_what_is_expected(path):
     to 2**-4 of each number, 2.6% on average. Scores of normal q with deviation 2 double it, values add it once.
     """
     case = make_case([decode(700)] * 20, make_spec(2, 2, 64), "float32")
-    exact, _ = reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
+    exact, _ = reference_attention.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
     errors = {}
     for element in LARGEST:
         out, _ = run(case, slab_of(case.k, case.v, element), path)

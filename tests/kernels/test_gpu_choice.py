@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from lamina.kernels.elements import STORAGE
-from lamina.kernels.gpu.choice import SHARED_BYTES, Choices, Context, Shape, Tiling, classify, default
-from lamina.types import KvElement
+from lamina.core.types import KvElement
+from lamina.kernels.gpu.tilings import SHARED_BYTES, Choices, Context, Shape, Tiling, classify, default
+from lamina.kernels.segments import STORAGE
 
 SHAPE = Shape(Context.LONG, False, False, KvElement.BFLOAT16, 4, 128)
 

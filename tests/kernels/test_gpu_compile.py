@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.kernels.gpu.choice import SHARED_BYTES
+from lamina.kernels.gpu.tilings import SHARED_BYTES
 
 ROOT = Path(__file__).parents[2]
 CAPABILITIES = (80, 86, 89, 100, 90)
@@ -67,11 +67,11 @@ def test_programs_compile_for_amd(architecture, which):
 
 PRINT_PTX = """
 import numpy as np
-from lamina.kernels.gpu.choice import Context, Shape, default
-from lamina.types import KvElement
+from lamina.kernels.gpu.tilings import Context, Shape, default
+from lamina.core.types import KvElement
 from lamina.kernels.gpu.specialize import attend_program
 from lamina.kernels.gpu.triton_compile import compile_program
-from lamina.types import AttentionSpec
+from lamina.core.types import AttentionSpec
 spec = AttentionSpec(0, 32, 8, 128, 128, 128**-0.5)
 tiling = default(Shape(Context.NORMAL, False, False, KvElement.BFLOAT16, 4, 128), 16, 90)
 print(compile_program(attend_program(spec, KvElement.BFLOAT16, tiling, 16, np.uint16, 90), 90).ptx)

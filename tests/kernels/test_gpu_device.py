@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 from lamina.kernels.gpu.device import Found, Gpu, find, require, visible
 
 H200, V100 = Gpu("NVIDIA H200", 90), Gpu("Tesla V100", 70)
@@ -23,14 +23,14 @@ def test_what_is_there_is_taken():
             1,
             Found(None, None, None),
             r"cuda device 1 cannot be used; found no NVIDIA driver; no Triton, no CuPy. "
-            r"Install NVIDIA's driver and pip install 'lamina\[cuda\]', or use a CPU",
+            r"Install NVIDIA's driver and pip install triton 'cupy-cuda13x\[ctk\]' torchao, or use a CPU",
         ),
         (0, Found((), "3.9.0", "14.2.0"), "an NVIDIA driver without GPUs; .* CUDA_VISIBLE_DEVICES, or use a CPU"),
         (2, READY, r"found cuda:0 NVIDIA H200 \(compute capability 9.0\), cuda:1 .* Use a device from 0 to 1"),
         (-1, READY, "Use a device from 0 to 1"),
         (0, Found((V100,), "3.9.0", "14.2.0"), "compute capability 7.0.* needs compute capability 8.0"),
-        (0, Found((H200,), None, "14.2.0"), r"no Triton, CuPy 14.2.0. Run pip install 'lamina\[cuda\]'"),
-        (0, Found((H200,), "3.9.0", None), r"Triton 3.9.0, no CuPy. Run pip install 'lamina\[cuda\]'"),
+        (0, Found((H200,), None, "14.2.0"), r"no Triton, CuPy 14.2.0. Run pip install triton 'cupy-cuda13x\[ctk\]'"),
+        (0, Found((H200,), "3.9.0", None), r"Triton 3.9.0, no CuPy. Run pip install triton 'cupy-cuda13x\[ctk\]'"),
     ],
 )
 def test_what_is_not_there_is_refused(index, found, message):
@@ -66,7 +66,7 @@ def test_nothing_of_the_package_needs_triton_or_cupy_to_be_imported():
 import sys
 sys.modules["triton"] = sys.modules["cupy"] = None
 import lamina, lamina.memory.worker, lamina.kernels.attention
-from lamina.kernels.gpu import attention, choice, device, program, specialize, tables
+from lamina.kernels.gpu import attention, tilings, device, backend, specialize, tables
 from lamina.transport.device import polling
 try:
     polling.Polling("peer")

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.kernels.gpu.choice import Choices, classify
-from lamina.types import AttentionSpec, KvElement
+from lamina.core.types import AttentionSpec, KvElement
+from lamina.kernels.gpu.tilings import Choices, classify
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from lamina.kernels.gpu import measure
+from lamina.kernels.gpu import measure_tilings
+from lamina.kernels.gpu.backend import Program
 from lamina.kernels.gpu.interpreter import Interpreter
-from lamina.kernels.gpu.program import Program
 from lamina.memory.device.base import Largest
 from lamina.memory.device.workspaces import Workspaces
 
@@ -52,22 +52,24 @@ def reserve(card: Clock) -> Workspaces:
 
 
 def test_steps_are_those_of_all_classes() -> None:
-    assert {classify(np.array(lengths, np.int32)) for lengths in measure.STEPS.values()} == measure.STEPS.keys()
-    assert all(classify(np.array(lengths, np.int32)) == each for each, lengths in measure.STEPS.items())
+    assert {
+        classify(np.array(lengths, np.int32)) for lengths in measure_tilings.STEPS.values()
+    } == measure_tilings.STEPS.keys()
+    assert all(classify(np.array(lengths, np.int32)) == each for each, lengths in measure_tilings.STEPS.items())
 
 
 def test_a_device_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here 8 warps are the fastest, and many programs slower."""
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(measure, "SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(measure_tilings, "SLAB_BYTES", 1 << 20)
     card = Clock(lambda program, programs: programs / program.warps)
     reserve(card)
-    fitting = [tiling for tiling in measure.WIDE if tiling.block_n < 128]
-    prompt = [tiling for tiling in measure.PROMPT if tiling.block_n < 128]
-    assert card.timings == len(measure.STEPS) * (len(fitting) * len(measure.WAVES) + len(prompt))
+    fitting = [tiling for tiling in measure_tilings.WIDE if tiling.block_n < 128]
+    prompt = [tiling for tiling in measure_tilings.PROMPT if tiling.block_n < 128]
+    assert card.timings == len(measure_tilings.STEPS) * (len(fitting) * len(measure_tilings.WAVES) + len(prompt))
     assert all(card.fits(program) for program in card.launched if program.kernel == "attend")
     kept = Choices.load(card.name).measured
-    assert len(kept) == 2 * len(measure.STEPS)
+    assert len(kept) == 2 * len(measure_tilings.STEPS)
     assert {(tiling.warps, tiling.waves) for tiling in kept.values()} == {(8, 1)}
     again = Clock(lambda program, programs: 1.0)
     reserve(again)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.errors import CapacityError
+from lamina.core.errors import CapacityError
 from lamina.kernels.gpu.tables import FIRST_REGION, PageTables, Regions
 from lamina.memory.slab import Slab
 

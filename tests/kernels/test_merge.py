@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from lamina.kernels.merge import merge
+from lamina.kernels.attention import merge
 
 
 def partials(count: int, rows: int = 3, heads: int = 4, dim: int = 5, seed: int = 0):

@@ -13,10 +13,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamina import _native
-from lamina.kernels import attention, reference
-from lamina.kernels.attention import Array, Path
-from lamina.kernels.merge import merge
-from tests.kernels.cases import KV_TYPES, Case, Pair, check, decode, make_case, make_spec, problem_pairs, specs
+from lamina.kernels import attention
+from lamina.kernels.attention import Array, Path, merge
+from tests.support import reference_attention
+from tests.support.kernel_cases import (
+    KV_TYPES,
+    Case,
+    Pair,
+    check,
+    decode,
+    make_case,
+    make_spec,
+    problem_pairs,
+    specs,
+)
 
 PATHS = _native.attention_paths()
 paths = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.name.lower())
@@ -165,7 +175,7 @@ def test_every_finite_16_bit_value_is_read_exactly(path, kv_type):
     case = make_case([Pair(rows=1, query_start=0, tokens=1)] * len(bits), make_spec(1, 1, 64), kv_type)
     case.v[case.segments.slots] = bits.view(case.v.dtype)
     out, _ = run(case, path)
-    np.testing.assert_array_equal(out, reference.widen(bits.view(case.v.dtype)).astype(np.float32))
+    np.testing.assert_array_equal(out, reference_attention.widen(bits.view(case.v.dtype)).astype(np.float32))
 
 
 def test_writes_into_given_arrays():

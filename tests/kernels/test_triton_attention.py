@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from lamina.kernels import reference
+from lamina.core.types import KvElement
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, append, pair_table
-from lamina.kernels.gpu.choice import Choices
-from lamina.types import KvElement
-from tests.kernels.cases import Pair, decode, encode, make_case, make_spec, problem_pairs, specs
-from tests.kernels.codes import dequantize, quantize
-from tests.kernels.device import BACKEND, attend, check, give, slab_of, sweep_on_device, take
+from lamina.kernels.gpu.tilings import Choices
+from tests.support import reference_attention
+from tests.support.gpu_device import BACKEND, attend, check, give, slab_of, sweep_on_device, take
+from tests.support.kernel_cases import Pair, decode, encode, make_case, make_spec, problem_pairs, specs
+from tests.support.kernel_codes import dequantize, quantize
 
 KV_TYPES = {
     KvElement.FLOAT32: "float32",
@@ -133,7 +133,7 @@ def held(slab):
     if slab.element.scaled:
         codes = (slab.k, slab.k_scales), (slab.v, slab.v_scales)
         return [dequantize(take(kept), take(scales), slab.element) for kept, scales in codes]
-    return [reference.widen(take(kept)).astype(np.float32) for kept in (slab.k, slab.v)]
+    return [reference_attention.widen(take(kept)).astype(np.float32) for kept in (slab.k, slab.v)]
 
 
 APPENDS = {
@@ -162,11 +162,11 @@ def test_appends_while_it_attends(case):
     for kept, old, rows in zip(after, before, new, strict=True):
         untouched = np.delete(np.arange(len(kept)), last[appends])
         np.testing.assert_array_equal(kept[untouched], old[untouched])
-        wanted = reference.widen(rows[np.argsort(order)][appends]).astype(np.float32)
+        wanted = reference_attention.widen(rows[np.argsort(order)][appends]).astype(np.float32)
         if element.scaled:
             wanted = dequantize(*quantize(wanted, element), element)
         else:
-            wanted = reference.widen(encode(wanted, KV_TYPES[element])).astype(np.float32)
+            wanted = reference_attention.widen(encode(wanted, KV_TYPES[element])).astype(np.float32)
         np.testing.assert_allclose(kept[last[appends]], wanted, rtol=1e-6)
     check(case, element, take(out), take(lse), *after)
 
@@ -186,7 +186,7 @@ def test_append_rounds_as_defined_and_leaves_out_what_is_not_ours(element):
         values = (
             dequantize(*quantize(rows, element), element)
             if element.scaled
-            else reference.widen(encode(rows, KV_TYPES[element]))
+            else reference_attention.widen(encode(rows, KV_TYPES[element]))
         )
         wanted[slots[slots >= 0]] = values[slots >= 0]
         np.testing.assert_allclose(kept, wanted, rtol=2e-6)

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 from lamina.kernels.gpu.attention import PAIR_WORDS, merge, pair_table, write_words
-from lamina.kernels.gpu.choice import Tiling
 from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, plan_numbers, plan_program, write_rows_program
-from lamina.kernels.reference import visible
-from tests.kernels.cases import Pair, decode, make_spec, problem_pairs, table
-from tests.kernels.device import BACKEND, give, sweep_on_device, take
+from lamina.kernels.gpu.tilings import Tiling
 from tests.kernels.test_merge import definition, partials
+from tests.support.gpu_device import BACKEND, give, sweep_on_device, take
+from tests.support.kernel_cases import Pair, decode, make_spec, problem_pairs, table
+from tests.support.reference_attention import visible
 
 
 def plan(pairs, spec, wanted, block_m=16, rows=(1, 2**30), least_tokens=32):

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from lamina import _native
-from lamina.lowering import elementwise
+from lamina.lowering import native_operators
 
 EPSILON = 1e-5
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
@@ -24,7 +24,7 @@ SEEDS = st.integers(0, 2**31)
 @pytest.fixture(params=_native.attention_paths(), ids=lambda path: path.name, autouse=True, scope="module")
 def path(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elementwise, "PATH", request.param)
+        patch.setattr(native_operators, "PATH", request.param)
         yield
 
 
@@ -49,7 +49,7 @@ def test_norm(
     norm = module(width, eps=EPSILON).to(dtype)
     norm.weight.data = random(seed + 1, dtype, width)
     x = random(seed, dtype, width, 1, rows).transpose(0, 2) if transposed else random(seed, dtype, rows, 1, width)
-    fused = elementwise.rms_norm(x, norm.weight.data, EPSILON, offset, early)
+    fused = native_operators.rms_norm(x, norm.weight.data, EPSILON, offset, early)
     assert_as_rounded(fused, norm(x).detach(), 1 + early)
 
 
@@ -57,7 +57,7 @@ def test_norm(
 def test_norm_of_sum(dtype: torch.dtype, rows: int, width: int, seed: int) -> None:
     norm = LlamaRMSNorm(width, eps=EPSILON).to(dtype)
     x, residual = random(seed, dtype, 1, rows, width), random(seed + 1, dtype, 1, rows, width)
-    total, fused = elementwise.add_rms_norm(x, residual, norm.weight.data, EPSILON, 0.0, True)
+    total, fused = native_operators.add_rms_norm(x, residual, norm.weight.data, EPSILON, 0.0, True)
     assert torch.equal(total, x + residual)
     assert_as_rounded(fused, norm(x + residual).detach(), 2)
 
@@ -79,7 +79,7 @@ def test_rotation(dtype: torch.dtype, rows: int, heads: int, half: int, rest: in
         "part of a row": torch.cat([x, x], 2)[:, :, :heads],
         "every other element": torch.stack([x, x], -1).flatten(-2)[..., ::2],
     }[layout]
-    fused = elementwise.rotate(given, cosines[:, None], sines[:, None], heads)
+    fused = native_operators.rotate(given, cosines[:, None], sines[:, None], heads)
     assert torch.equal(fused, expected) if dtype != torch.float32 else torch.allclose(fused, expected, atol=1e-6)
 
 
@@ -91,14 +91,14 @@ def test_gate(name: str, module: str, dtype: torch.dtype, rows: int, width: int,
     if not split:
         x, up = x.contiguous(), up.contiguous()
     cancelled = 1e-6 * float((x * up).abs().max()) if rows else 0.0  # both compute 1 + tanh(x) for x near -4
-    assert_as_rounded(elementwise.gate(x, up, name), ACT2FN[module](x) * up, 2, cancelled)
+    assert_as_rounded(native_operators.gate(x, up, name), ACT2FN[module](x) * up, 2, cancelled)
 
 
-@pytest.mark.parametrize("name", elementwise.ACTIVATIONS)
+@pytest.mark.parametrize("name", native_operators.ACTIVATIONS)
 def test_gate_at_the_ends_of_the_range(name: str) -> None:
     x = torch.tensor([-1e30, -200.0, -90.0, -0.0, 0.0, 90.0, 1e30, float("inf"), float("nan")])
     expected = ACT2FN[{"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[name]](x)
-    torch.testing.assert_close(elementwise.gate(x, torch.ones(9), name), expected, equal_nan=True)
+    torch.testing.assert_close(native_operators.gate(x, torch.ones(9), name), expected, equal_nan=True)
 
 
 def test_many_rows_on_several_threads() -> None:
@@ -107,9 +107,9 @@ def test_many_rows_on_several_threads() -> None:
     torch.set_num_threads(3)
     try:
         x, up = random(0, torch.bfloat16, 1, 301, 640), random(1, torch.bfloat16, 1, 301, 640)
-        shared = elementwise.gate(x, up, "silu"), elementwise.rms_norm(x, up[0, 0], EPSILON, 0.0, True)
+        shared = native_operators.gate(x, up, "silu"), native_operators.rms_norm(x, up[0, 0], EPSILON, 0.0, True)
         torch.set_num_threads(1)
-        alone = elementwise.gate(x, up, "silu"), elementwise.rms_norm(x, up[0, 0], EPSILON, 0.0, True)
+        alone = native_operators.gate(x, up, "silu"), native_operators.rms_norm(x, up[0, 0], EPSILON, 0.0, True)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(shared[0], alone[0]) and torch.equal(shared[1], alone[1])
@@ -129,7 +129,7 @@ def test_largest(dtype: torch.dtype, rows: int, width: int, values: list[float],
     for place, value in enumerate(values):
         x.view(-1)[(7919 * place + seed) % max(1, x.numel()) : (7919 * place + seed) % max(1, x.numel()) + 1] = value
     x = x[:, :width]
-    found, indices = elementwise.largest(x)
+    found, indices = native_operators.largest(x)
     wanted = x.max(dim=-1)
     torch.testing.assert_close(found, wanted.values.float(), rtol=0, atol=0, equal_nan=True)
     known = ~found.isnan()

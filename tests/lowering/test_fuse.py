@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from lamina.lowering import elementwise, fuse, lower
+from lamina.core.types import DType
+from lamina.lowering import fuse, lower, native_operators
 from lamina.splitter import split
-from lamina.types import DType
-from tests.random_models import variant
+from tests.support.random_models import variant
 
 aten = torch.ops.aten
 ADD_NORM, NORM, ROTATE, GATE = (
-    elementwise.add_rms_norm.__name__,
-    elementwise.rms_norm.__name__,
-    elementwise.rotate.__name__,
-    elementwise.gate.__name__,
+    native_operators.add_rms_norm.__name__,
+    native_operators.rms_norm.__name__,
+    native_operators.rotate.__name__,
+    native_operators.gate.__name__,
 )
 FUSED = {ADD_NORM, NORM, ROTATE, GATE}
 

@@ -10,10 +10,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lamina import _native
-from lamina.lowering.linear import NATIVE, ONEDNN, Packing, linear_native
-from lamina.lowering.linear_codes import can_pack, linear_codes, linear_experts, pack_codes, pack_experts
-from lamina.models.codes import Codes, ExpertCodes, quantise_experts
-from lamina.types import Quantization
+from lamina.core.types import Quantization
+from lamina.lowering.native_operators import NATIVE, ONEDNN, Packing, linear_native
+from lamina.lowering.quantisation.cpu_codes import (
+    can_pack,
+    linear_codes,
+    linear_experts,
+    pack_codes,
+    pack_experts,
+)
+from lamina.models.quantisation.codes import Codes, ExpertCodes, quantise_experts
 
 paths = pytest.mark.parametrize("path", _native.attention_paths()[1:], ids=lambda path: path.name.lower())
 needs_kernels = pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from lamina.lowering.lowered import PositionTable, _hoist
+from lamina.lowering.cpu_slices import PositionTable, _hoist
 from lamina.splitter import Slice
 
 aten = torch.ops.aten

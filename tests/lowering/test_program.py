@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lamina import _native
-from lamina.lowering import LoweredModel, LoweredSlice, Workspace, elementwise, lower
+from lamina.core.types import DType
+from lamina.lowering import LoweredModel, LoweredSlice, Workspace, lower, native_operators
 from lamina.splitter import SliceOutput, SplitModel, split
-from lamina.types import DType
-from tests.random_models import variant
-from tests.sweep import sweep
+from tests.support.random_models import variant
+from tests.support.sweep import sweep
 
 pytestmark = [
     pytest.mark.skipif(not _native.linear_available(), reason="this processor has no AVX2"),
@@ -141,7 +141,7 @@ def test_inputs_are_checked(change: str) -> None:
 
 
 def test_steps_outside_their_matrices_are_refused() -> None:
-    program = _native.Program([8, 8, 16], 2, elementwise.PATH)
+    program = _native.Program([8, 8, 16], 2, native_operators.PATH)
     for place in [(3, 0), (-1, 0), (0, 1)]:
         with pytest.raises(ValueError, match="does not exist"):
             program.add_gate(_native.Activation.SILU, place, (1, 0), (1, 0), 8)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import fx
 
+from lamina.core.types import DType
 from lamina.lowering import LoweredModel, lower
-from lamina.lowering.stored import (
+from lamina.lowering.records import (
     NotStorableError,
     StoredModel,
     StoredNode,
@@ -19,11 +20,10 @@ from lamina.lowering.stored import (
     store,
 )
 from lamina.splitter import split
-from lamina.types import DType
-from tests.lowering.lowered_runner import LoweredRunner
-from tests.random_models import NAMES, VOCABULARY, variant
 from tests.splitter.oracle import Runner
-from tests.sweep import sweep
+from tests.support.lowered_runner import LoweredRunner
+from tests.support.random_models import NAMES, VOCABULARY, variant
+from tests.support.sweep import sweep
 
 
 def written_and_read(model: LoweredModel) -> LoweredModel:

@@ -9,27 +9,26 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from lamina import measurements
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError, DeadlineError, PeerLostError, TransportError
-from lamina.kernels import reference
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import EndEpoch, EpochEnded
+from lamina.core.errors import ConfigError, DeadlineError, PeerLostError, TransportError
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import Epoch, Member, Topology
+from lamina.core.types import AttentionSpec, Polling
+from lamina.dataplane.wire import read_reply
+from lamina.kernels import tuning_cache
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
 from lamina.memory import ahead, worker
-from lamina.memory.device import gpu, polling
-from lamina.memory.device.select import gpu_polls
+from lamina.memory.device import gpu, gpu_polls, polling_choice
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.setup import polling_of
-from lamina.pipeline import Pipeline
-from lamina.protocol.messages import EndEpoch, EpochEnded
-from lamina.protocol.wire import read_reply
-from lamina.topology import Epoch, Member, Topology
 from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from lamina.transport.device.slots import Outcome
 from lamina.transport.device.threads import ThreadSlots, ThreadStream
-from lamina.types import AttentionSpec, Polling
-from tests.late import LateBackend
 from tests.memory.test_worker import TIMEOUT_S, Pair
+from tests.support import reference_attention
+from tests.support.late_backend import LateBackend
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
@@ -113,7 +112,7 @@ class Lanes:
             np.zeros(1, np.int32),
             np.arange(count, dtype=np.int32),
         )
-        return reference.partial(q, keys, values, table, SPECS[layer], threads=1)
+        return reference_attention.partial(q, keys, values, table, SPECS[layer], threads=1)
 
     def check(self, lane: int, layer: int, wanted: tuple[np.ndarray, np.ndarray]) -> None:
         got = read_reply(memoryview(self.pair.reply), SPECS[layer], 1)
@@ -319,8 +318,8 @@ def test_auto_leaves_it_to_the_host_where_the_device_cannot_poll(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(polling, "_device_trip", Mock(side_effect=error))
-    assert not polling.polls("auto", Timed(), ThreadSlots)
+    monkeypatch.setattr(polling_choice, "_device_trip", Mock(side_effect=error))
+    assert not polling_choice.polls("auto", Timed(), ThreadSlots)
     assert not list(tmp_path.iterdir()), "it may work the next time"
 
 
@@ -359,27 +358,27 @@ class Shown(Timed):
 
 
 def test_a_device_with_a_display_does_not_poll() -> None:
-    assert not polling.polls("auto", Shown(), Mock())
+    assert not polling_choice.polls("auto", Shown(), Mock())
     with pytest.raises(ConfigError, match=r"the driver ends kernels of shown .* give polling auto or host"):
-        polling.polls("device", Shown(), Mock())
+        polling_choice.polls("device", Shown(), Mock())
 
 
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    kept = measurements.place("polling", Timed.name)
+    kept = tuning_cache.place("polling", Timed.name)
     made: list[ThreadSlots] = []
 
     def slots() -> ThreadSlots:
         made.append(ThreadSlots())
         return made[-1]
 
-    first = polling.polls("auto", Timed(), slots)
-    trips = measurements.load(kept, polling.Trips)
+    first = polling_choice.polls("auto", Timed(), slots)
+    trips = tuning_cache.load(kept, polling_choice.Trips)
     assert trips is not None and min(trips.device_s, trips.host_s) > 0.0
     assert first == (trips.device_s < trips.host_s)
-    measurements.save(kept, polling.Trips(1e-6, 2e-6))
-    assert polling.polls("auto", Timed(), slots) and len(made) == 1
-    assert polling.polls("device", Timed(), slots) and not polling.polls("host", Timed(), slots)
+    tuning_cache.save(kept, polling_choice.Trips(1e-6, 2e-6))
+    assert polling_choice.polls("auto", Timed(), slots) and len(made) == 1
+    assert polling_choice.polls("device", Timed(), slots) and not polling_choice.polls("host", Timed(), slots)
 
 
 def test_auto_needs_a_measurement_that_says_something() -> None:

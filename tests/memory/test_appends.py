@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.types import AttentionSpec, Overlap
+from lamina.core.types import AttentionSpec, Overlap
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 

@@ -7,11 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.core.types import AttentionSpec
 from lamina.kernels.attention import BEST_PATH, FloatArray, count_tasks, partial, partial_tasks
 from lamina.memory import cuts as module
 from lamina.memory.cuts import Cut, cuts
-from lamina.types import AttentionSpec
-from tests.kernels.cases import KV_TYPES, Case, Pair, check, decode, make_case, make_spec, problem_pairs, specs
+from tests.support.kernel_cases import (
+    KV_TYPES,
+    Case,
+    Pair,
+    check,
+    decode,
+    make_case,
+    make_spec,
+    problem_pairs,
+    specs,
+)
 
 
 def attend(case: Case, made: list[Cut], threads: int) -> tuple[FloatArray, FloatArray]:

@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.errors import ConfigError
-from lamina.kernels import reference
-from lamina.memory.device import select
+from lamina.core.errors import ConfigError
+from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
+from lamina.dataplane.wire import body_nbytes
+from lamina.memory import device as select
 from lamina.memory.device.base import Device, New, Pairs, Table
 from lamina.memory.device.gpu import Gpu
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab import Slab
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.protocol.wire import body_nbytes
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.transport.device.inboxes import SharedMaker
-from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
-from tests.kernels.cases import Pair, decode, make_case
-from tests.late import LateBackend
+from tests.support import reference_attention
+from tests.support.kernel_cases import Pair, decode, make_case
+from tests.support.late_backend import LateBackend
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
+from lamina.kernels.gpu.backend import Program
 from lamina.kernels.gpu.interpreter import Interpreter
-from lamina.kernels.gpu.program import Program
 from lamina.kernels.gpu.specialize import sees_all
 
 DEVICES = ("cpu", "emulated", "late")
@@ -76,7 +76,7 @@ def test_what_is_kept_is_attended_to(name: str, pairs: list[Pair], layer: int, s
         stop=[pair.tokens for pair in pairs],
     )
     out, lse = attended(device.table(seen, slots.__getitem__), layer, device.sent(case.q), device)
-    wanted_out, wanted_lse = reference.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
+    wanted_out, wanted_lse = reference_attention.partial(case.q, case.k, case.v, case.segments, case.spec, threads=1)
     np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
     np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
 
@@ -300,7 +300,7 @@ def check_shared_prefixes(backend: Any, samples: int) -> list[int]:
             pass
         joined.append(backend.joined)
         whole = seen.table(np.concatenate([slab.slots(each) for each in segments]))
-        wanted_out, wanted_lse = reference.partial(q, k, v, whole, spec, threads=1)
+        wanted_out, wanted_lse = reference_attention.partial(q, k, v, whole, spec, threads=1)
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=1e-5)
         np.testing.assert_allclose(lse, wanted_lse, rtol=1e-6, atol=1e-5)
     return joined

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.errors import DeadlineError, PeerLostError
-from lamina.memory.device.select import make
-from lamina.memory.migrations import Migrations
+from lamina.core.errors import DeadlineError, PeerLostError
+from lamina.core.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
+from lamina.core.topology import FIRST, Epoch
+from lamina.core.types import AttentionSpec, DType, KvCacheDType, Overlap, SamplingParams, Segment
+from lamina.dataplane.leases import ArenaPlan, lease_nbytes
+from lamina.dataplane.slot import Outbox, Slot
+from lamina.memory.device import make
+from lamina.memory.moving import Migrations
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.protocol.leases import ArenaPlan, lease_nbytes
-from lamina.protocol.outbox import Outbox, Slot
-from lamina.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
-from lamina.topology import FIRST, Epoch
 from lamina.transport.base import Endpoint
-from lamina.transport.null import NullEndpoint
-from lamina.types import AttentionSpec, DType, KvCacheDType, Overlap, SamplingParams, Segment
-from tests.channels import Station, link
+from tests.support.channels import Station, link
+from tests.support.null_transport import NullEndpoint
 
 NAMES = ["memory0", "memory1", "memory2"]
 SPECS = [

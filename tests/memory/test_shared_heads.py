@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.errors import ConfigError
-from lamina.heads import HeadShards
-from lamina.kernels import reference
+from lamina.core.errors import ConfigError
+from lamina.core.heads import HeadShards
+from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from tests.support import reference_attention
 
 Floats = np.ndarray
 
@@ -33,7 +33,7 @@ def expected(spec: AttentionSpec, q: Floats, k: Floats, v: Floats, start: int) -
     bounds = np.array([0, len(k)], np.int32)
     rows, first = np.array([0, len(q)], np.int32), np.array([start], np.int32)
     table = SegmentTable(rows, first, bounds, np.zeros(1, np.int32), np.arange(len(k), dtype=np.int32))
-    return reference.partial(q, k, v, table, spec, 1)
+    return reference_attention.partial(q, k, v, table, spec, 1)
 
 
 @settings(max_examples=40, deadline=None)

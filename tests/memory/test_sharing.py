@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.memory import sharing
+from lamina.memory import shared_prefixes
 from lamina.memory.device.base import Pairs
-from lamina.memory.sharing import Shared, SharedPrefixes, rest_of, shared_of
+from lamina.memory.shared_prefixes import Shared, SharedPrefixes, rest_of, shared_of
 from lamina.memory.slab import Slab
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharing, "FEWEST_TOKENS", 3)
+    monkeypatch.setattr(shared_prefixes, "FEWEST_TOKENS", 3)
 
 
 def grown(forks: Sequence[tuple[int, int, int]]) -> Slab[int]:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from lamina.errors import CapacityError
+from lamina.core.errors import CapacityError
 from lamina.memory.slab import Slab
 
 CAPACITY = 400

@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from lamina.core.steps import BLOCK, DecodeRows, Fetch, Fork, Migration, Spill, StepPlan, Switch
+from lamina.core.types import AttentionSpec, DType, KvCacheDType, Overlap, Segment
+from lamina.memory.disk_tier import open_tier
 from lamina.memory.store import KvStore
-from lamina.memory.tier import open_tier
-from lamina.spills import BLOCK, Fetch, Spill
-from lamina.steps import DecodeRows, Fork, Migration, StepPlan, Switch
-from lamina.types import AttentionSpec, DType, KvCacheDType, Overlap, Segment
 
 SPECS = [AttentionSpec(layer=layer, query_heads=4, kv_heads=2, qk_dim=8, v_dim=4, scale=1.0) for layer in range(3)]
 HEADS = (0, 2)
@@ -64,7 +63,7 @@ class Worker:
 
 @pytest.fixture(params=["auto", "int8"])
 def worker(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
-    monkeypatch.setattr("lamina.memory.disk.IN_MEMORY", ())
+    monkeypatch.setattr("lamina.memory.disk_tier.IN_MEMORY", ())
     with contextlib.ExitStack() as resources:
         yield Worker(tmp_path, request.param, resources)
     assert not os.listdir(tmp_path)

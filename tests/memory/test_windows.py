@@ -10,17 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from lamina.compute.local import LocalShare
+from lamina.compute.local_memory import LocalShare
+from lamina.core.steps import Migration, StepPlan
+from lamina.core.types import AttentionSpec, DType, KvElement, Overlap
 from lamina.kernels.segments import SegmentTable
+from lamina.kv import prefix_cache, prefix_tree
 from lamina.memory.device import windows
 from lamina.memory.device.cpu import Cpu
 from lamina.memory.device.windows import Windows
 from lamina.memory.store import KvStore
-from lamina.placement import checkpoints, prefix_cache
 from lamina.schedule import turn
 from lamina.schedule.suspects import Hold
-from lamina.steps import Migration, StepPlan
-from lamina.types import AttentionSpec, DType, KvElement, Overlap
 from tests.schedule.test_epochs import NOBODY
 from tests.schedule.test_moves import Moving, course_of, events, requests, run
 
@@ -37,7 +37,7 @@ def eager() -> Iterator[None]:
         patch.setattr(prefix_cache, "GRAIN", 1)
         patch.setattr(windows, "FEWEST", 4)
         patch.setattr(windows, "SPARE", 64)
-        patch.setattr(checkpoints, "SHARE", 1)
+        patch.setattr(prefix_tree, "SHARE", 1)
         yield
 
 

@@ -12,19 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lamina.compute.links import Mail
-from lamina.errors import DeadlineError
-from lamina.kernels.attention import partial
-from lamina.kernels.segments import SegmentTable
-from lamina.memory import cuts, worker
-from lamina.memory.device import cpu
-from lamina.memory.pulls import MOST_IN_A_ROW
-from lamina.pipeline import Pipeline
-from lamina.protocol.choice import Transport
-from lamina.protocol.fetching import Fetcher
-from lamina.protocol.leases import Messages
-from lamina.protocol.links import Member, open_links
-from lamina.protocol.messages import (
+from lamina.compute.mail import Mail
+from lamina.control.messages import (
     Connect,
     Grant,
     Granted,
@@ -38,13 +27,24 @@ from lamina.protocol.messages import (
     Way,
     Working,
 )
-from lamina.protocol.slots import Slots
-from lamina.protocol.wire import read_reply
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.topology import FIRST
+from lamina.core.errors import DeadlineError
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.topology import FIRST
+from lamina.core.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
+from lamina.dataplane.fetching import Fetcher
+from lamina.dataplane.leases import Messages
+from lamina.dataplane.transport_choice import Transport
+from lamina.dataplane.wire import read_reply
+from lamina.kernels.attention import partial
+from lamina.kernels.segments import SegmentTable
+from lamina.memory import cuts, worker
+from lamina.memory.device import cpu
+from lamina.memory.pulls import MOST_IN_A_ROW
 from lamina.transport.device.inboxes import Inboxes
-from lamina.types import AttentionSpec, DType, Overlap, Polling, SamplingParams, Segment
-from tests.protocol.test_slots import Device
+from lamina.worker.device_slots import Slots
+from lamina.worker.links import Member, open_links
+from tests.worker.test_device_slots import Device
 
 SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5)
 NOBODY = DecodeRows([], [], [])

@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.heads import HeadShards
+from lamina.control.messages import MemorySetup, Reserve
+from lamina.core.heads import HeadShards
+from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
+from lamina.dataplane.wire import body_nbytes
 from lamina.memory.setup import largest
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.protocol.messages import MemorySetup, Reserve
-from lamina.protocol.wire import body_nbytes
-from lamina.steps import Admission, DecodeRows, SequenceStep, StepPlan
-from lamina.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
+from lamina.kernels.gpu.backend import Program
 from lamina.kernels.gpu.interpreter import Interpreter
-from lamina.kernels.gpu.program import Program
 from lamina.memory.device import gpu
 from lamina.memory.device.workspaces import Workspaces
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lamina.core.types import DType
 from lamina.models import weights
-from lamina.models.config import load_config
+from lamina.models.configuration import load_config
 from lamina.models.directory import BUNDLED, find
-from lamina.models.tokenizer import Tokenizer
-from lamina.types import DType
+from lamina.text.tokenizer import Tokenizer
 
 TRAINING = Path(__file__).parents[2] / "tools" / "train_bundled.py"
 

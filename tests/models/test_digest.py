@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from lamina.models import directory
-from lamina.models.digest import checkpoint_digest
+from lamina.models.directory import checkpoint_digest
 
 TENSORS = {"a": torch.arange(5000.0), "b": torch.ones(3, 7), "c": torch.zeros(0)}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lamina.errors import ModelError, UnsupportedModelError
+from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.models.directory import BUNDLED, find, max_model_len
 
 
@@ -68,7 +68,7 @@ def test_the_bundled_model_needs_no_path() -> None:
 
 def test_needs_neither_torch_nor_transformers() -> None:
     code = (
-        "import sys; from lamina.models.directory import find; from lamina.models.tokenizer import Tokenizer;"
+        "import sys; from lamina.models.directory import find; from lamina.text.tokenizer import Tokenizer;"
         "Tokenizer(find(None)).encode('x'); sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lamina.errors import ConfigError, ModelError, UnsupportedModelError
+from lamina.core.errors import ConfigError, ModelError, UnsupportedModelError
+from lamina.core.types import DType, Quantization
 from lamina.models import tensors, weights
-from lamina.models.codes import Codes, group_size, plain, quantise
-from lamina.models.config import load_config, torch_dtype
+from lamina.models.configuration import load_config, torch_dtype
 from lamina.models.directory import find
-from lamina.models.quantised import scheme
+from lamina.models.quantisation.codes import Codes, group_size, plain, quantise
+from lamina.models.quantisation.formats import scheme
 from lamina.splitter.split_model import Shard, cut
-from lamina.types import DType, Quantization
-from tests.models import quantised_checkpoints as checkpoints
-from tests.models.quantised_checkpoints import FORMATS
-from tests.random_models import variant, write_checkpoint
-from tests.sweep import sweep
+from tests.support import quantised_checkpoints as checkpoints
+from tests.support.quantised_checkpoints import FORMATS
+from tests.support.random_models import variant, write_checkpoint
+from tests.support.sweep import sweep
 
 
 def write(path: Path, name: str) -> dict[str, Tensor]:

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from lamina.errors import ModelError, UnsupportedModelError
+from lamina.core.errors import ModelError, UnsupportedModelError
+from lamina.core.types import DType, LoadFormat
 from lamina.models import tensors, weights
-from lamina.models.codes import Weight, plain
-from lamina.models.config import load_config, meta_model, resolve_dtype, torch_dtype
+from lamina.models.configuration import load_config, meta_model, resolve_dtype, torch_dtype
 from lamina.models.directory import ModelDirectory, find
+from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter.split_model import Shard, cut
-from lamina.types import DType, LoadFormat
-from tests.random_models import random_model, with_experts, write_checkpoint
+from tests.support.random_models import random_model, with_experts, write_checkpoint
 
 FAMILIES = (
     *("llama", "qwen2", "qwen3", "gemma2", "phi3", "opt", "gpt2", "gpt_neox", "bloom", "falcon"),

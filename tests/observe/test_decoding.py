@@ -5,11 +5,11 @@ from typing import Any, cast
 
 import pytest
 
+from lamina.core.errors import DeadlineError, LaminaError
+from lamina.core.types import Request, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
-from lamina.errors import DeadlineError, LaminaError
 from lamina.observe.decoding import decode_batch, decode_window
-from lamina.types import Request, SamplingParams
 
 
 class FakeEngine:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lamina.control.messages import LoadProgress
 from lamina.observe import progress
 from lamina.observe.progress import BatchProgress, counting_progress, loading_progress, waiting
-from lamina.protocol.messages import LoadProgress
 
 
 def console(terminal: bool) -> tuple[Console, io.StringIO]:

@@ -66,7 +66,7 @@ fi
 say "creating the model of the tests"
 rm -rf "$work/model"
 # For the processor that QEMU emulates, which has AVX2 alone: what is cached depends on it.
-ATEN_CPU_CAPABILITY=avx2 LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.runtime.network_model "$work/model"
+ATEN_CPU_CAPABILITY=avx2 LAMINA_CACHE_DIR="$work/model/cache" "$python" -m tests.support.network_model "$work/model"
 
 tests=("$python" -m pytest -vv -x -rs -p no:cacheprovider --timeout 1200 tests/transport/test_rdma_on_device.py tests/transport/test_conformance.py tests/runtime/test_network.py)
 case ${1-} in

@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import SamplingParams
 from lamina.engine import scaling
 from lamina.engine.engine import Engine
-from lamina.errors import ConfigError
 from lamina.launch import launch
 from lamina.schedule.autoscale import Windows
-from lamina.types import SamplingParams
-from tests.random_models import SERVED_VOCABULARY
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     Killable,
     Prompt,
@@ -23,6 +22,7 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     config,
     wait_until,
 )
+from tests.support.random_models import SERVED_VOCABULARY
 
 
 def contexts(count: int) -> list[Prompt]:

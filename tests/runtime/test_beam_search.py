@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import RequestError
+from lamina.core.types import DType, FinishReason, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
-from lamina.errors import RequestError
 from lamina.launch import launch
-from lamina.types import DType, FinishReason, SamplingParams
-from tests.random_models import SERVED, SERVED_VOCABULARY, served
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_survival import Killable, Streams, wait_for_recoveries, wait_until
 from tests.schedule.test_beam_search import hugging_face
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED, SERVED_VOCABULARY, served
+from tests.support.sweep import sweep
 
 ENDS = list(range(3, 63))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

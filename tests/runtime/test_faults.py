@@ -22,15 +22,15 @@ from lamina.cli import app
 from lamina.cluster.launchers import local
 from lamina.cluster.launchers.local import LocalWorkers
 from lamina.compute.preparation import prepare
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.control import liveness
+from lamina.core.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
+from lamina.core.types import DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.updates import RequestUpdate, whole
-from lamina.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.launch import launch
 from lamina.models import directory
-from lamina.protocol import liveness
-from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.random_models import served
-from tests.runtime.checkpoints import write_prepared
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import served
 
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
 
@@ -174,8 +174,8 @@ SCRIPT = """
 import sys, threading
 from lamina.launch import launch
 from lamina.models import directory
-from lamina.config import EngineConfig
-from lamina.types import DType, SamplingParams
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, SamplingParams
 engine = launch(EngineConfig(model=sys.argv[1], compute="cpu:1", memory="cpu:2", dtype=DType.FLOAT32))
 print("ready", flush=True)
 for index in range(50):

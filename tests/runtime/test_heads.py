@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from transformers import PretrainedConfig
 
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.launch import launch
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import NAMES, SERVED, greedy, served, variant
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_parity import run_all
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import NAMES, SERVED, greedy, served, variant
+from tests.support.sweep import sweep
 
 TOKENS = 12
 LENGTHS = (1, 6, 7, 8, 21, 34, 45, 14)

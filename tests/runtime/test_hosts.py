@@ -13,15 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from lamina.config.environment import environment
+from lamina.control import secret
+from lamina.control.timeline import Span
+from lamina.core.errors import ConfigError
+from lamina.core.types import CompletionOutput
+from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
-from lamina.env import environment
-from lamina.errors import ConfigError
 from lamina.launch import launch
-from lamina.protocol import secret
-from lamina.protocol.choice import Transport
-from lamina.protocol.timeline import Span
-from lamina.types import CompletionOutput
-from tests.runtime.hosts import FAR, HERE, NEAR, Hosts, Started, free_port, opened
 from tests.runtime.test_faults import worker_processes
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
@@ -33,6 +32,7 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     wait_for_recoveries,
     wait_until,
 )
+from tests.support.hosts import FAR, HERE, NEAR, Hosts, Started, free_port, opened
 
 CLOCK_S = 5000
 

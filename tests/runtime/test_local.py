@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import CompletionOutput, SamplingParams
 from lamina.launch import launch
-from lamina.types import CompletionOutput, SamplingParams
-from tests.random_models import SERVED
 from tests.runtime.test_parity import check_greedy
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
@@ -23,7 +22,8 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     wait_for_recoveries,
     wait_until,
 )
-from tests.sweep import sweep
+from tests.support.random_models import SERVED
+from tests.support.sweep import sweep
 
 
 def with_memory(checkpoint: Path, memory: str | None, **settings: object) -> EngineConfig:  # noqa: F811

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import VOCABULARY, variant
-from tests.runtime.checkpoints import write_prepared
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import VOCABULARY, variant
 
 WORKERS = 4
 DRAWN = 8

@@ -10,18 +10,18 @@ from typing import Any
 import psutil
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.steps import StepPlan
+from lamina.core.types import DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.schedule import admission
 from lamina.schedule.scheduler import Scheduler
-from lamina.steps import StepPlan
-from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until, worker_processes
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.sweep import sweep
 
 PER_TOKEN = 3 * 2 * (16 + 16) * 4  # layers, heads, K and V, float32
 CAPACITY = 540

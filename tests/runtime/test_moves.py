@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.steps import StepPlan
+from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
-from lamina.steps import StepPlan
-from lamina.types import DType, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until
 from tests.runtime.test_parity import run_all
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.sweep import sweep
 
 TOKENS = 40
 

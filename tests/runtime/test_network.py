@@ -16,15 +16,15 @@ from typing import Literal
 import pytest
 
 from lamina.cluster.launchers.local import LocalWorkers
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import RequestOutput, SamplingParams
+from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.protocol.choice import Transport
-from lamina.schedule import admission, draining
-from lamina.types import RequestOutput, SamplingParams
-from tests.runtime import network_model
-from tests.runtime.network_model import DTYPE, KV_TOKENS, PROMPTS, TOKENS, Model
+from lamina.schedule import admission, balancing
+from tests.support import network_model
+from tests.support.network_model import DTYPE, KV_TOKENS, PROMPTS, TOKENS, Model
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
 LOSSY = ("loss", "2%", "delay", "1ms")
@@ -41,7 +41,7 @@ def run(*words: str) -> None:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "PATIENCE", 4)  # one of the requests moves
-    monkeypatch.setattr(draining, "CHEAP", 0)  # so do few tokens, which would be computed again
+    monkeypatch.setattr(balancing, "CHEAP", 0)  # so do few tokens, which would be computed again
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.lowering import Target
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED, SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED, SERVED_VOCABULARY, greedy, served
+from tests.support.sweep import sweep
 
 TOKENS = 10
 

@@ -13,14 +13,12 @@ import pytest
 from transformers import PretrainedConfig
 
 from lamina.cluster.pool import CPU
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import LoadProgress
+from lamina.core.errors import ConfigError
+from lamina.core.types import CompletionOutput, DType, SamplingParams
 from lamina.launch import launch
 from lamina.lowering import Target
-from lamina.protocol.messages import LoadProgress
-from lamina.types import CompletionOutput, DType, SamplingParams
-from tests.random_models import NAMES, SERVED, greedy, served, variant
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_parity import run_all
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
@@ -32,6 +30,8 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     survive,
     undisturbed,
 )
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import NAMES, SERVED, greedy, served, variant
 
 JOIN_S = 120.0
 TOKENS = 12

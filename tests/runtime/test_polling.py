@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.control import liveness
+from lamina.control.timeline import Span
+from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.protocol import liveness
-from lamina.protocol.timeline import Span
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_parity import run_all
 from tests.runtime.test_survival import Killable, Streams, wait_for_recoveries
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 pytestmark = pytest.mark.slow

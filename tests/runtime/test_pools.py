@@ -6,11 +6,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lamina.core.errors import ConfigError, RequestError, WorkerError
+from lamina.core.types import CompletionOutput, SamplingParams
 from lamina.engine.engine import Engine
-from lamina.errors import ConfigError, RequestError, WorkerError
 from lamina.launch import launch
-from lamina.types import CompletionOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
     Killable,
@@ -23,7 +22,8 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     wait_for_recoveries,
     wait_until,
 )
-from tests.sweep import sweep
+from tests.support.random_models import SERVED_VOCABULARY
+from tests.support.sweep import sweep
 
 JOIN_S = 60.0
 

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, served
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_faults import wait_until
-from tests.schedule.schedules import client
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, served
+from tests.support.schedules import client
+from tests.support.sweep import sweep
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),

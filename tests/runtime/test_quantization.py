@@ -12,16 +12,16 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from lamina import _native
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import DType, Quantization, SamplingParams
 from lamina.launch import launch
-from lamina.models.codes import quantise, quantise_experts
-from lamina.types import DType, Quantization, SamplingParams
-from tests.models import quantised_checkpoints as checkpoints
-from tests.models.quantised_checkpoints import FORMATS
-from tests.random_models import greedy, served, write_checkpoint
+from lamina.models.quantisation.codes import quantise, quantise_experts
 from tests.runtime.test_parity import run_all
-from tests.sweep import sweep
+from tests.support import quantised_checkpoints as checkpoints
+from tests.support.quantised_checkpoints import FORMATS
+from tests.support.random_models import greedy, served, write_checkpoint
+from tests.support.sweep import sweep
 
 TOKENS = 10
 PROMPTS = [[random.Random(length).randrange(3, 90) for _ in range(length)] for length in (1, 7, 20, 33)]

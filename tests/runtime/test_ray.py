@@ -12,12 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from lamina.config import EngineConfig
-from lamina.errors import ConfigError, LaminaError
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError, LaminaError
+from lamina.core.types import CompletionOutput
 from lamina.launch import launch
-from lamina.types import CompletionOutput
-from tests.cli.commands import assert_refused, run
-from tests.runtime import ray_cluster
 from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     REQUESTS,
     Streams,
@@ -28,6 +26,8 @@ from tests.runtime.test_survival import (  # noqa: F401  # fixtures
     wait_for_recoveries,
     wait_until,
 )
+from tests.support import ray_cluster
+from tests.support.commands import assert_refused, run
 
 ray = pytest.importorskip("ray")
 SCALE_S = 120.0

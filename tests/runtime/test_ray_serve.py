@@ -14,7 +14,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.runtime import ray_cluster
+from tests.support import ray_cluster
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow

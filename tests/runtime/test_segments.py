@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lamina.config import EngineConfig
-from lamina.errors import RequestError
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import RequestError
+from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.launch import launch
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED, SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_parity import run_all
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED, SERVED_VOCABULARY, greedy, served
+from tests.support.sweep import sweep
 
 LONGEST = 7
 TOKENS = 12

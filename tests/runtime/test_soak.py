@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.types import DType, FinishReason, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, served
-from tests.runtime.checkpoints import write_prepared
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, served
 
 WAVE = 1000  # requests
 WARM_WAVES = 8

@@ -9,11 +9,11 @@ from typing import Any
 import psutil
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+from lamina.core.types import RequestOutput
 from lamina.engine.engine import Engine
-from lamina.errors import ConfigError
-from lamina.placement.spill import FULL
-from lamina.types import RequestOutput
+from lamina.kv.disk import FULL
 from tests.runtime.test_prefix_cache import GREEDY, drawn, model, run, start, tokens
 from tests.runtime.test_survival import Killable, wait_for_recoveries, wait_until
 

@@ -15,15 +15,15 @@ import psutil
 import pytest
 
 from lamina.cluster.launchers.local import LocalWorkers
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.control import liveness
+from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
-from lamina.protocol import liveness
-from lamina.types import CompletionOutput, DType, RequestOutput, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, served
-from tests.runtime.checkpoints import write_prepared
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, served
+from tests.support.sweep import sweep
 
 END_S = 60.0
 Prompt = tuple[list[int], SamplingParams]
@@ -211,7 +211,7 @@ def test_killed_and_stopped_memory_workers_are_noticed_as_pauses(
 
 CUT_OFF = """
 import sys
-from lamina.errors import PeerLostError
+from lamina.core.errors import PeerLostError
 from lamina.memory import store, worker
 serve, calls = store.KvStore.serve, []
 def cut_off(*arguments):

@@ -19,12 +19,11 @@ from typing import Any
 import psutil
 import pytest
 
-from lamina.engine import restarts
+from lamina.control import liveness
+from lamina.core.types import CompletionOutput
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
-from lamina.protocol import liveness
-from lamina.types import CompletionOutput
 from tests.runtime.test_survival import (  # noqa: F401  # checkpoint is a fixture
     END_S,
     Killable,
@@ -55,7 +54,7 @@ SPARE_FDS = 8  # of a process, for what comes and goes
 
 CUT_OFF = """
 import signal
-from lamina.errors import PeerLostError
+from lamina.core.errors import PeerLostError
 from lamina.memory import worker
 serve, cut = worker.MemoryWorker._serve_once, []
 def cut_off(self):
@@ -194,7 +193,7 @@ def test_no_loss_changes_an_output_however_many_there_are(
 ) -> None:
     monkeypatch.setattr(liveness, "PING_S", 0.2)
     monkeypatch.setattr(liveness, "LOST_S", 3.0)
-    monkeypatch.setattr(restarts, "MOST_WAIT_S", 0.01)
+    monkeypatch.setattr(liveness, "MOST_WAIT_S", 0.01)
     draw, requests, workers = random.Random(SEED), prompts(DISTINCT, 2), Partitionable()
     engine = launch(config(checkpoint, 1, 1, kv_cache_memory_bytes=4_000_000))
     try:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.pipeline import Arrangement
+from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
-from lamina.pipeline import Arrangement
-from lamina.schedule.lanes import LaneChooser
-from lamina.types import DType, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
+from lamina.schedule.lane_choice import LaneChooser
 from tests.runtime.test_parity import TOKENS, run_all
-from tests.sweep import sweep
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.sweep import sweep
 
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))]
 SWITCHES: dict[str, dict[str, Any]] = {

@@ -13,14 +13,14 @@ import pytest
 from transformers import PretrainedConfig
 
 from lamina.cluster.launchers.local import LocalWorkers
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.lowering import Target
-from lamina.types import DType, RequestOutput, SamplingParams
-from tests.random_models import NAMES, SERVED, greedy, served, variant
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_parity import run_all
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import NAMES, SERVED, greedy, served, variant
 
 pytestmark = pytest.mark.slow
 TOKENS = 12

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
+from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
-from lamina.types import DType, SamplingParams
-from tests.random_models import SERVED_VOCABULARY, greedy, served
-from tests.runtime.checkpoints import write_prepared
 from tests.runtime.test_parity import run_all
 from tests.runtime.test_survival import wait_until
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 
 DRAWN = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=DRAWN, ignore_eos=True)

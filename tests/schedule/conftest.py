@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from lamina.placement import prefix_cache
-from lamina.schedule import admission, draining
+from lamina.kv import prefix_cache
+from lamina.schedule import admission, balancing
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def impatient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "PAUSE", 0)
         patch.setattr(admission, "PATIENCE", 1)
-        patch.setattr(draining, "CHEAP", 3)
+        patch.setattr(balancing, "CHEAP", 3)
         yield
 
 

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.core.steps import StepPlan
+from lamina.core.types import Client, Request, SamplingParams
 from lamina.schedule import admission
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
-from lamina.steps import StepPlan
-from lamina.types import Client, Request, SamplingParams
-from tests.schedule.schedules import request, scheduler
+from tests.support.schedules import request, scheduler
 
 
 class Turns:

@@ -18,18 +18,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from lamina.groups import Completion, Group
-from lamina.pipeline import Pipeline
-from lamina.placement.map import Placement
-from lamina.placement.prefix_cache import PrefixCache
-from lamina.placement.relocation import Relocations
+from lamina.core.pipeline import Pipeline
+from lamina.core.requests import Completion, Group
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import Client
+from lamina.kv.placement import Placement
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.kv.relocation import Relocations
 from lamina.schedule import admission
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.limits import Limits
-from lamina.schedule.seats import Seats
-from lamina.topology import FIRST, Member, Topology
-from lamina.types import Client
-from tests.schedule.schedules import client, request
+from lamina.schedule.waiting import Seats
+from tests.support.schedules import client, request
 
 PAUSE, PATIENCE = 3, 1
 LIMITS = Limits(max_sequences=6, max_num_batched_tokens=6, max_model_len=64)

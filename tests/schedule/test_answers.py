@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.protocol.messages import StepDone
-from lamina.schedule.answers import Answers
-from lamina.steps import DecodeRows, StepPlan
+from lamina.control.messages import StepDone
+from lamina.core.steps import DecodeRows, StepPlan
+from lamina.schedule.turn import Answers
 
 
 def plan(step: int, lane: int, *, runs: bool = True) -> StepPlan:

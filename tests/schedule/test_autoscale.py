@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.pipeline import Pipeline
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Member, Topology
 from lamina.schedule.autoscale import HIGH, LOW, Autoscaler, Load, Windows, compute_load, memory_load
 from lamina.schedule.limits import Limits
-from lamina.topology import FIRST, Member, Topology
-from tests.schedule.schedules import plan_of, request, scheduler
+from tests.support.schedules import plan_of, request, scheduler
 
 LOOK_S = 0.5
 WINDOWS = Windows(grow_s=2.0, shrink_s=6.0)

@@ -9,11 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from lamina.compute.sampler import Row, sample
-from lamina.protocol.logprobs import unpack
+from lamina.control.logprobs import unpack
+from lamina.core.types import Logprob, SamplingParams
 from lamina.schedule.beam_search import BeamSearch, continued
-from lamina.types import Logprob, SamplingParams
-from tests.random_models import PAD, SERVED_VOCABULARY, random_model, served
-from tests.sweep import sweep
+from tests.support.random_models import PAD, SERVED_VOCABULARY, random_model, served
+from tests.support.sweep import sweep
 
 PROMPT = [5, 9, 31]
 

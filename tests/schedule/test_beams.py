@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.groups import Completion, Group
-from lamina.steps import StepPlan
-from lamina.types import Request
-from tests.schedule.clusters import Course
+from lamina.core.requests import Completion, Group
+from lamina.core.steps import StepPlan
+from lamina.core.types import Request
 from tests.schedule.test_prefixes import LOSSES, Caching
 from tests.schedule.test_prefixes import requests as mixed
+from tests.support.clusters import Course
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 

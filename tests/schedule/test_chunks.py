@@ -5,9 +5,9 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.groups import Completion, Group
-from lamina.schedule.chunks import SMALLEST, PromptBatch
-from lamina.types import Request, SamplingParams
+from lamina.core.requests import Completion, Group
+from lamina.core.types import Request, SamplingParams
+from lamina.schedule.batches import SMALLEST, PromptBatch
 
 NUMBERS = itertools.count()
 

@@ -2,11 +2,11 @@
 
 import pytest
 
+from lamina.core.segments import by_worker
+from lamina.core.steps import StepPlan
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.segments import by_worker
-from lamina.steps import StepPlan
-from tests.schedule.schedules import plan_of, request, scheduler
+from tests.support.schedules import plan_of, request, scheduler
 
 LIMITS = Limits(max_sequences=8, max_num_batched_tokens=512, max_model_len=2048)
 

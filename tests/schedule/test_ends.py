@@ -2,8 +2,8 @@
 
 import pytest
 
-from lamina.schedule.ends import TokenEnds
-from lamina.types import FinishReason, SamplingParams
+from lamina.core.types import FinishReason, SamplingParams
+from lamina.engine.tracking import TokenEnds
 
 EOS = 0
 

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamina.errors import RequestError
-from lamina.pipeline import Pipeline
+from lamina.core.errors import RequestError
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import Request
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.recipients import Recipients
 from lamina.schedule.suspects import Hold
-from lamina.topology import FIRST, Member, Topology
-from lamina.types import Request
-from tests.schedule.clusters import MANY, Cluster, MemoryModel, requests
-from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from tests.support.clusters import MANY, Cluster, MemoryModel, requests
+from tests.support.schedules import LIMITS, plan_of, request, scheduler
 
 NOBODY = Hold()
 

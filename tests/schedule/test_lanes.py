@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.pipeline import Arrangement, Pipeline
-from lamina.schedule.lanes import STEPS_BETWEEN_LOOKS, LaneChooser, chooser
+from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.schedule.lane_choice import STEPS_BETWEEN_LOOKS, LaneChooser, chooser
 
 
 def choices(replicas: int, stages: int = 1) -> Pipeline:

@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from lamina.pipeline import Pipeline
-from lamina.placement import balance
-from lamina.placement.balance import POLICIES
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import StepPlan
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import Balance, Partition
+from lamina.kv import policies
+from lamina.kv.policies import POLICIES
 from lamina.schedule import balancing
 from lamina.schedule.admission import SHARE
 from lamina.schedule.balancing import Balancing
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Move
 from lamina.schedule.scheduler import Scheduler
-from lamina.steps import StepPlan
-from lamina.topology import FIRST, Member, Topology
-from lamina.types import Balance, Partition
-from tests.schedule.clusters import MANY, Course
-from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
 from tests.schedule.test_prefixes import Caching
+from tests.support.clusters import MANY, Course
+from tests.support.schedules import LIMITS, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
@@ -184,7 +184,7 @@ def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released(
 def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
     name: Balance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where, what in ((balance, "LEAST"), (balance, "LEAST_SWAP"), (balance, "UNEVEN"), (balancing, "LOOK_STEPS")):
+    for where, what in ((policies, "LEAST"), (policies, "LEAST_SWAP"), (policies, "UNEVEN"), (balancing, "LOOK_STEPS")):
         monkeypatch.setattr(where, what, 1)
     moves = 0
     for seed in range(50):
@@ -238,8 +238,8 @@ def test_pools_of_several_kinds_are_balanced_by_bandwidth(
 ) -> None:
     memories = [Member(f"memory{index}", "memory", kind, "", 10) for index, kind in enumerate(kinds)]
     topology = Topology(FIRST, (Member("compute0", "compute", "a100", ""), *memories), Pipeline(2, 1))
-    assert balance.policy_for("auto", topology, partition) == wanted
-    assert balance.policy_for("ledger", topology, partition) == "ledger"
+    assert policies.policy_for("auto", topology, partition) == wanted
+    assert policies.policy_for("ledger", topology, partition) == "ledger"
 
 
 def settled(**settings: Any) -> Scheduler:

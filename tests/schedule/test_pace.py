@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.pipeline import Pipeline
-from lamina.placement.map import Placement
-from lamina.protocol.messages import StepDone
+from lamina.control.messages import StepDone
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import StepPlan
+from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import LEAST, MARGIN, StepTimes
 from lamina.schedule.turn import Turn
-from lamina.steps import StepPlan
-from tests.schedule.schedules import request
+from tests.support.schedules import request
 
 BOUND_S = 0.1
 LIMITS = Limits(64, 2048, 200_000)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.steps import StepPlan
-from tests.schedule.clusters import Course, courses, turns
-from tests.schedule.schedules import LIMITS, plan_of, request, scheduler
+from lamina.core.steps import StepPlan
 from tests.schedule.test_epochs import Losing
+from tests.support.clusters import Course, courses, turns
+from tests.support.schedules import LIMITS, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 

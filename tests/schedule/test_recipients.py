@@ -11,21 +11,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamina.heads import HeadShards
+from lamina.core.heads import HeadShards
+from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
+from lamina.core.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan, Switch
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
+from lamina.dataplane.wire import message_rows
 from lamina.memory.device.cpu import CpuTable
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.pipeline import Arrangement, Pipeline
-from lamina.protocol.wire import message_rows
 from lamina.schedule.admission import SHARE
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
-from lamina.segments import by_sequence, for_sequence, forked, grown, moved
-from lamina.steps import Admission, DecodeRows, Fork, SequenceStep, StepPlan, Switch
-from lamina.topology import FIRST, Member, Topology
-from lamina.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
-from tests.schedule.schedules import client, request
 from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
+from tests.support.schedules import client, request
 
 pytestmark = pytest.mark.usefixtures("impatient")
 

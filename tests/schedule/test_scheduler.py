@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamina.errors import RequestError
+from lamina.core.errors import RequestError
+from lamina.core.steps import StepPlan
+from lamina.core.types import Request, SamplingParams
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
-from lamina.steps import StepPlan
-from lamina.types import Request, SamplingParams
-from tests.schedule.clusters import MANY, Cluster, Course, courses, requests, turns
-from tests.schedule.schedules import LIMITS, client, plan_of, request, scheduler
+from tests.support.clusters import MANY, Cluster, Course, courses, requests, turns
+from tests.support.schedules import LIMITS, client, plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient")
 

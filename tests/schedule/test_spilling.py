@@ -8,20 +8,19 @@ from unittest.mock import ANY
 
 import pytest
 
-from lamina import spills
-from lamina.groups import Group, ids_of
-from lamina.placement import spill
-from lamina.placement.spill import Blocks, keys_of
+from lamina.core import steps
+from lamina.core.requests import Group, ids_of
+from lamina.core.steps import Fetch, Spill, StepPlan
+from lamina.kv import disk as spill
+from lamina.kv.disk import Blocks, keys_of
 from lamina.schedule.admission import SHARE
 from lamina.schedule.moves import Range
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
-from lamina.spills import Fetch, Spill
-from lamina.steps import StepPlan
-from tests.schedule.clusters import MANY, Course
-from tests.schedule.schedules import LIMITS, plan_of, request
 from tests.schedule.test_epochs import NOBODY
 from tests.schedule.test_moves import Moving, settled, step
+from tests.support.clusters import MANY, Course
+from tests.support.schedules import LIMITS, plan_of, request
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes", "short_blocks")
 BLOCK = 2
@@ -31,7 +30,7 @@ BLOCK = 2
 def short_blocks() -> Iterator[None]:
     """Blocks of two tokens, copied however empty a worker is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spills, "BLOCK", BLOCK)
+        patch.setattr(steps, "BLOCK", BLOCK)
         patch.setattr(spill, "BLOCK", BLOCK)
         patch.setattr(spill, "FULL", 0.1)
         patch.setattr(spill, "MOST_BLOCKS", 3)

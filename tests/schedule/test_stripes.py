@@ -8,21 +8,21 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamina.engine.placement import holdings
+from lamina.core.errors import RequestError
+from lamina.core.heads import HeadShards
+from lamina.core.steps import StepPlan
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
+from lamina.dataplane.wire import check_segments
 from lamina.engine.reading import segments_of
-from lamina.errors import RequestError
-from lamina.heads import HeadShards
+from lamina.engine.stats import holdings
+from lamina.kv import prefix_cache
+from lamina.kv.stripes import StripedPlacement
 from lamina.memory.store import KvStore
-from lamina.placement import prefix_cache
-from lamina.placement.stripes import StripedPlacement
-from lamina.protocol.wire import check_segments
 from lamina.schedule.admission import SHARE
 from lamina.schedule.turn import Turn
-from lamina.steps import StepPlan
-from lamina.topology import FIRST, Member, Topology
-from lamina.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
-from tests.schedule.schedules import ATTENTIONS, LIMITS, client
 from tests.schedule.test_turn import ENOUGH, FIXED, Driver
+from tests.support.schedules import ATTENTIONS, LIMITS, client
 
 pytestmark = pytest.mark.usefixtures("impatient")
 

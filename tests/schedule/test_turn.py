@@ -13,26 +13,26 @@ from hypothesis import strategies as st
 
 from lamina.cluster import sizing
 from lamina.cluster.bringup import Cluster
-from lamina.cluster.gather import Wish
-from lamina.config import EngineConfig
+from lamina.cluster.conversations import Wish
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import StepDone
+from lamina.control.sockets import ControlServer
+from lamina.core.heads import HeadShards
+from lamina.core.pipeline import Arrangement, Pipeline
+from lamina.core.steps import StepPlan
+from lamina.core.types import AttentionSpec, DType
 from lamina.engine import engine
-from lamina.heads import HeadShards
+from lamina.kv.placement import Placement
+from lamina.kv.preemption import latest
+from lamina.kv.stripes import StripedPlacement
 from lamina.models import directory
-from lamina.models.tokenizer import Tokenizer
-from lamina.pipeline import Arrangement, Pipeline
-from lamina.placement.map import Placement
-from lamina.placement.recovery import latest
-from lamina.placement.stripes import StripedPlacement
-from lamina.plan import hardware, models
-from lamina.protocol.control import ControlServer
-from lamina.protocol.messages import StepDone
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.simulate import Arrivals, Deployment, virtual_runtime
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.turn import DEPTH, Turn
-from lamina.simulate import Arrivals, Deployment, runtime
-from lamina.steps import StepPlan
-from lamina.types import AttentionSpec, DType
-from tests.schedule.schedules import ATTENTIONS, LIMITS, client, request
+from lamina.text.tokenizer import Tokenizer
+from tests.support.schedules import ATTENTIONS, LIMITS, client, request
 
 FIXED = Pipeline(3, 1)
 WHOLE = HeadShards(2)
@@ -215,12 +215,12 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
             super().__init__(*args, **kwargs)
 
     monkeypatch.setattr(engine, "Turn", Recorded)
-    monkeypatch.setattr(runtime, "Turn", Recorded)
-    catalogue, shape = hardware.load(), models.find("Llama-2-7B")
+    monkeypatch.setattr(virtual_runtime, "Turn", Recorded)
+    catalogue, shape = hardware.load(), model_shapes.find("Llama-2-7B")
     deployment = Deployment(
         model=shape, compute=catalogue["a100"], compute_workers=2, memory=catalogue["rtx3090"], memory_workers=1
     )
-    runtime.Simulation(deployment, Arrivals(np.array([0.0]), np.array([5]), np.array([3])), [], 0)
+    virtual_runtime.Simulation(deployment, Arrivals(np.array([0.0]), np.array([5]), np.array([3])), [], 0)
     ((limits, placement, pipeline), _) = made[0]
 
     config = EngineConfig()

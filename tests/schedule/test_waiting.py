@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.errors import OverloadedError
-from lamina.groups import Completion, Group
+from lamina.core.errors import OverloadedError
+from lamina.core.requests import Completion, Group
+from lamina.core.types import Client, Request, SamplingParams
 from lamina.schedule.waiting import Places, WaitingQueue
-from lamina.types import Client, Request, SamplingParams
 
 NUMBERS = itertools.count()
 

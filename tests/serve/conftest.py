@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from lamina.serve.server import make_server
-from tests.serve.scripted import TIMEOUT_S, FakeEngine, Running
+from tests.support.scripted_engine import TIMEOUT_S, FakeEngine, Running
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ import pytest
 from lamina.serve import connections
 from lamina.serve.connections import Connections, accept
 from tests.serve.conftest import serve
-from tests.serve.scripted import COMPLETION, TIMEOUT_S, Running, refusal
 from tests.serve.test_intake import answer, head
+from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, Running, refusal
 
 GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -179,7 +179,7 @@ async def test_without_files_accepting_goes_on_without_haste(
 def test_files_are_kept_back() -> None:
     code = """
 import resource
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 from lamina.serve.connections import connection_limit, raise_file_limit
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, min(hard, 1024)))

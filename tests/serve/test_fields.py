@@ -7,12 +7,12 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from lamina.serve import fields
-from lamina.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest, types_of
-from tests.serve.scripted import CHAT, COMPLETION, Running, refusal
+from lamina.serve import request_bodies
+from lamina.serve.request_bodies import ChatRequest, CompletionRequest, GenerationRequest, types_of
+from tests.support.scripted_engine import CHAT, COMPLETION, Running, refusal
 
 USER = [{"role": "user", "content": "a"}]
-HEADER = fields.IGNORED_HEADER
+HEADER = request_bodies.IGNORED_HEADER
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ HEADER = fields.IGNORED_HEADER
 )
 def test_every_field_of_openai_s_client_is_known(kind: type[GenerationRequest], params: Any) -> None:
     supported = {*types_of(kind), kind.large}
-    assert params.__annotations__.keys() <= supported | kind.unsupported.keys() | fields.WITHOUT_EFFECT
-    assert not supported & (kind.unsupported.keys() | fields.WITHOUT_EFFECT)
+    assert params.__annotations__.keys() <= supported | kind.unsupported.keys() | request_bodies.WITHOUT_EFFECT
+    assert not supported & (kind.unsupported.keys() | request_bodies.WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
@@ -64,8 +64,8 @@ def test_the_header_names_few_fields(server: Running) -> None:
 
 
 def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log = fields.IgnoredLog()
-    with caplog.at_level(logging.WARNING, "lamina.serve.fields"):
+    log = request_bodies.IgnoredLog()
+    with caplog.at_level(logging.WARNING, "lamina.serve.request_bodies"):
         for names in (["a", "messages.b"], ["a"], [], ["a", "c\nd"]):
             log.add(names)
         log.add([f"x{number}" for number in range(10)])
@@ -74,7 +74,7 @@ def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "requests have fields that are ignored: a, messages.b"
     assert lines[1] == "requests have fields that are ignored: c?d"
-    assert len(lines) < fields.MOST_LOGGED
+    assert len(lines) < request_bodies.MOST_LOGGED
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_a_known_field_in_the_wrong_case_is_refused(
 
 def test_values_without_effect_are_accepted(server: Running) -> None:
     for path, given, neutral in (
-        (COMPLETION, {"prompt": "a"}, fields.UNSUPPORTED_COMPLETION),
-        (CHAT, {"messages": USER}, fields.UNSUPPORTED_CHAT),
+        (COMPLETION, {"prompt": "a"}, request_bodies.UNSUPPORTED_COMPLETION),
+        (CHAT, {"messages": USER}, request_bodies.UNSUPPORTED_CHAT),
     ):
         values = {name: (None, *several) for name, several in neutral.items()} | dict.fromkeys(
-            fields.WITHOUT_EFFECT, "x"
+            request_bodies.WITHOUT_EFFECT, "x"
         )
         for number in range(max(map(len, values.values()))):  # every field at once, with its next value
             body = {name: several[number % len(several)] for name, several in values.items()}

@@ -14,8 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from lamina.version import __version__
-from tests.cli.commands import END_S, RUN_S, Server, start
+from lamina.core.version import __version__
+from tests.support.commands import END_S, RUN_S, Server, start
 
 PROMPT = "def fibonacci(n):"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
@@ -180,7 +180,7 @@ def test_a_killed_frontend_takes_its_own_requests_with_it_and_no_others(server: 
 
 
 def engine_of(server: Server) -> psutil.Process:
-    (engine,) = [one for one in server.workers() if "lamina.serve.engine" in one.cmdline()]
+    (engine,) = [one for one in server.workers() if "lamina.serve.engine_process" in one.cmdline()]
     return engine
 
 

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from lamina.serve import intake
-from lamina.serve.errors import APIError
+from lamina.serve.http_errors import APIError
 from lamina.serve.intake import LARGEST_AT_ONCE, LEAST_LIMIT, SMALL, BoundedBodies, body_limit
-from lamina.serve.protocol import MOST_BYTES_BESIDES, CompletionRequest, parse
-from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
+from lamina.serve.request_bodies import MOST_BYTES_BESIDES, CompletionRequest, parse
+from tests.support.scripted_engine import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
 
 JSON = {"Content-Type": "application/json"}
 

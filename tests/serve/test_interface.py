@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from tests.serve.scripted import CHAT, COMPLETION, Running
+from tests.support.scripted_engine import CHAT, COMPLETION, Running
 
 BASE: dict[str, dict[str, Any]] = {
     COMPLETION: {"prompt": "a"},

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from tests.serve.scripted import COMPLETION, TIMEOUT_S, Running
+from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, Running
 
 
 def test_a_client_that_leaves_a_stream_cancels_its_requests(server: Running) -> None:

@@ -17,10 +17,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lamina.cli import status
-from lamina.errors import ConfigError, DeadlineError, EngineDeadError, TransportError
+from lamina.core.errors import ConfigError, DeadlineError, EngineDeadError, TransportError
 from lamina.serve import server as serving
-from lamina.serve.logs import OncePer
-from tests.serve.scripted import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
+from lamina.serve.request_log import OncePer
+from tests.support.scripted_engine import CHAT, COMPLETION, TIMEOUT_S, FakeEngine, Running, refusal
 
 
 def test_a_dead_engine_answers_503_everywhere(server: Running) -> None:
@@ -92,11 +92,11 @@ def test_a_line_per_request(server: Running, caplog: pytest.LogCaptureFixture) -
         own = uuid.uuid4().hex
         server.http.post(path, json=body, headers={"X-Request-Id": own})
         server.http.get("/health")  # on the same connection: by now the line is written
-        said = [record.getMessage() for record in caplog.records if record.name == "lamina.serve.logs"]
+        said = [record.getMessage() for record in caplog.records if record.name == "lamina.serve.request_log"]
         return [line.removesuffix(f" [{own}]") for line in said if line.endswith(f" [{own}]")]
 
     assert lines(COMPLETION, prompt="abc") == []
-    with caplog.at_level(logging.INFO, "lamina.serve.logs"):
+    with caplog.at_level(logging.INFO, "lamina.serve.request_log"):
         (line,) = lines(COMPLETION, prompt=["abc", "d"], n=2, stream=True)
         assert re.fullmatch(
             r"127\.0\.0\.1:\d+ POST /v1/completions 200 in \d+\.\d{3} s: 4 prompt tokens, 12 generated, 4 length", line

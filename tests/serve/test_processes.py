@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lamina.control.supervisor_messages import Serving
+from lamina.core.errors import EngineDeadError
 from lamina.engine.frontends import Frontends
-from lamina.errors import EngineDeadError
 from lamina.models.directory import find
-from lamina.protocol.supervision import Serving
-from lamina.serve.processes import FrontendProcesses
+from lamina.serve.frontend_processes import FrontendProcesses
 from lamina.serve.server import bind, url
 from tests.engine.test_frontends import ScriptedEngine
 

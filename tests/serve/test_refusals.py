@@ -5,7 +5,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serve.scripted import CHAT, COMPLETION, Running, refusal
+from tests.support.scripted_engine import CHAT, COMPLETION, Running, refusal
 
 USER = [{"role": "user", "content": "a"}]
 

@@ -11,15 +11,15 @@ import httpx
 import pytest
 import uvicorn
 
+from lamina.control.logprobs import pack
+from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
-from lamina.frontend.logprobs import Position
-from lamina.protocol.logprobs import pack
 from lamina.serve import generation
 from lamina.serve import server as serving
 from lamina.serve.app import create_app
 from lamina.serve.responses import MOST_POSITIONS, Sent
-from lamina.types import FinishReason, Logprob, Request, SamplingParams
-from tests.serve.scripted import COMPLETION, TIMEOUT_S, FakeEngine, FakeTokenizer
+from lamina.text.logprobs import Position
+from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, FakeEngine, FakeTokenizer
 
 POSITION = Position(pack([Logprob(0, -0.5, 1), *(Logprob(0, -0.5, rank) for rank in range(1, 21))]), " one")
 

@@ -5,9 +5,9 @@ import socket
 import httpx
 import pytest
 
-from lamina.serve.logs import REQUEST_ID
-from tests.serve.scripted import COMPLETION, TIMEOUT_S, Running
+from lamina.serve.request_log import REQUEST_ID
 from tests.serve.test_intake import raw
+from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, Running
 
 HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"
 BODY = b'{"prompt":"a"}'

@@ -8,7 +8,7 @@ from types import TracebackType
 import psutil
 import pytest
 
-from lamina.config import EngineConfig
+from lamina.config.engine_config import EngineConfig
 from lamina.serve import supervisor
 from lamina.serve.supervisor import Supervisor
 

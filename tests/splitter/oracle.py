@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from lamina.core.types import AttentionSpec
 from lamina.splitter import SliceOutput, SplitModel
-from lamina.types import AttentionSpec
 
 
 def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, sinks: Tensor | None) -> Tensor:

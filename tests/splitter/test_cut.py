@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
 from lamina.splitter.cut import minimum_cut
 
 Graph = dict[int, list[int]]  # node -> its users, all of them later nodes

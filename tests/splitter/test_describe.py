@@ -4,7 +4,7 @@ import pytest
 
 from lamina.splitter import SplitModel, describe, split
 from lamina.splitter.draw import size, svg
-from tests.random_models import variant
+from tests.support.random_models import variant
 
 
 @pytest.fixture(scope="module")

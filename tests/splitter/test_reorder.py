@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
 from lamina.splitter import adapters, split
-from tests.random_models import variant
+from tests.support.random_models import variant
 
 ORIGINAL = LlamaMLP.forward
 

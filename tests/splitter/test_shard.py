@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, fx
 from transformers import PretrainedConfig
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
+from lamina.core.types import DType
 from lamina.splitter import SplitModel, shard
 from lamina.splitter import assemble as assembly
 from lamina.splitter.assemble import assemble, capture_clean
@@ -19,10 +20,9 @@ from lamina.splitter.capture import Capture
 from lamina.splitter.collective import ALL_REDUCE, Reduce, bind
 from lamina.splitter.parts import Indices, Rank
 from lamina.splitter.split_model import cut
-from lamina.types import DType
-from tests.random_models import NAMES, VOCABULARY, random_model, variant
 from tests.splitter.oracle import Runner
-from tests.sweep import sweep
+from tests.support.random_models import NAMES, VOCABULARY, random_model, variant
+from tests.support.sweep import sweep
 
 TIMEOUT_S = 60.0
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig
 
-from lamina.errors import UnsupportedModelError
+from lamina.core.errors import UnsupportedModelError
+from lamina.core.types import DType
 from lamina.splitter import Cut, SplitModel, describe, split
 from lamina.splitter.verify import verify
-from lamina.types import DType
-from tests.random_models import variant
-from tests.sweep import sweep
+from tests.support.random_models import variant
+from tests.support.sweep import sweep
 
 
 def _rope(kind: str, **values: Any) -> dict[str, object]:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lamina.splitter.attention import attention
-from lamina.splitter.trace import Recorder, representatives, shortest_prefix
+from lamina.splitter.layer_trace import Recorder, representatives, shortest_prefix
 
 Step = Callable[["Toy", int, Tensor, Tensor, list[Tensor]], Tensor]
 LAYERS = 8

@@ -9,11 +9,18 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from lamina.core.types import DType
 from lamina.splitter import split
-from lamina.types import DType
-from tests.random_models import NAMES, REPRESENTATIVES, VOCABULARY, random_model, variant, write_checkpoint
 from tests.splitter.oracle import Runner
-from tests.sweep import sweep
+from tests.support.random_models import (
+    NAMES,
+    REPRESENTATIVES,
+    VOCABULARY,
+    random_model,
+    variant,
+    write_checkpoint,
+)
+from tests.support.sweep import sweep
 
 # Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
 STEPS = {0: (4, 6, 7, 8), 1: (9, 12, 13, 14), 2: (1, 8, 9, 10)}

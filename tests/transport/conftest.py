@@ -16,7 +16,7 @@ import pytest
 
 from lamina.transport.base import Arena, Endpoint, Peer
 from lamina.transport.tcp import TcpEndpoint
-from tests.sweep import sweep
+from tests.support.sweep import sweep
 from tests.transport.far import IMPLEMENTATIONS, SECRET, Far
 from tests.transport.tcp_tools import DOORBELLS as TCP_DOORBELLS
 from tests.transport.tcp_tools import NBYTES as TCP_NBYTES

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from lamina.transport.base import Arena, Endpoint, Peer
-from lamina.transport.null import NullEndpoint
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
+from tests.support.null_transport import NullEndpoint
 
 SECRET = b"a secret of the conformance suite"
 IMPLEMENTATIONS: dict[str, Any] = {

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.arena import PAGE, HostMemory, Pages
 
 

@@ -11,9 +11,9 @@ import time
 import numpy as np
 import pytest
 
-from lamina.errors import DeadlineError, PeerLostError, TransportError
+from lamina.core.errors import DeadlineError, PeerLostError, TransportError
 from lamina.transport.base import Fetch
-from tests.sweep import sweep
+from tests.support.sweep import sweep
 from tests.transport.conftest import DOORBELLS, NBYTES, ORDINARY, PAIRS, Pair, open_pair
 from tests.transport.far import IMPLEMENTATIONS, stamped, whole
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lamina.errors import TransportError
-from lamina.transport.device.memory import DmaBuf
+from lamina.core.errors import TransportError
+from lamina.transport.base import DmaBuf
 from lamina.transport.rdma.queue import register_memory
 
 NBYTES, OFFSET, ADDRESS = 8192, 4096, 1 << 40

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.errors import RefusedError, TransportError
+from lamina.core.errors import RefusedError, TransportError
 from lamina.transport import handshake
 from lamina.transport.handshake import MAX_NBYTES, PROTOCOL, Step, connecting, listening
 

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.device.inboxes import Held, Inboxes, Opened, SharedMaker
 
 NBYTES, TIMEOUT_S = 10_000, 60.0

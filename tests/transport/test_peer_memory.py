@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.device.peer_memory import Ability, ability
 
 

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.rdma import endpoint as rdma
-from lamina.transport.rdma.devices import ETHERNET, INFINIBAND, ROCE_V2, Gid, Port, choose, inventory, own_numa_node
 from lamina.transport.rdma.endpoint import RdmaEndpoint
+from lamina.transport.rdma.ports import (
+    ETHERNET,
+    INFINIBAND,
+    ROCE_V2,
+    Gid,
+    Port,
+    choose,
+    inventory,
+    own_numa_node,
+)
 from tests.transport.far import SECRET
 
 ROCE_V1 = "IB/RoCE v1"

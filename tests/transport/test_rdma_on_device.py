@@ -12,13 +12,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from lamina.errors import DeadlineError, PeerLostError, TransportError
-from lamina.transport.base import Fetch, Part
+from lamina.core.errors import DeadlineError, PeerLostError, TransportError
+from lamina.transport.base import DmaBuf, Fetch, Part
 from lamina.transport.device.inboxes import SharedMaker
-from lamina.transport.device.memory import DmaBuf
-from lamina.transport.rdma.devices import choose, inventory
 from lamina.transport.rdma.endpoint import RdmaEndpoint, dma_buf_obstacle
 from lamina.transport.rdma.events import MESSAGES, Events
+from lamina.transport.rdma.ports import choose, inventory
 from tests.transport.conftest import Pair, open_pair
 from tests.transport.far import SECRET
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from lamina.errors import PeerLostError, TransportError
+from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.shm import Descriptor, ShmEndpoint
 from tests.transport.conftest import FarProcess, files_left
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lamina.errors import DeadlineError, PeerLostError
+from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.transport.tcp import TcpEndpoint
 from tests.transport.conftest import FarProcess
 from tests.transport.tcp_tools import (

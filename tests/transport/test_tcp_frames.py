@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lamina._native import Connection
 from lamina._native import TcpEndpoint as NativeEndpoint
-from lamina.errors import DeadlineError, RefusedError
+from lamina.core.errors import DeadlineError, RefusedError
 from lamina.transport import arena
 from tests.transport.tcp_tools import (
     DOORBELLS,

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from msgspec.structs import replace
 
-from lamina.errors import DeadlineError, PeerLostError
+from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.transport.base import Fetch
 from lamina.transport.tcp import TcpEndpoint
 from tests.transport.far import stamped

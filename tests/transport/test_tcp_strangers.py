@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lamina.errors import DeadlineError, PeerLostError, RefusedError, TransportError
+from lamina.core.errors import DeadlineError, PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.base import Fetch
 from lamina.transport.handshake import PROTOCOL

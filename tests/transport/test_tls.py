@@ -12,7 +12,7 @@ import pytest
 
 from lamina import _native
 from lamina._native import Connection
-from lamina.errors import RefusedError, TransportError
+from lamina.core.errors import RefusedError, TransportError
 from lamina.transport.base import Fetch
 from tests.transport.tcp_tools import TIMEOUT_S, MakeProxy, MakeTcp, described, port_of
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from lamina._native import Arena as NativeArena
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.arena import Pages
 from lamina.transport.device.peer_memory import uses_host_addresses
 from lamina.transport.device.polling import Polling, kernel

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 from lamina.transport.device.inboxes import Held, Inbox, Opened
-from lamina.transport.device.ipc import PeerArena
-from lamina.transport.device.peer_memory import PeerMemory
+from lamina.transport.device.peer_memory import PeerArena, PeerMemory
 
 
 class CudaMaker:

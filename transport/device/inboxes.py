@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
-from lamina.errors import TransportError
-from lamina.transport.device.memory import DeviceMemory
+from lamina.core.errors import TransportError
+from lamina.transport.base import DeviceMemory
 
 logger = logging.getLogger(__name__)
 

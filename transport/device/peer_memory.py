@@ -1,15 +1,60 @@
-"""GPU memory that NICs write into and read from directly: exported as a dma-buf (GPUDirect RDMA).
-
-https://docs.nvidia.com/cuda/gpudirect-rdma and the driver's interface, https://docs.nvidia.com/cuda/cuda-driver-api
-"""
+"""GPU memory that other devices write into directly: by CUDA IPC, and by NICs (GPUDirect RDMA)."""
 
 import ctypes
 import enum
 from dataclasses import dataclass
 
-from lamina.errors import TransportError
-from lamina.transport.device.ipc import DeviceArena
-from lamina.transport.device.memory import DmaBuf
+import numpy as np
+
+from lamina.core.errors import TransportError
+from lamina.transport.base import DmaBuf
+
+BLOCK = 2 << 20
+"""Bytes. Requests to cudaMalloc in multiples of it get page-aligned memory of their own. Smaller ones share a block,
+which a CUDA IPC handle would open as a whole (CUDA C++ Programming Guide, interprocess communication)."""
+
+
+class DeviceArena:
+    """Zeroed memory on the current GPU that other processes can open with CUDA IPC.
+
+    Attributes:
+        bytes: all of it as a CuPy array, ``nbytes`` rounded up to whole ``BLOCK``s.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        import cupy
+
+        memory = cupy.cuda.Memory(-(-nbytes // BLOCK) * BLOCK)  # not from CuPy's pool, which subdivides allocations
+        self.bytes = cupy.ndarray((memory.size,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+        self.bytes[...] = 0
+        cupy.cuda.get_current_stream().synchronize()  # a peer may write as soon as it has the handle
+
+    @property
+    def address(self) -> int:
+        """Device address of the first byte."""
+        return int(self.bytes.data.ptr)
+
+    def handle(self) -> bytes:
+        """What ``PeerArena`` in another process of this machine needs; valid while this arena lives."""
+        import cupy
+
+        return bytes(cupy.cuda.runtime.ipcGetMemHandle(self.address))
+
+
+class PeerArena:
+    """Another process's DeviceArena, on this GPU or one that it can access, mapped here until ``close``."""
+
+    def __init__(self, handle: bytes) -> None:
+        import cupy
+
+        self.address = int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
+
+    def close(self) -> None:
+        """Unmap. The stream must be done with it."""
+        import cupy
+
+        cupy.cuda.runtime.ipcCloseMemHandle(self.address)
+
 
 DMA_BUF_FD = 1  # CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
 SYNC_MEMOPS = 6  # CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
@@ -74,7 +119,7 @@ def _ask(index: int, attribute: Attribute) -> int:
 
 
 class PeerMemory:
-    """Zeroed memory of the current GPU as a ``transport.device.memory.DeviceMemory``; freed with ``bytes``.
+    """Zeroed memory of the current GPU as a ``transport.base.DeviceMemory``; freed with ``bytes``.
 
     Attributes:
         bytes: all of it as a CuPy array. handle: see ``DeviceArena``.

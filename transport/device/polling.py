@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lamina.errors import DeadlineError, PeerLostError, TransportError
+from lamina.core.errors import DeadlineError, PeerLostError, TransportError
 from lamina.transport.device.slots import DRAIN_S, Outcome
 
 SOURCE = Path(__file__).with_name("polling.cu")

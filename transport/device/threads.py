@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lamina._native import Arena as NativeArena
-from lamina.errors import DeadlineError, TransportError
+from lamina.core.errors import DeadlineError, TransportError
 from lamina.transport.device.slots import (
     CREDIT_WORD,
     DRAIN_S,

@@ -26,26 +26,27 @@ from typing import Any, Unpack
 import msgspec
 
 from lamina._native import Arena as NativeArena
-from lamina.env import environment
-from lamina.errors import PeerLostError, TransportError
+from lamina.config.environment import environment
+from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena
 from lamina.transport.base import (
+    DeviceMemory,
     Fetch,
     Part,
     Peer,
+    Refusal,
     check_doorbell,
     check_fetch,
     check_range,
     deadline_error,
     part_nbytes,
 )
-from lamina.transport.device.memory import DeviceMemory, Refusal
 from lamina.transport.endpoint import ListeningEndpoint, Options
 from lamina.transport.listener import Descriptor, Listener
 from lamina.transport.rdma import events as rdma_events
-from lamina.transport.rdma.devices import SelectedPort, choose, inventory, own_numa_node
 from lamina.transport.rdma.events import Events
+from lamina.transport.rdma.ports import SelectedPort, choose, inventory, own_numa_node
 from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender, Target, register_memory
 
 SLICE_S = 0.02  # between checks whether peers are alive
@@ -382,7 +383,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
 
 def dma_buf_obstacle(selected: SelectedPort) -> str:
-    """Why a port's driver cannot register GPU memory (``transport.device.memory``); empty if it can.
+    """Why a port's driver cannot register GPU memory (``transport.base``); empty if it can.
 
     Asks it to register an invalid file descriptor: a driver that complains about the file (EBADF) supports dma-bufs.
     Raises TransportError if the port cannot be opened.

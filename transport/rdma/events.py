@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lamina.errors import TransportError
+from lamina.core.errors import TransportError
 
 MESSAGES = 1024  # messages that may arrive between waits; the device holds up senders of more
 REFILL = 64  # receive requests handed back to the device at once

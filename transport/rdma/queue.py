@@ -13,12 +13,11 @@ import numpy as np
 
 from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
-from lamina.errors import PeerLostError, TransportError
+from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
-from lamina.transport.base import Fetch, Part, part_nbytes
-from lamina.transport.device.memory import DeviceMemory, Refusal
-from lamina.transport.rdma.devices import INFINIBAND, SelectedPort
+from lamina.transport.base import DeviceMemory, Fetch, Part, Refusal, part_nbytes
 from lamina.transport.rdma.events import Events, Receiver
+from lamina.transport.rdma.ports import INFINIBAND, SelectedPort
 
 STAGING_NBYTES = 4 << 20  # bytes that may be in flight to one peer
 CHUNK_NBYTES = STAGING_NBYTES // 4

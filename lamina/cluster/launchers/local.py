@@ -9,20 +9,43 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 import msgspec
 
-from lamina.cluster.devices import find_devices
-from lamina.cluster.gather import Wish
-from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, require_kind
-from lamina.cluster.sharing import limits, mps_runs
-from lamina.errors import TransportError
-from lamina.protocol.control import Bootstrap
-from lamina.topology import Role
+from lamina.cluster.conversations import Wish
+from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, find_devices, require_kind
+from lamina.control.sockets import Bootstrap
+from lamina.core.errors import TransportError
+from lamina.core.topology import Role
 
 logger = logging.getLogger(__name__)
+
+PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""The part of a GPU's multiprocessors that a process may use at most. MPS rounds down and reserves nothing."""
+
+MEMORY_PERCENTAGE = 60
+"""Of a memory worker beside a compute worker; an estimate. By its data sheet, an H200 reads at full bandwidth with 36
+KB in flight per multiprocessor (``kernels.gpu.tilings.default``); with the 64 KiB of attention, 55% of them would
+do."""
+
+
+def mps_runs(variables: Mapping[str, str]) -> bool:
+    """Whether MPS runs, by the environment of the processes that would use it."""
+    return Path(variables.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control").exists()
+
+
+def limits(role: Role, beside: Collection[Role], mps: bool, variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables of a worker ``beside`` others on its GPU; see ``docs/decisions.md``.
+
+    ``variables``: of the process that starts it. What is set there is left as it is.
+    """
+    if not mps or role != "memory" or "compute" not in beside or PERCENTAGE in variables:
+        return {}
+    return {PERCENTAGE: str(MEMORY_PERCENTAGE)}
+
 
 STOP_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to give back

@@ -4,13 +4,13 @@ import platform
 
 import zmq
 
-from lamina.cluster.launchers.supervisor import Keys, Place, Supervisor
-from lamina.env import environment
-from lamina.errors import LaminaError, WorkerError
-from lamina.protocol.recruiting import Apply
-from lamina.topology import Role
+from lamina.cluster.launchers.agent import Keys, Place, Supervisor
+from lamina.config.environment import environment
+from lamina.control.agent_messages import Apply
+from lamina.core.errors import LaminaError, WorkerError
+from lamina.core.topology import Role
+from lamina.core.version import __version__
 from lamina.transport.shm import host
-from lamina.version import __version__
 
 
 class SupervisorActor:

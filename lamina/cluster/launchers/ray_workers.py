@@ -16,14 +16,14 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from lamina.cluster.gather import Wish
-from lamina.cluster.launchers.placement import PLACE_S, Bundle, Node, bundle, device, known_kinds, place
+from lamina.cluster.conversations import Wish
 from lamina.cluster.launchers.ray_actor import SupervisorActor
+from lamina.cluster.launchers.ray_placement import PLACE_S, Bundle, Node, bundle, device, known_kinds, place
 from lamina.cluster.launchers.remote import RemoteWorkers
 from lamina.cluster.pool import require_kind
-from lamina.errors import ConfigError
-from lamina.protocol.control import Bootstrap
-from lamina.topology import Role
+from lamina.control.sockets import Bootstrap
+from lamina.core.errors import ConfigError
+from lamina.core.topology import Role
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Workers on other machines, each under a supervisor there (``launchers.supervisor``) that has come to this engine."""
+"""Workers on other machines, alone or beside those of this machine."""
 
 import collections
 import contextlib
@@ -16,13 +16,11 @@ import msgspec
 import zmq
 import zmq.auth.thread
 
-from lamina.cluster.gather import Wish
-from lamina.cluster.launchers.local import STOP_TIMEOUT_S
-from lamina.cluster.pool import REMOTE
-from lamina.errors import ConfigError, TransportError
-from lamina.protocol.control import Bootstrap
-from lamina.protocol.liveness import Liveness
-from lamina.protocol.recruiting import (
+from lamina.cluster.conversations import Wish
+from lamina.cluster.launchers.local import STOP_TIMEOUT_S, LocalWorkers
+from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.cluster.pool import CPU, REMOTE
+from lamina.control.agent_messages import (
     SUPERVISOR,
     Apply,
     Appointed,
@@ -35,11 +33,14 @@ from lamina.protocol.recruiting import (
     ToOffice,
     ToSupervisor,
 )
-from lamina.protocol.secret import Secret
-from lamina.topology import Role
-from lamina.transport.refusals import Refusals
+from lamina.control.liveness import Liveness
+from lamina.control.secret import Secret
+from lamina.control.sockets import Bootstrap
+from lamina.core.errors import ConfigError, TransportError
+from lamina.core.topology import Role
+from lamina.core.version import __version__
+from lamina.transport.handshake import Refusals
 from lamina.transport.shm import host
-from lamina.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -393,3 +394,55 @@ def _cannot_listen(where: str, port: int, error: Exception) -> Exception:
     if isinstance(error, zmq.ZMQError) and error.errno == zmq.EADDRINUSE:
         return ConfigError(f"port {port} of {where}, for workers of other machines, is in use; give --listen another")
     return ConfigError(f"cannot listen on {where}:{port} for workers of other machines: {error}; see --listen")
+
+
+Local = LocalWorkers | SupervisedWorkers
+
+
+class LocalAndRemote:
+    """Starts workers here, and takes in those that are started on other machines: of kind ``REMOTE``.
+
+    Attributes:
+        local, remote: the two parts.
+    """
+
+    def __init__(self, local: Local, remote: RemoteWorkers) -> None:
+        self.local, self.remote = local, remote
+
+    def check(self, role: Role, kind: str, count: int) -> None:
+        """See ``Launcher``."""
+        (self.remote if kind == REMOTE else self.local).check(role, kind, count)
+
+    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
+        """See ``Launcher``."""
+        (self.remote if kind == REMOTE else self.local).start(name, role, kind, bootstrap)
+
+    def default_kind(self, role: Role) -> str:
+        """See ``Launcher``."""
+        return CPU
+
+    def wishes(self) -> Sequence[Wish]:
+        """See ``Workers``."""
+        return [wish._replace(kind=REMOTE) for wish in self.remote.wishes()]
+
+    def ended(self) -> Mapping[str, str]:
+        """See ``Workers``."""
+        local, remote = self.local.ended(), self.remote.ended()
+        return {**local, **remote} if remote else local
+
+    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+        """See ``Workers``."""
+        if worker in self.local.processes:
+            self.local.end(worker)
+        else:
+            self.remote.end(worker, cut=cut, reason=reason)
+
+    def kill(self, reason: str = "") -> None:
+        """End all workers at once. ``reason``: for those who have started them elsewhere."""
+        self.local.kill()
+        self.remote.kill(reason)
+
+    def close(self) -> None:
+        """See ``Workers``."""
+        self.local.close()
+        self.remote.close()

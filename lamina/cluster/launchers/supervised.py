@@ -5,14 +5,13 @@ import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-from lamina.cluster.devices import find_devices
-from lamina.cluster.gather import Wish
-from lamina.cluster.pool import CPU, RUNNABLE, PoolEntry, assign, require_kind
-from lamina.errors import TransportError
-from lamina.protocol import supervision
-from lamina.protocol.control import Bootstrap
-from lamina.protocol.supervision import CloseWorkers, Done, End, Exited, FromEngine, Spawn, Start
-from lamina.topology import Role
+from lamina.cluster.conversations import Wish
+from lamina.cluster.pool import CPU, RUNNABLE, PoolEntry, assign, find_devices, require_kind
+from lamina.control import supervisor_messages
+from lamina.control.sockets import Bootstrap
+from lamina.control.supervisor_messages import CloseWorkers, Done, End, Exited, FromEngine, Spawn, Start
+from lamina.core.errors import TransportError
+from lamina.core.topology import Role
 
 ANSWER_S = 60.0
 
@@ -94,7 +93,7 @@ class SupervisedWorkers:
     def tell(self, message: FromEngine) -> None:
         """Send something that is not answered. Any thread. Raises OSError if the supervisor has exited."""
         with self._sending:
-            supervision.send(self._line, message)
+            supervisor_messages.send(self._line, message)
 
     def _ask(self, message: FromEngine) -> None:
         self.tell(message)

@@ -7,17 +7,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.compute.device.moves import Moves
+from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.rows import Rows
+from lamina.core.types import AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
-from lamina.models.codes import Form, Weight
-from lamina.protocol.links import Links, Wait
-from lamina.protocol.slots import Mapper
+from lamina.models.quantisation.codes import Form, Weight
 from lamina.splitter import Crossing, SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
-from lamina.types import AttentionSpec, DType, Quantization
+from lamina.worker.device_slots import Mapper
+from lamina.worker.links import Links, Wait
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]
@@ -25,7 +25,7 @@ Partial = tuple[torch.Tensor, torch.Tensor]
 """(out [R, Hq, Dv], lse [R, Hq]), float32."""
 
 Reply = tuple[int, Any]
-"""A memory worker's message with its partial: the slot it is in (-1: none), and its bytes, see ``protocol.wire``: a
+"""A memory worker's message with its partial: the slot it is in (-1: none), and its bytes, see ``dataplane.wire``: a
 memoryview, or uint8 of the device that have ``arrived`` in an inbox."""
 
 

@@ -7,12 +7,12 @@ import torch
 
 from lamina.compute.ranks import Ranks
 from lamina.compute.runner import SliceRunner
+from lamina.core.types import Quantization
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.quantised import HostForm
-from lamina.models.codes import Weight
+from lamina.lowering.quantisation.choice import HostForm
+from lamina.models.quantisation.codes import Weight
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
-from lamina.types import Quantization
 
 
 class Cpu:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.kit import Cut, Replay
-from lamina.errors import ConfigError, TransportError
+from lamina.core.errors import ConfigError, TransportError
 from lamina.kernels.gpu.device import set_up_cuda
-from lamina.kernels.gpu.grouped import ELEMENTS
+from lamina.kernels.gpu.expert_product import ELEMENTS
 from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, write_rows_program
-from lamina.lowering.placed import Main
+from lamina.lowering.gpu_slices import Main
 from lamina.transport.arena import HostMemory
 from lamina.transport.device.cuda_inboxes import CudaMaker
 from lamina.transport.device.peer_memory import uses_host_addresses

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.compute.device.kit import Cut, Replay
-from lamina.lowering.placed import Main
+from lamina.lowering.gpu_slices import Main
 from lamina.splitter import as_numpy
 from lamina.transport.device.inboxes import SharedMaker
 

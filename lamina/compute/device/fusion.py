@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from lamina import measurements
 from lamina.compute.device.kit import Kit, Replay
-from lamina.errors import is_out_of_memory
-from lamina.lowering.placed import Main, PlacedSlice
+from lamina.core.errors import is_out_of_memory
+from lamina.kernels import tuning_cache
+from lamina.lowering.gpu_slices import Main, PlacedSlice
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class Fusion:
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
-        self._path = measurements.place("slices", kit.name, f"torch-{torch.__version__}")
-        self._known = measurements.load(self._path, dict[str, Seconds]) or {}
+        self._path = tuning_cache.place("slices", kit.name, f"torch-{torch.__version__}")
+        self._known = tuning_cache.load(self._path, dict[str, Seconds]) or {}
         self._fused: dict[Main, Main | None] = {}
         self._failed = set[Main]()
 
@@ -64,7 +64,7 @@ class Fusion:
         found = Seconds(self._kit.seconds(plain), self._kit.seconds(fused))
         logger.info("a slice of %d rows: %.1f us, fused %.1f", rows, 1e6 * found.plain, 1e6 * found.fused)
         self._known[key] = found
-        measurements.save(self._path, (measurements.load(self._path, dict[str, Seconds]) or {}) | self._known)
+        tuning_cache.save(self._path, (tuning_cache.load(self._path, dict[str, Seconds]) or {}) | self._known)
         return plain if found.plain <= found.fused else fused
 
     def _compiled(self, graph: Main) -> Main | None:

@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.base import Floats, Partial
-from lamina.compute.device.chunks import attend_chunks
+from lamina.compute.device.chunk_attention import attend_chunks
+from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.fusion import Fusion
 from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
-from lamina.compute.device.moves import Moves
 from lamina.compute.device.rehearsal import rehearse
 from lamina.compute.device.sums import GpuSums
 from lamina.compute.device.transfers import GpuTransfers, Lines
 from lamina.compute.rows import Rows
+from lamina.core.types import AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.placed import Main, PlacedSlice, place
-from lamina.lowering.placed_codes import PlacedForm
-from lamina.models.codes import Weight, plain
+from lamina.lowering.gpu_slices import Main, PlacedSlice, place
+from lamina.lowering.quantisation.gpu_codes import PlacedForm
+from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter import SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
 from lamina.transport.device.inboxes import Inboxes
-from lamina.types import AttentionSpec, DType, Quantization
 
 
 class Gpu:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lamina.lowering.placed import Main
+from lamina.lowering.gpu_slices import Main
 from lamina.transport.device.inboxes import Maker
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)

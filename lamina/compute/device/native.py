@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.base import Array, Floats, Partial, Reply
-from lamina.compute.device.moves import Indices, Moves
-from lamina.kernels.merge import merge
+from lamina.compute.device.exchanged_rows import Indices, Moves
+from lamina.core.types import AttentionSpec
+from lamina.kernels.attention import merge
 from lamina.splitter import as_numpy
-from lamina.types import AttentionSpec
 
 Arrays = tuple[Floats, Floats]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.base import Runner
+from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.kit import ROWS
-from lamina.compute.device.moves import Moves
 from lamina.compute.rows import Rows
 from lamina.compute.sampler import Row, sample
+from lamina.core.types import SamplingParams
 from lamina.kernels.segments import SegmentTable
-from lamina.types import SamplingParams
 
 COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.1, logprobs=20)
 """What needs most memory to draw from."""

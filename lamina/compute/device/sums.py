@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lamina.compute.device.kit import Kit
-from lamina.errors import ConfigError
-from lamina.protocol.control import SETUP_TIMEOUT_S
-from lamina.protocol.links import Links, Wait
+from lamina.control.sockets import SETUP_TIMEOUT_S
+from lamina.core.errors import ConfigError
 from lamina.splitter.parts import Rank
+from lamina.worker.links import Links, Wait
 
 _ENVIRONMENT = {
     # All ranks are on one machine: nobody else should reach the sockets by which they find each other.

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.base import Array, Floats, Partial, Reply
+from lamina.compute.device.exchanged_rows import Indices, Moves, arrange
 from lamina.compute.device.kit import Kit, Replay, padded_rows
-from lamina.compute.device.moves import Indices, Moves, arrange
-from lamina.protocol.leases import ALIGNMENT
+from lamina.core.types import AttentionSpec
+from lamina.dataplane.leases import ALIGNMENT
 from lamina.splitter import as_numpy
-from lamina.types import AttentionSpec
 
 
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None) -> Tensor:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lamina.kernels.elements import STORAGE
-from lamina.kernels.gpu.choice import Choices, Context, Shape, Tiling, classify
-from lamina.kernels.gpu.program import ALIGNMENT, TRITON_NAMES, Backend, Program
+from lamina.core.types import AttentionSpec, KvElement
+from lamina.kernels.gpu.backend import ALIGNMENT, TRITON_NAMES, Backend, Program
 from lamina.kernels.gpu.specialize import (
     WRITTEN_WORDS,
     append_program,
@@ -28,8 +27,8 @@ from lamina.kernels.gpu.specialize import (
     sees_all,
     write_words_program,
 )
-from lamina.kernels.segments import SegmentTable
-from lamina.types import AttentionSpec, KvElement
+from lamina.kernels.gpu.tilings import Choices, Context, Shape, Tiling, classify
+from lamina.kernels.segments import STORAGE, SegmentTable
 
 PAIR_WORDS, ITEM_WORDS = 8, 16
 WORDS_ALIGNED = ALIGNMENT // 4

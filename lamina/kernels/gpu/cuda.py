@@ -12,16 +12,15 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 
-from lamina.errors import TransportError
-from lamina.kernels.elements import STORAGE
+from lamina.core.errors import TransportError
+from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table
+from lamina.kernels.gpu.backend import ALIGNMENT, Program
 from lamina.kernels.gpu.device import find, require, set_up_cuda
-from lamina.kernels.gpu.program import ALIGNMENT, Program
 from lamina.kernels.gpu.triton_compile import Binary, compile_program
-from lamina.kernels.segments import SegmentTable
+from lamina.kernels.segments import STORAGE, SegmentTable
 from lamina.transport.arena import HostMemory
 from lamina.transport.device.cuda_inboxes import CudaMaker
-from lamina.types import AttentionSpec, KvElement
 
 NUMBERS = {"i32": np.int32, "fp32": np.float32}
 SHARED_OPTIN = 97  # cudaDevAttrMaxSharedMemoryPerBlockOptin

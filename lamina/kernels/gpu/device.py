@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lamina.errors import ConfigError
+from lamina.core.errors import ConfigError
 
 LEAST_CAPABILITY = 80  # products of bfloat16
 CUPY_PACKAGES = ("cupy-cuda13x", "cupy-cuda12x", "cupy")

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lamina.kernels.gpu.program import ALIGNMENT, Program
+from lamina.kernels.gpu.backend import ALIGNMENT, Program
 from lamina.transport.device.inboxes import SharedMaker
 
 RUNNING = threading.Lock()  # the interpreter's state is the process's, and programs may come from several threads

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from lamina.kernels.gpu.choice import Tiling
-from lamina.kernels.gpu.program import ALIGNMENT, SLAB_NAMES, TRITON_NAMES, Constant, Program
-from lamina.types import AttentionSpec, KvElement, Quantization
+from lamina.core.types import AttentionSpec, KvElement, Quantization
+from lamina.kernels.gpu.backend import ALIGNMENT, SLAB_NAMES, TRITON_NAMES, Constant, Program
+from lamina.kernels.gpu.tilings import Tiling
 
 LARGEST_TILE = 64
 HARDWARE_FP8 = 89  # from this compute capability on, e4m3 is converted by an instruction
@@ -118,10 +118,10 @@ def combine_program(spec: AttentionSpec, block_m: int, joins: bool = False) -> P
 
 
 def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int, qk_dim: int, v_dim: int) -> Program:
-    """``triton_append.append`` for rows of ``new_element``."""
+    """``triton_rows.append`` for rows of ``new_element``."""
     new = TRITON_NAMES[np.dtype(new_element)]
     return _program(
-        "triton_append.append",
+        "triton_rows.append",
         [f"*{SLAB_NAMES[element]}"] * 2 + ["*fp32"] * 2 + [f"*{new}"] * 2 + ["*i32"],
         1,
         kv_heads=kv_heads,
@@ -228,8 +228,8 @@ def draw_program(element: npt.DTypeLike) -> Program:
 
 
 def write_words_program() -> Program:
-    """``triton_append.write_words``."""
-    return _program("triton_append.write_words", ["*i32", "*i32", "i32"], block=WRITTEN_WORDS)
+    """``triton_rows.write_words``."""
+    return _program("triton_rows.write_words", ["*i32", "*i32", "i32"], block=WRITTEN_WORDS)
 
 
 def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **constants: Constant) -> Program:

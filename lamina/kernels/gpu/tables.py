@@ -11,7 +11,7 @@ from collections.abc import Hashable
 import numpy as np
 import numpy.typing as npt
 
-from lamina.errors import CapacityError
+from lamina.core.errors import CapacityError
 
 Slots = npt.NDArray[np.int32]
 FIRST_REGION = 64  # words

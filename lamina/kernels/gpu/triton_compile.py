@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lamina.kernels.gpu.program import ALIGNMENT, Program
+from lamina.kernels.gpu.backend import ALIGNMENT, Program
 
 LANGUAGE_TYPES = {"fp32": tl.float32, "fp16": tl.float16, "bf16": tl.bfloat16}
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from lamina.core.types import AttentionSpec
 from lamina.kernels.segments import SegmentTable
-from lamina.protocol.slots import Mapper
 from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots, SlotStream
-from lamina.types import AttentionSpec
+from lamina.worker.device_slots import Mapper
 
 Array = npt.NDArray[Any]
 Floats = npt.NDArray[np.float32]

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.attention import Scales, append, partial, partial_tasks
-from lamina.kernels.elements import STORAGE
-from lamina.kernels.memory import allocate
-from lamina.kernels.segments import SegmentTable
+from lamina.kernels.host_memory import allocate
+from lamina.kernels.segments import STORAGE, SegmentTable
 from lamina.memory.cuts import MOST_PRODUCTS, cuts
 from lamina.memory.device.base import Array, Floats, New, Pairs, Slots, SlotsOf, parts
 from lamina.memory.device.windows import Needed, Windows
-from lamina.types import AttentionSpec, KvElement
 
 
 @dataclass(frozen=True)

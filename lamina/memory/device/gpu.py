@@ -2,7 +2,8 @@
 
 Messages arrive in host memory, where a layer costs one copy to the GPU and one back, or in inboxes on the GPU. What a
 step attends to is sent when its plan arrives, and of the page tables only the words that have changed since the step
-before. Prefixes that sequences share are read once for all of them, if that saves enough (``lamina.memory.sharing``).
+before. Prefixes that sequences share are read once for all of them, if that saves enough
+(``lamina.memory.shared_prefixes``).
 Steps that decode may be served by the GPU itself, see ``lamina.memory.ahead``.
 """
 
@@ -17,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from lamina.errors import CapacityError, ConfigError
+from lamina.core.errors import CapacityError, ConfigError
+from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.attention import Attention, KvSlab, Scratch, append, pair_table, write_words
-from lamina.kernels.gpu.program import Backend
+from lamina.kernels.gpu.backend import Backend
 from lamina.kernels.gpu.specialize import power_of_two, sees_all
 from lamina.kernels.gpu.tables import PageTables
 from lamina.memory.device.base import Array, Floats, Largest, New, Pairs, Slots, SlotsOf, parts
-from lamina.memory.device.polled import GpuPolled
+from lamina.memory.device.gpu_polled import GpuPolled
 from lamina.memory.device.workspaces import Workspaces
-from lamina.memory.sharing import SharedPrefixes, rest_of, shared_of
+from lamina.memory.shared_prefixes import SharedPrefixes, rest_of, shared_of
 from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.device.slots import PolledSlots
-from lamina.types import AttentionSpec, KvElement
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.attention import MOST_CHANGES, Attention, Scratch, StepCapacity
-from lamina.kernels.gpu.choice import Choices
-from lamina.kernels.gpu.measure import measure
-from lamina.kernels.gpu.program import Backend
+from lamina.kernels.gpu.backend import Backend
+from lamina.kernels.gpu.measure_tilings import measure
 from lamina.kernels.gpu.specialize import append_program, power_of_two, write_words_program
+from lamina.kernels.gpu.tilings import Choices
 from lamina.memory.device.base import Largest
-from lamina.types import AttentionSpec, KvElement
 
 MOST_TABLES = 64  # kept for later steps, before ``reserve`` says how many
 PARTS_OF_TABLES = 3  # a step's pairs, and if they share prefixes, the prefixes and the rest

@@ -1,0 +1,385 @@
+"""The table of `lamina plan` for whole requests: ways to serve, simulated at the highest load within the SLOs."""
+
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lamina.core.errors import ConfigError
+from lamina.core.types import DType
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from lamina.planning.plan.model_shapes import ModelShape
+    from lamina.planning.plan.serving import Server
+    from lamina.planning.plan.ways import Way
+    from lamina.planning.simulate.trial import Course, Trial
+
+HEADINGS = ("requests /s", "TTFT p99", "stall p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
+_WIDE = 152  # columns that a table with one line per way needs
+
+
+def show(
+    server: "Server", course: "Course", candidates: "Sequence[Way]", model: str, trace: Path | None, as_json: bool
+) -> None:
+    """Rank all candidates by the closed form, simulate the best few, and print them with a recommendation.
+
+    Raises:
+        ConfigError: no candidate fits, or none keeps the SLOs.
+    """
+    from lamina.observe.progress import counting_progress, waiting
+    from lamina.planning.plan.ways import shortlist
+    from lamina.planning.simulate.trial import ROUNDS, WORSE
+
+    with waiting(f"Ranking {len(candidates)} ways to serve by the closed form"):
+        found = [one for way in candidates if (one := server.evaluate(way)) is not None]
+    if not found:
+        raise _refusal(server, candidates)
+    chosen = shortlist(found)
+    trials: list[Trial] = []
+    runs = 0
+    with counting_progress("Simulations", len(chosen) * ROUNDS) as on_progress:
+        for number, one in enumerate(chosen):
+
+            def count() -> None:
+                nonlocal runs
+                runs += 1
+                on_progress(runs)
+
+            cheapest = min((trial.usd_per_request for trial in trials), default=math.inf)
+            if (trial := course.most(one, WORSE * cheapest, count)) is not None:
+                trials.append(trial)
+            runs = (number + 1) * ROUNDS
+            on_progress(runs)
+    if not trials:
+        raise ConfigError(
+            f"none of the {len(chosen)} best ways keeps p99 TTFT {server.slo.ttft_s:g} s and p99 TBT "
+            f"{server.slo.tbt_s * 1e3:g} ms in the simulator at a useful load; allow more with --slo-ttft and "
+            "--slo-tbt, or other hardware"
+        )
+    trials.sort(key=lambda trial: (trial.usd_per_request, -trial.requests_s))
+    notes = [*_left_out(server, candidates), *_given_up(chosen, trials)]
+    if as_json:
+        print(json.dumps(_as_dict(server, course, trials, notes, model, trace), indent=2))
+    else:
+        _print(server, course, trials, notes, model, trace, len(found), len(candidates))
+
+
+def _print(
+    server: "Server",
+    course: "Course",
+    trials: "list[Trial]",
+    notes: list[str],
+    model: str,
+    trace: Path | None,
+    found: int,
+    tried: int,
+) -> None:
+    from lamina.cli.console import output, print_table, print_text
+
+    slo = server.slo
+    title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {tried}"
+    caption = (
+        f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and p99 TBT within "
+        f"{slo.tbt_s * 1e3:g} ms. stall: TTFT plus the longest later wait for a token of a request, p99 within "
+        f"{slo.ttft_s + slo.tbt_s:g} s. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
+        f"requests/s by the closed form that ranked all ways. Prices: {server.prices.describe(server.models)}."
+    )
+    narrow = output().is_terminal and output().width < _WIDE
+    print_table(table_of([cells(trial) for trial in trials], title, caption, narrow))
+    print_text("Recommended\n", style="bold")
+    for line in [*advice(server, trials), agreement(trials)]:
+        print_text(f"  {line}\n")
+    if trace is not None:
+        print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
+    sequences = course.deployment(trials[0].capacity).max_num_seqs
+    for line in [
+        *launching(trials[0], server.shape, model, sequences),
+        *untried(server.shape, trials[0].way.compute.kind),
+        *notes,
+    ]:
+        print_text(f"  {line}\n", style="dim")
+
+
+def table_of(rows: "Sequence[tuple[str, ...]]", title: str, caption: str, narrow: bool) -> "Table":
+    """The ways, the recommended one first.
+
+    Args:
+        rows: of ``cells``.
+        narrow: for terminals of 80 columns: cells of several lines, some of which hold two figures.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, caption_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("way to serve", max_width=12 if narrow else None)
+    for heading in _stacked(tuple(one.replace(" ", "\n") for one in HEADINGS), ",\n") if narrow else HEADINGS:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for place, (way, *figures) in enumerate(rows):
+        shown = _stacked(tuple(map(_broken, figures)), "\n") if narrow else figures
+        table.add_row(way, *shown, style="bold green" if place == 0 else None)
+    return table
+
+
+def _stacked(cells: tuple[str, ...], joint: str) -> list[str]:
+    """One cell each for requests and tokens per second, TTFT and stall, dollars in and out."""
+    requests_s, ttft, stall, tbt, tokens_s, usd, usd_in, usd_out, *others = cells
+    pairs = f"{requests_s}{joint}{tokens_s}", f"{ttft}{joint}{stall}", f"{usd_in}{joint}{usd_out}"
+    return [pairs[0], pairs[1], tbt, usd, pairs[2], *others]
+
+
+def cells(trial: "Trial") -> tuple[str, ...]:
+    """A row of the table: the way, and a figure for each of ``HEADINGS``."""
+    result = trial.result
+    return (
+        trial.way.describe(),
+        f"{trial.requests_s:.2f}",
+        f"{result.ttft_s.p99:.2f} s",
+        f"{result.stalled_s.p99:.2f} s",
+        f"{result.tbt_s.p99 * 1e3:.0f} ms",
+        f"{trial.requests_s * trial.workload.output:.0f}",
+        f"{trial.capacity.usd_per_hour:.2f}",
+        f"{trial.usd_per_million_in:.2f}",
+        f"{trial.usd_per_million_out:.2f}",
+        " ".join(f"{pool.busy:.0%}" for pool in result.pools),
+        f"{trial.capacity.requests_s:.2f} ({trial.capacity.requests_s / trial.requests_s - 1:+.0%})",
+    )
+
+
+def _broken(cell: str) -> str:
+    """Breaks a figure into lines: the use of each pool, and a deviation, below each other."""
+    return re.sub(r"(?<=%) | (?=\()", "\n", cell)
+
+
+def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:
+    """What to rent and why. ``trials`` are sorted by cost; the first is recommended."""
+    from lamina.planning.plan.ways import Kind
+
+    best = trials[0]
+    way = best.way
+    offloaded = next((trial for trial in trials if trial.way.kind is Kind.OFFLOADED), None)
+    if way.kind is Kind.OFFLOADED:
+        other = next((trial for trial in trials if trial.way.kind is not Kind.OFFLOADED), None)
+        if other is None:
+            return [f"Rent two pools: {way.describe()}. No other way keeps the SLOs."]
+        gain = other.usd_per_request / best.usd_per_request - 1
+        return [f"Rent two pools: {way.describe()}: {gain:+.0%} requests per dollar over {other.way.describe()}."]
+    what = (
+        "Rent one pool"
+        if way.memory is None or way.memory is way.compute
+        else "Rent two pools, prefill and decoding apart"
+    )
+    lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} rows."]
+    if offloaded is None:
+        lines.append("No way to offload attention came within the SLOs at a useful load.")
+    else:
+        lines.append(
+            f"The best offloading, {offloaded.way.describe()}, costs "
+            f"{_compared(offloaded.usd_per_request / best.usd_per_request)} per request: prompts take "
+            f"{offloaded.capacity.prompt_share:.0%} of its compute pool's time, and its memory workers, "
+            f"{offloaded.result.pools[-1].busy:.0%} busy, do not compute them."
+        )
+    return lines
+
+
+def _compared(ratio: float) -> str:
+    """A ratio of costs in words."""
+    return f"{ratio - 1:+.0%}" if ratio < 2 else f"{ratio:.1f} times as much"
+
+
+def front(trials: "Sequence[Trial]") -> "list[Trial]":
+    """The Pareto front: ways that no other beats in both dollars per request and p99 time between tokens; cheapest
+    first."""
+    kept: list[Trial] = []
+    for trial in sorted(trials, key=lambda one: one.usd_per_request):
+        if not kept or trial.result.tbt_s.p99 < kept[-1].result.tbt_s.p99:
+            kept.append(trial)
+    return kept
+
+
+def agreement(trials: "Sequence[Trial]") -> str:
+    """Reports the error of the closed form on the front."""
+    kept = front(trials)
+    off = [one.capacity.requests_s / one.requests_s - 1 for one in kept]
+    which = "the way" if len(kept) == 1 else f"each of the {len(kept)} ways"
+    return (
+        f"The closed form is within {max(map(abs, off)):.0%} of the simulator for {which} that no other beats in both "
+        "cost and time between tokens."
+    )
+
+
+def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
+    """The `lamina simulate` command that repeats the run behind a row of the table."""
+    from lamina.planning.plan.ways import Kind
+    from lamina.planning.simulate.trial import SEED
+
+    way, deployment = trial.way, course.deployment(trial.capacity)
+    second = f" --memory {way.memory.kind}:{way.memory_workers}" if way.memory else ""
+    second = " --memory local" if way.kind is Kind.LOCAL else second
+    lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
+    lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
+    chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
+    return (
+        f"lamina simulate --model {shlex.quote(model)} --system {way.kind.system} "
+        f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
+        f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
+        f"--trace {shlex.quote(str(trace))} {chosen} "
+        f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {course.prices}"
+        + type_options(deployment.model)
+    )
+
+
+def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
+    """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet. ``sequences``: at once."""
+    from lamina.cluster.pool import RUNNABLE
+    from lamina.planning.plan.hardware import ALIASES
+    from lamina.planning.plan.model_shapes import directory_to_launch
+    from lamina.planning.plan.ways import Kind
+
+    way = trial.way
+    if way.kind is Kind.APART:
+        return ["lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."]
+    if way.kind is Kind.ONE_POOL:
+        return ["lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."]
+    typed = {entry: name for name, entry in ALIASES.items()}
+    kinds = [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
+    missing = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
+    if way.tensor_parallel > 1:
+        missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
+        missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
+    missing += unquantised(shape, model, kinds[0])
+    if missing:
+        return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
+    memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"
+    order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if way.memory else ""
+    if way.tensor_parallel > 1:
+        order = f" --tensor-parallel {way.tensor_parallel}"
+    return [
+        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {kinds[0]}:{way.compute_workers} "
+        f"--memory {memory}{order} --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"
+        + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
+        + kv_option(shape)
+        + quantization_option(shape, model, kinds[0])
+    ]
+
+
+def kv_option(shape: "ModelShape") -> str:
+    """The option of ``lamina launch`` for the KV type of a plan."""
+    return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
+
+
+def _quantises(shape: "ModelShape", model: str) -> bool:
+    """Whether a plan quantises weights that the checkpoint has not so."""
+    from lamina.planning.plan.model_shapes import find
+
+    return shape.weight_dtype != find(model).weight_dtype
+
+
+def unquantised(shape: "ModelShape", model: str, compute: str) -> list[str]:
+    """What ``lamina launch`` lacks to quantise the weights as a plan has them, for compute workers of this kind."""
+    lacks = _quantises(shape, model) and (compute, shape.weight_dtype) == ("cpu", "fp8")
+    return ["products of fp8 weights on CPUs"] if lacks else []
+
+
+def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
+    """The options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
+    if not _quantises(shape, model) or unquantised(shape, model, compute):
+        return ""
+    of_bfloat16 = (compute == "cpu" or shape.weight_dtype == "int4") and shape.dtype is not DType.BFLOAT16
+    return f" --quantization {shape.weight_dtype}" + (" --dtype bfloat16" if of_bfloat16 else "")
+
+
+def untried(shape: "ModelShape", compute: str) -> list[str]:
+    """What a plan for quantised weights takes for granted, for compute workers of this kind."""
+    if shape.weight_dtype == "auto" or compute == "cpu":
+        return []
+    widened = (
+        " It multiplies 8-bit floats in 16 bits, and the plan takes devices that can to do so twice as fast."
+        if shape.fp8
+        else ""
+    )
+    return [f"Lamina's product of {shape.weight_dtype} weights has never run on a GPU.{widened}"]
+
+
+def type_options(shape: "ModelShape") -> str:
+    """The options of ``lamina simulate`` for the types of KV and weights."""
+    return kv_option(shape) + ("" if shape.weight_dtype == "auto" else f" --weight-dtype {shape.weight_dtype}")
+
+
+def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
+    """Explains why kinds of devices given do not appear: the workload or the weights do not fit them."""
+    from lamina.planning.plan.ways import Kind
+
+    notes = []
+    groups: dict[str, list[Way]] = {}
+    for way in candidates:
+        if way.kind is Kind.OFFLOADED and way.memory is not None:
+            groups.setdefault(f"memory workers {way.memory.kind}", []).append(way)
+        if way.kind is Kind.ONE_POOL:
+            groups.setdefault(f"{way.compute.kind} alone", []).append(way)
+    for name, own in groups.items():
+        reasons = [server.unfit(way) for way in own]
+        if all(reasons):
+            notes.append(f"Left out: {name}: {reasons[-1]}.")
+    return notes
+
+
+def _given_up(chosen: "Sequence[Any]", trials: "Sequence[Trial]") -> list[str]:
+    from lamina.planning.simulate.trial import WORSE
+
+    kept = [trial.capacity for trial in trials]
+    return [
+        f"Given up: {one.way.describe()}: within the SLOs, a request costs more than {WORSE:g} times that of the "
+        "cheapest way, or no load keeps them."
+        for one in chosen
+        if not any(one is other for other in kept)
+    ]
+
+
+def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
+    reasons = {reason: None for way in candidates if (reason := server.unfit(way)) is not None}
+    if reasons and all(server.unfit(way) is not None for way in candidates):
+        return ConfigError(f"no way to serve fits: {'; '.join(list(reasons)[-4:])}. Give other hardware or more of it")
+    slo = server.slo
+    budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour is not None else ""
+    return ConfigError(
+        f"no way to serve keeps p99 TTFT {slo.ttft_s:g} s and p99 TBT {slo.tbt_s * 1e3:g} ms{budget}; raise "
+        "--slo-ttft, --slo-tbt or --budget, or allow other hardware or more workers"
+    )
+
+
+def _as_dict(
+    server: "Server", course: "Course", trials: "Sequence[Trial]", notes: list[str], model: str, trace: Path | None
+) -> dict[str, Any]:
+    return {
+        "model": server.shape.name,
+        "workload": server.workload.summary(),
+        "prices": server.prices.describe(server.models),
+        "slo": vars(server.slo),
+        "recommended": advice(server, trials),
+        "agreement": agreement(trials),
+        "notes": [*untried(server.shape, trials[0].way.compute.kind), *notes],
+        "ways": [
+            {
+                "way": trial.way.describe(),
+                "system": trial.way.kind.value,
+                "requests_s": trial.requests_s,
+                "model_requests_s": trial.capacity.requests_s,
+                "front": any(trial is one for one in front(trials)),
+                "prompt_share": trial.capacity.prompt_share,
+                "usd_per_hour": trial.capacity.usd_per_hour,
+                "usd_per_request": trial.usd_per_request,
+                "usd_per_million_in": trial.usd_per_million_in,
+                "usd_per_million_out": trial.usd_per_million_out,
+                "simulated": trial.result.summary(),
+                "simulate": simulate_line(course, trial, model, trace) if trace else None,
+                "launch": launching(trial, server.shape, model, course.deployment(trial.capacity).max_num_seqs),
+            }
+            for trial in trials
+        ],
+    }

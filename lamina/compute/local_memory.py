@@ -1,0 +1,125 @@
+"""Spare memory of a compute worker as a member of the memory pool: its segments are attended here, without a message.
+
+Slab, bookkeeping and kernels are those of a memory worker (``lamina.memory.store``), on the compute worker's own
+device. There is no transport: K and V of prompt chunks need not be fetched, and nothing waits for results.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from lamina.control.sockets import ControlClient
+from lamina.core.steps import StepPlan
+from lamina.memory.device.base import Array, New
+from lamina.memory.setup import UsageReports, make_store
+from lamina.memory.store import KvStore
+from lamina.memory.tables import StepTables
+
+Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
+Index = slice | Array
+Partials = dict[tuple[object, ...], Partial]
+
+
+class LocalMemory:
+    """The slab of a compute worker. Its thread owns it."""
+
+    def __init__(self, control: ControlClient, store: KvStore) -> None:
+        self._store = store
+        self._usage = UsageReports(control, store)
+        self._partials: Partials = {}  # one at a time is in use
+
+    @classmethod
+    def set_up(cls, control: ControlClient) -> "LocalMemory":
+        """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
+        store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
+        return cls(control, store)
+
+    def apply(self, plan: StepPlan) -> "LocalShare | None":
+        """Apply a plan's deltas, and assign slots to the tokens of its step. None if the step has nothing here.
+
+        Raises the errors of ``KvStore.apply``.
+        """
+        (tables,) = self._store.apply(plan)  # of a replica of one rank
+        return None if tables.rows.empty else LocalShare(self._store, tables, self._partials)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """Forget sequences and free their slots. Those not known here are ignored."""
+        self._store.release(sequences)
+
+    def truncate(self, kept: Mapping[int, int]) -> None:
+        """Keep only the first ``kept[sequence]`` tokens of these sequences, and forget all others."""
+        self._store.truncate(kept)
+
+    def report(self) -> None:
+        """Report the slab's usage to the engine, if a report is due."""
+        self._usage.tell()
+
+
+class LocalShare:
+    """The part of one step in local memory. Planned once per step, used by every attention.
+
+    Attributes:
+        worker: name of the worker. queries: int64 [R], the rows of the step (or shards of rows) that attend here, in
+            the order of ``lamina.dataplane.wire.MessageRows``.
+    """
+
+    def __init__(self, store: KvStore, tables: StepTables, partials: Partials) -> None:
+        """``partials``: results by shape, overwritten by every ``attend``."""
+        rows = tables.rows
+        self.worker, self.queries = store.worker, rows.queries
+        self._store, self._tables, self._partials = store, tables, partials
+        self._count = count = store.shards.count
+        total, sent = count * sum(len(step.tokens) for step in tables.plan.sequences), store.device.sent
+        self._new: Index | None = None
+        kept, slots = rows.appends, tables.slots
+        if tables.appends:  # attention keeps them
+            self._new = _indices(kept, total, sent) if count == 1 else sent(kept)
+            kept, slots = kept[:0], slots[:0]
+        if rows.pulled or count > 1:  # else they are in order
+            pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
+            kept, slots = np.concatenate([kept, *pulled]), np.concatenate([slots, tables.pulled_slots])
+            order = np.argsort(kept)
+            kept, slots = kept[order], slots[order]
+        self._kept, self._slots = _indices(kept, total, sent), sent(slots)
+        # With several shards, one shard after another.
+        self._asking = _indices(self.queries, total, sent) if count == 1 else sent(self.queries)
+        self._merges = any(tables.further)  # partials over several segments, on the host
+
+    def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
+        """Keep k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].
+
+        All three are the device's. Returns (out [R, Hq, Dv], lse [R, Hq]) for ``queries``, the device's or in host
+        memory, valid until the next call; None without any. In the result, Hq counts the heads of a shard.
+        """
+        if self._count > 1:
+            q, k, v = (_sharded(array, self._count) for array in (q, k, v))
+        device = self._store.device
+        if len(self._slots):
+            device.keep(layer, k[self._kept], v[self._kept], self._slots)
+        new = None if self._new is None else New(k[self._new], v[self._new], self._tables.sent_slots)
+        if not len(self.queries):
+            return None
+        spec = self._store.attentions[layer]
+        count = len(self.queries)
+        key = count, spec.query_heads, spec.v_dim, self._merges
+        if key not in self._partials:
+            self._partials.clear()
+            self._partials[key] = device.results(count, spec) if self._merges else device.made(count, spec)
+        partial, asked = self._partials[key], q[self._asking]
+        if not self._merges:
+            self._store.attend_there(layer, self._tables, asked, *partial, new)
+            return partial
+        for _ in self._store.attend(layer, self._tables, 0, asked, *partial, new):
+            pass  # a memory worker would serve other messages here
+        return partial
+
+
+def _indices(rows: Array, total: int, sent: Callable[[Array], Array]) -> Index:
+    """An index of ``total`` rows that selects ``rows``, without a copy if these are all."""
+    return slice(None) if len(rows) == total else sent(rows)
+
+
+def _sharded(array: Array, count: int) -> Array:
+    """Rows [T, H, D] as shards of rows [T * count, H / count, D]."""
+    return array.reshape(len(array) * count, -1, array.shape[2])

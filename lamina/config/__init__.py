@@ -1,0 +1,1 @@
+"""The settings of a runtime, each defined once, and the environment variables."""

@@ -1,0 +1,1 @@
+"""The control plane: messages between the engine, its workers and its frontends."""

@@ -1,0 +1,150 @@
+"""Sends a model's files from the engine's machine to workers of machines that do not have them.
+
+The engine serves them on a port of its own, in a thread of its own, to those that have a key of its control plane:
+messages are encrypted and authenticated by the same keys (CURVE). A worker asks for pieces of files by number and
+offset, several ahead, and gets them in the order of its requests.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from lamina.core.errors import ModelError, TransportError
+from lamina.transport.handshake import Refusals
+
+log = logging.getLogger(__name__)
+
+PIECE_NBYTES = 1 << 20
+AHEAD = 16  # pieces asked for and not here yet
+SILENCE_S = 30.0
+TURN_S = 0.5
+
+OnFetched = Callable[[int, int], None]
+"""Called with the bytes fetched so far, and all of them."""
+
+
+class ModelFile(msgspec.Struct, array_like=True, frozen=True):
+    """A file of the model's directory, without folders in its name."""
+
+    name: str
+    nbytes: int
+
+
+class FileSource(msgspec.Struct, frozen=True):
+    """A model's files, which can be fetched from a port of the engine's machine. ``digest``: see
+    ``models.directory``."""
+
+    port: int
+    digest: str
+    files: list[ModelFile]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(file.nbytes for file in self.files)
+
+
+class Read(msgspec.Struct, array_like=True, frozen=True):
+    """Worker to engine: ``PIECE_NBYTES`` of a file from this offset, or what is left of it. Answered by this message
+    and the bytes."""
+
+    file: int
+    offset: int
+
+
+class FileServer:
+    """Serves ``paths`` in a thread of its own until ``close``.
+
+    Attributes:
+        port: where it listens.
+
+    ``context``: of a server whose authenticator decides who may connect. Raises OSError, zmq.ZMQError.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[Any]", keys: tuple[bytes, bytes], host: str, paths: Sequence[Path]
+    ) -> None:
+        """``keys``: CURVE, public and secret."""
+        self._refusals = Refusals("the port for model files")
+        self._over = threading.Event()
+        with contextlib.ExitStack() as opened:
+            self._files = [opened.enter_context(path.open("rb")) for path in paths]
+            self._socket = opened.enter_context(context.socket(zmq.ROUTER))
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys
+            self._socket.linger = 0
+            self._socket.maxmsgsize = 1 << 16
+            self._socket.sndhwm = self._socket.rcvhwm = 0  # workers ask for a few pieces at a time
+            self.port = self._socket.bind_to_random_port(f"tcp://{host}")
+            self._opened = opened.pop_all()
+        self._thread = threading.Thread(target=self._run, name="lamina-files", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        decoder = msgspec.msgpack.Decoder(Read)
+        with self._opened:
+            while not self._over.is_set():
+                if not self._socket.poll(int(TURN_S * 1000)):
+                    continue
+                identity, *rest = self._socket.recv_multipart()
+                try:
+                    (payload,) = rest
+                    asked = decoder.decode(payload)
+                    piece = os.pread(self._files[asked.file].fileno(), PIECE_NBYTES, asked.offset)
+                except (ValueError, IndexError, OSError) as error:  # a malformed message is a ValueError too
+                    self._refusals.add("MESSAGE", f"a request cannot be answered: {error}")
+                    continue
+                self._socket.send_multipart([identity, payload, piece])
+
+    def close(self) -> None:
+        """End the thread, and close files and socket. Idempotent."""
+        self._over.set()
+        self._thread.join()
+
+
+def fetch(socket: "zmq.Socket[bytes]", source: FileSource, folder: Path, on_fetched: OnFetched) -> None:
+    """Fetch all files of ``source`` into ``folder``, over a socket that is connected to its server.
+
+    A file appears under its name once it is complete and on the disk; those that are there already are kept.
+
+    Raises TransportError if the server does not answer, ModelError if a file has changed, OSError.
+    """
+    encoder = msgspec.msgpack.Encoder()
+    done = 0
+    for number, file in enumerate(source.files):
+        target = folder / Path(file.name).name
+        if not target.is_file():
+            part = target.with_name(f"{target.name}.part")
+            with part.open("wb") as out:
+                asked = got = 0
+                while got < file.nbytes:
+                    while asked < file.nbytes and asked - got < AHEAD * PIECE_NBYTES:
+                        socket.send(encoder.encode(Read(number, asked)))
+                        asked += PIECE_NBYTES
+                    piece = _receive(socket, encoder.encode(Read(number, got)))
+                    if len(piece) != min(PIECE_NBYTES, file.nbytes - got):
+                        raise ModelError(f"{file.name} has changed on the engine's machine while it was fetched")
+                    out.write(piece)
+                    got += len(piece)
+                    on_fetched(done + got, source.nbytes)
+                out.flush()
+                os.fsync(out.fileno())
+            part.replace(target)
+        done += file.nbytes
+        on_fetched(done, source.nbytes)
+
+
+def _receive(socket: "zmq.Socket[bytes]", request: bytes) -> bytes:
+    if not socket.poll(int(SILENCE_S * 1000)):
+        raise TransportError(f"the engine has sent nothing of the model's files for {SILENCE_S:.0f} s")
+    answered, piece = socket.recv_multipart()
+    if answered != request:
+        raise TransportError("the engine has sent another piece of the model's files than was asked for")
+    return bytes(piece)

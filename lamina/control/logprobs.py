@@ -1,0 +1,48 @@
+"""Log-probabilities of one position as bytes, from the sampler to the process that answers the client.
+
+The rank of the drawn token, then the token ids, the drawn one first and the most likely ones in order, then as many
+log-probabilities: int32 and float32. Objects take thirty times as much memory, and in a step of 256 sequences with
+twenty each took as long to make as the rest of the step.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.core.types import Logprob
+
+
+def pack(entries: Sequence[Logprob]) -> bytes:
+    """The drawn token and the most likely ones of a position."""
+    count = len(entries)
+    ids, values = [entry.token_id for entry in entries], [entry.logprob for entry in entries]
+    return struct.pack(f"<i{count}i{count}f", entries[0].rank if entries else 0, *ids, *values)
+
+
+def pack_rows(
+    ranks: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
+) -> list[bytes]:
+    """The same for R positions with as many entries each: ranks [R] of the drawn tokens, ids and logprobs [R, E]."""
+    values = logprobs.astype("<f4").view("<i4")
+    rows = np.concatenate([ranks[:, None].astype("<i4"), ids.astype("<i4"), values], axis=1)
+    return [row.tobytes() for row in rows]
+
+
+def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = lambda token: ("", ())) -> list[Logprob]:
+    """The entries, with the text and the bytes that ``name`` gives for their tokens."""
+    count = (len(packed) - 4) // 8
+    rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)
+    ids, values = numbers[:count], numbers[count:]
+    # The first is the drawn token; the others are in the order of their ranks.
+    return [
+        Logprob(token, value, place or rank, *name(token))
+        for place, (token, value) in enumerate(zip(ids, values, strict=True))
+    ]
+
+
+def drawn_token(packed: bytes) -> int:
+    """The id of the drawn token."""
+    token: int = struct.unpack_from("<i", packed, 4)[0]
+    return token

@@ -1,0 +1,455 @@
+"""Control plane: msgspec messages over ZeroMQ, every peer authenticated by its CURVE key.
+
+The engine owns a ROUTER socket, every worker a DEALER. Messages from one sender arrive in the order they were sent.
+Every worker has a second DEALER, under its name with ``HEARTBEAT`` appended, that echoes the engine's pings.
+"""
+
+import contextlib
+import math
+import os
+import resource
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from lamina.control.file_transfer import FileServer, FileSource, ModelFile, OnFetched, fetch
+from lamina.control.liveness import Liveness
+from lamina.control.messages import (
+    ComputeSetup,
+    Connect,
+    Inspect,
+    MemorySetup,
+    Register,
+    Reserve,
+    Resources,
+    Step,
+    Stop,
+    ToEngine,
+    ToWorker,
+)
+from lamina.control.secret import Secret
+from lamina.control.secret import new as new_secret
+from lamina.core.errors import DeadlineError, TransportError, UnreachableError, WorkerError
+from lamina.core.topology import Topology
+from lamina.transport.handshake import Refusals
+from lamina.transport.listener import LOOPBACK
+
+MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Reserve, Register, Connect, Step, Stop)
+
+Inspection = Callable[[int, int], Resources]
+"""Answers ``Inspect``, given when it was sent and the time here, both in nanoseconds."""
+
+ENGINE = "engine"
+ANY = "0.0.0.0"
+HEARTBEAT = b"/heartbeat"
+MAX_MESSAGES = 1024  # read by one ``receive``: a worker that floods the engine must not starve its turns
+MAX_MESSAGE_NBYTES = 1 << 30  # from a worker; a longer one closes its connection
+DESCRIPTORS_PER_WORKER = 3  # two connections and, of a local one, its process
+OTHER_DESCRIPTORS = 1024  # of everything else in the engine's process: clients, files
+SETUP_TIMEOUT_S = 1800.0  # between two set-up messages: other workers may be loading a large model
+REFUSED_S = 2.0  # that a send waits for a connection before the engine is known to have refused it
+
+
+class Bootstrap(msgspec.Struct, frozen=True):
+    """What a worker process starts with, read from its standard input: never on a command line."""
+
+    name: str
+    address: str
+    engine_key: bytes
+    public_key: bytes
+    secret_key: bytes
+    data_secret: bytes
+    parent_pid: int
+    device: str = "cpu"
+    """What the worker runs on: "cpu", "cuda:INDEX", or "emulated"."""
+    shares_gpu: bool = False
+    """A compute worker runs on the same GPU as this memory worker."""
+    local_address: str = ""
+    """At which peers reach the worker; empty: the address that packets to the engine leave from."""
+    bind_address: str = ""
+    """That the worker listens on for peers; empty: ``local_address``."""
+
+    def __repr__(self) -> str:
+        return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
+
+
+@dataclass
+class _IssuedKeys:
+    """ZAP credentials provider: only keys that this engine issued may connect."""
+
+    refusals: Refusals
+    workers: dict[bytes, str] = field(default_factory=dict)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        if key in self.workers:
+            return True
+        self.refusals.add("KEY", "its key does not belong to this cluster")
+        return False
+
+
+class ControlServer:
+    """The engine's end. One thread at a time may use it.
+
+    Attributes:
+        liveness: which workers answer pings. ``receive`` sends them: call it several times a second.
+
+    Args:
+        parent_pid: the process that workers end with; None: this one.
+        secret: all keys are derived from it; None: from a new one.
+        host: address of this machine to listen on.
+        advertised: address of this machine that workers reach; empty: ``host``.
+        listener: descriptor of a socket on ``host`` that listens already; None: of a new one.
+
+    Raises TransportError if it cannot listen there, or may not open as many files as it needs.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[str],
+        parent_pid: int | None = None,
+        *,
+        secret: Secret | None = None,
+        host: str = LOOPBACK,
+        advertised: str = "",
+        listener: int | None = None,
+    ) -> None:
+        _require_descriptors(len(workers))
+        self._secret = secret or new_secret()
+        self._refusals = Refusals("the control plane")
+        self._keys = _IssuedKeys(self._refusals)
+        public, private = self._secret.curve_keys(ENGINE)
+        self._context = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, for which no worker is to wait
+
+            self._authenticator = ThreadAuthenticator(self._context)
+            try:
+                self._authenticator.start()
+                undo.callback(self._authenticator.stop)
+                self._authenticator.configure_curve_callback(credentials_provider=self._keys)
+                self._socket = self._context.socket(zmq.ROUTER)
+                self._socket.curve_server = True
+                self._socket.curve_publickey, self._socket.curve_secretkey = public, private
+                self._socket.linger = 0
+                self._socket.sndhwm = self._socket.rcvhwm = 0
+                self._socket.router_mandatory = True
+                self._socket.backlog = 2 * len(workers) + 100  # all connect at once
+                self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
+                port = _listen(self._socket, host, listener)
+                self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            except (zmq.ZMQError, OSError, RuntimeError) as error:  # RuntimeError: the authenticator's thread ended
+                raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
+            undo.pop_all()
+        self._address = f"tcp://{LOOPBACK if host == ANY else host}:{port}"
+        self._engine_key, self._parent_pid = public, parent_pid or os.getpid()
+        self._local_address = advertised
+        self._bind_address = host if advertised else ""
+        self.bootstraps: Mapping[str, Bootstrap] = {name: self._issue(name) for name in workers}
+        self._host = host
+        self._files: FileServer | None = None
+        self._members = set(workers)
+        self._joining = set[str]()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wakeup, zmq.POLLIN)
+        self.liveness = Liveness(time.monotonic())
+        self._closed = False
+        self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
+
+    @property
+    def secret(self) -> Secret:
+        """The cluster's."""
+        return self._secret
+
+    @property
+    def keys(self) -> tuple[bytes, bytes]:
+        """The engine's CURVE keys, public and secret."""
+        return self._secret.curve_keys(ENGINE)
+
+    def _issue(self, name: str) -> Bootstrap:
+        public, private = self._secret.curve_keys(name)
+        self._keys.workers[public] = name
+        data_secret = self._secret.data_plane
+        return Bootstrap(
+            name,
+            self._address,
+            self._engine_key,
+            public,
+            private,
+            data_secret,
+            self._parent_pid,
+            local_address=self._local_address,
+            bind_address=self._bind_address,
+        )
+
+    def offer_files(self, digest: str, paths: Sequence[Path]) -> FileSource:
+        """Let workers fetch these files until ``close``. ``digest``: of the model. Raises TransportError, OSError."""
+        try:
+            self._files = FileServer(self._context, self.keys, self._host, paths)
+        except zmq.ZMQError as error:
+            raise TransportError(f"model files cannot be served on {self._host}: {error}") from error
+        files = [ModelFile(path.name, path.stat().st_size) for path in paths]
+        return FileSource(self._files.port, digest, files)
+
+    def admit(self, name: str) -> Bootstrap:
+        """Let another worker connect, under a name that was never used. It is pinged and heard until ``dismiss`` or, as
+        a member, until ``apply`` leaves it out. Raises TransportError if this process may not open enough files."""
+        _require_descriptors(len(self._members | self._joining) + 1)
+        bootstrap = self._issue(name)
+        self._joining.add(name)
+        return bootstrap
+
+    def dismiss(self, name: str) -> None:
+        """Neither ping nor hear a worker any more."""
+        self.liveness.forget(name)
+        self._joining.discard(name)
+        self._members.discard(name)
+
+    def apply(self, topology: Topology) -> None:
+        """Of members, only those of ``topology`` are pinged and heard from now on."""
+        for worker in self._members - topology.names:
+            self.liveness.forget(worker)
+        self._members = set(topology.names)
+        self._joining -= self._members
+
+    def send(self, workers: Sequence[str], message: ToWorker) -> None:
+        """Send one message to several workers; encoded once.
+
+        Raises UnreachableError for those that cannot be reached, after it has been sent to all others.
+        """
+        payload = self._encoder.encode(message)
+        unreachable: dict[str, str] = {}
+        for worker in workers:
+            try:
+                self._socket.send_multipart([worker.encode(), payload], copy=True)
+            except zmq.ZMQError as error:
+                unreachable[worker] = str(error)
+        if unreachable:
+            raise UnreachableError(unreachable)
+
+    def wake(self) -> None:
+        """End the current or next ``receive`` early. Any thread."""
+        with self._wakeup_lock:
+            if not self._closed:
+                os.eventfd_write(self._wakeup, 1)
+
+    def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
+        """Messages that have arrived, at most ``MAX_MESSAGES``; waits up to ``timeout_s`` for one or for ``wake``."""
+        now = time.monotonic()
+        deadline = now + timeout_s
+        if self.liveness.turn(now):
+            self._ping()
+        while True:
+            ready = dict(self._poller.poll(_milliseconds(deadline - time.monotonic())))
+            woken = self._wakeup in ready
+            if woken:
+                os.eventfd_read(self._wakeup)
+            came = yield from self._messages()
+            if came or woken or time.monotonic() >= deadline:  # otherwise it was an echo of a ping
+                return
+
+    def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
+        """The messages that have arrived; returns whether anything was yielded."""
+        came = False
+        for _ in range(MAX_MESSAGES):
+            try:
+                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
+            if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
+                self._refusals.add("NAME", "a message arrived under a name that does not match its key")
+                continue
+            if worker not in self._members and worker not in self._joining:
+                continue  # it was lost, and is not believed any more
+            self.liveness.heard(worker)
+            if not identity.bytes.endswith(HEARTBEAT):
+                came = True
+                yield worker, decode(worker, frame.bytes)
+        return came
+
+    def _ping(self) -> None:
+        for worker in filter(self.liveness.is_quiet, (*self._members, *self._joining)):
+            with contextlib.suppress(zmq.ZMQError):  # not connected, yet or any more: liveness notices its silence
+                self._socket.send_multipart([worker.encode() + HEARTBEAT, b""])
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Connections and messages rejected so far, by kind."""
+        return Counter(self._refusals.by_kind)
+
+    def close(self) -> None:
+        """Close sockets and the authenticator's thread. Idempotent."""
+        with self._wakeup_lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._poller.unregister(self._wakeup)
+            os.close(self._wakeup)
+        if self._files is not None:
+            self._files.close()
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+
+def _listen(router: "zmq.Socket[bytes]", host: str, listener: int | None) -> int:
+    """Returns the port."""
+    if listener is None:
+        return router.bind_to_random_port(f"tcp://{host}")
+    with socket.socket(fileno=os.dup(listener)) as known:
+        port: int = known.getsockname()[1]
+    router.setsockopt(zmq.USE_FD, listener)
+    router.bind(f"tcp://{host}:{port}")
+    return port
+
+
+def _require_descriptors(workers: int) -> None:
+    """Raise this process's limit of open files if so many workers need more. Raises TransportError."""
+    needed = DESCRIPTORS_PER_WORKER * workers + OTHER_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise TransportError(
+            f"{workers} workers need {needed} open files in the engine's process, which may open {hard}; "
+            f"raise the limit (ulimit -Hn {needed}, LimitNOFILE of systemd) or use fewer workers"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+_TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
+
+
+def decode(worker: str, payload: bytes) -> ToEngine:
+    """A worker's message. Raises WorkerError, naming the worker, if it is invalid."""
+    try:
+        message: ToEngine = _TO_ENGINE.decode(payload)
+    except msgspec.DecodeError as error:
+        raise WorkerError(
+            worker, f"it sent an invalid message: {error}; run the same release of lamina in all workers"
+        ) from error
+    return message
+
+
+class ControlClient:
+    """A worker's end. One thread owns it.
+
+    Attributes:
+        data_secret: proves on the data plane that a worker belongs to this cluster.
+        local_address: at which peers reach this worker. bind_address: that it listens on for them.
+    """
+
+    def __init__(self, bootstrap: Bootstrap, inspection: Inspection | None = None) -> None:
+        """``inspection`` answers ``Inspect``; without it, nothing does."""
+        self.name = bootstrap.name
+        self._bootstrap = bootstrap
+        self._inspection = inspection
+        self.device, self.shares_gpu = bootstrap.device, bootstrap.shares_gpu
+        self.data_secret = bootstrap.data_secret
+        self._context = zmq.Context()
+        self._socket = self._connect(bootstrap, b"")
+        self._socket.linger = 2000  # a last Failed must still be sent
+        heartbeat = self._connect(bootstrap, HEARTBEAT)
+        threading.Thread(target=_echo, args=(heartbeat,), name="heartbeat", daemon=True).start()
+        self.local_address = bootstrap.local_address or local_address(bootstrap.address)
+        self.bind_address = bootstrap.bind_address or self.local_address
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._encoder = msgspec.msgpack.Encoder()
+
+    def _connect(self, bootstrap: Bootstrap, suffix: bytes) -> "zmq.Socket[bytes]":
+        connected = self._context.socket(zmq.DEALER)
+        connected.identity = bootstrap.name.encode() + suffix
+        connected.curve_serverkey = bootstrap.engine_key
+        connected.curve_publickey, connected.curve_secretkey = bootstrap.public_key, bootstrap.secret_key
+        connected.linger = 0
+        connected.sndhwm = connected.rcvhwm = 0
+        connected.sndtimeo = _milliseconds(REFUSED_S)
+        connected.connect(bootstrap.address)
+        return connected
+
+    def send(self, message: ToEngine) -> None:
+        """Queue one message to the engine. Raises TransportError if it has refused this worker's connection."""
+        try:
+            self._socket.send(self._encoder.encode(message))
+        except zmq.Again:  # queues have no limit, but there is none: ZeroMQ does not try again after a refusal
+            raise TransportError(
+                f"the engine at {self._bootstrap.address} has refused {self.name}'s connection; "
+                "start this worker with a key of the same cluster"
+            ) from None
+
+    def receive(self, timeout_s: float) -> ToWorker:
+        """The engine's next message. Raises DeadlineError after ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            if (message := self.poll(max(deadline - time.monotonic(), 0.0))) is not None:
+                return message
+            if time.monotonic() >= deadline:
+                raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
+
+    def poll(self, timeout_s: float = 0.0) -> ToWorker | None:
+        """The engine's next message; None if none has arrived within ``timeout_s``, or if it was an ``Inspect``, which
+        is answered here."""
+        if timeout_s and not self._socket.poll(_milliseconds(timeout_s)):
+            return None
+        try:
+            message: ToWorker = self._decoder.decode(self._socket.recv(zmq.NOBLOCK))
+        except zmq.Again:
+            return None
+        if not isinstance(message, Inspect):
+            return message
+        if self._inspection is not None:
+            self.send(self._inspection(message.sent_ns, time.monotonic_ns()))
+        return None
+
+    def fetch(self, source: FileSource, folder: Path, on_fetched: OnFetched) -> None:
+        """Fetch a model's files from the engine's machine; see ``files.fetch``."""
+        host = self._bootstrap.address.rpartition(":")[0]
+        where = msgspec.structs.replace(self._bootstrap, address=f"{host}:{source.port}")
+        with self._connect(where, b"/files") as connected:
+            fetch(connected, source, folder, on_fetched)
+
+    def close(self) -> None:
+        """Flush what was sent (at most 2 s) and close."""
+        self._socket.close()
+        self._context.term()
+
+
+def _echo(heartbeat: "zmq.Socket[bytes]") -> None:
+    """Echo every message until the context ends, in one native call that does not need Python's lock."""
+    with heartbeat, contextlib.suppress(zmq.ContextTerminated):
+        zmq.proxy(heartbeat, heartbeat)
+
+
+def local_address(address: str) -> str:
+    """The address of this machine that packets to tcp://host:port leave from. Raises TransportError without a route."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, int(port)))  # sends nothing
+        except OSError as error:
+            raise TransportError(f"this machine has no route to {host}: {error}") from error
+        local: str = probe.getsockname()[0]
+    return local
+
+
+def _milliseconds(timeout_s: float) -> int:
+    return max(0, math.ceil(timeout_s * 1000))  # ZeroMQ waits forever on a negative number
+
+
+def expect(control: ControlClient, kind: type[MessageT], timeout_s: float = SETUP_TIMEOUT_S) -> MessageT:
+    """The engine's next message during set-up, which must be of ``kind``. Raises DeadlineError, WorkerError."""
+    message = control.receive(timeout_s)
+    if not isinstance(message, kind):
+        raise WorkerError(control.name, f"expected {kind.__name__} from the engine, got {type(message).__name__}")
+    return message

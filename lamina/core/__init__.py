@@ -1,0 +1,1 @@
+"""The nouns of Lamina. Imports no other room."""

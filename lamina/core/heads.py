@@ -1,0 +1,103 @@
+"""Shards of heads: the parts of an attention that may be on different memory workers. Pure.
+
+The query heads of one KV head need no other heads. So the KV heads of every attention, with the query heads that share
+them, are cut into the same number of equal *shards*. A slot holds K and V of one shard of one token, a row of a message
+is one shard of a row of the step, and page tables are per shard. A single shard has all heads.
+
+Each rank of a tensor-parallel replica has some shards. With more ranks than KV heads, several ranks share each shard:
+all of them compute its K and V, and each has an equal part of its query heads.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from lamina.core.errors import ConfigError
+from lamina.core.types import AttentionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadShards:
+    """How the heads of a model are cut.
+
+    Attributes:
+        heads: the most KV heads of any attention. Head ranges of segments count these.
+        count: number of shards. Divides the KV heads of every attention.
+    """
+
+    heads: int = 1
+    count: int = 1
+
+    @classmethod
+    def over(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
+        """The fewest shards for which each rank of a replica has some, and the heads of a sequence can be on
+        ``workers`` memory workers, or on as many as possible; a shard for each KV head if ranks share them.
+
+        Raises ConfigError if ranks cannot divide the KV heads, or share each with as many others.
+        """
+        counts = sorted({spec.kv_heads for spec in attentions})
+        most = math.gcd(*counts)
+        if counts == [most] and ranks > most and ranks % most == 0:
+            return cls(most, most)
+        if most % ranks:
+            raise ConfigError(
+                f"the attentions of this model have {' or '.join(map(str, counts))} KV heads, which {ranks} ranks "
+                "cannot share evenly; give a tensor_parallel that divides them"
+                + (" or is a multiple of them" if len(counts) == 1 else "")
+            )
+        wanted = math.lcm(max(1, min(most, workers)), ranks)
+        return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
+
+    def sharers(self, ranks: int) -> int:
+        """How many ranks of a replica have each shard: neighbours, of which the first keeps K and V."""
+        return max(1, ranks // self.count)
+
+    def of_rank(self, ranks: int) -> "HeadShards":
+        """The shards of one rank of a replica, counted from its first head."""
+        groups = ranks // self.sharers(ranks)
+        return HeadShards(self.heads // groups, self.count // groups)
+
+    def range_of_rank(self, rank: int, ranks: int) -> range:
+        """The shards of a rank."""
+        sharers = self.sharers(ranks)
+        own, first = self.count * sharers // ranks, rank // sharers
+        return range(first * own, (first + 1) * own)
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """The head range of a segment with all heads."""
+        return 0, self.heads
+
+    def of(self, heads: tuple[int, int]) -> range:
+        """The shards of a head range, which ``allows`` must accept."""
+        if self.count == 1:
+            return range(1)
+        size = self.heads // self.count
+        return range(heads[0] // size, heads[1] // size)
+
+    def range_of(self, first: int, stop: int) -> tuple[int, int]:
+        """The head range of shards [first, stop)."""
+        size = self.heads // self.count
+        return first * size, stop * size
+
+    def allows(self, heads: tuple[int, int]) -> bool:
+        """True if a segment may have this head range: whole shards, at least one."""
+        size, (first, stop) = self.heads // self.count, heads
+        return 0 <= first < stop <= self.heads and first % size == stop % size == 0
+
+    def spec(self, spec: AttentionSpec, part: int = 0, sharers: int = 1) -> AttentionSpec:
+        """One shard of an attention, or what one of its ``sharers`` has of it: ``part`` counts these over all shards.
+        They differ only in their ALiBi slopes."""
+        parts = self.count * sharers
+        if parts == 1:
+            return spec
+        queries, slopes = spec.query_heads // parts, spec.alibi_slopes
+        return dataclasses.replace(
+            spec,
+            query_heads=queries,
+            kv_heads=spec.kv_heads // self.count,
+            alibi_slopes=None if slopes is None else slopes[part * queries : (part + 1) * queries],
+        )
+
+
+WHOLE = HeadShards()

@@ -1,0 +1,186 @@
+"""Step plans: what the engine tells workers to do, as changes to what they know."""
+
+import functools
+
+import msgspec
+
+from lamina.core.types import SamplingParams, Segment
+
+BLOCK = 64
+"""Consecutive tokens that are on a disk together."""
+
+
+def blocks_of(capacity: int, overcommit: float) -> int:
+    """Blocks on the disk of a memory worker with ``capacity`` slots, so that both hold ``overcommit`` times as many."""
+    return int(capacity * (overcommit - 1)) // BLOCK
+
+
+class Spill(msgspec.Struct, array_like=True, frozen=True):
+    """Memory worker ``worker`` copies blocks of a cached sequence to its disk, and answers with ``Stored``.
+
+    Tokens [``BLOCK`` * place, ``BLOCK`` * (place + 1)) go to the block of the same index. If the sequence is released
+    before all are copied, the others are not.
+    """
+
+    number: int
+    worker: str
+    sequence: int
+    places: list[int]
+    blocks: list[int]
+
+
+class Fetch(msgspec.Struct, array_like=True, frozen=True):
+    """Memory worker ``worker`` reads blocks from its disk into new slots of ``child``, from token ``start`` on, and
+    answers with ``Stored``.
+
+    ``child`` is a cached sequence of these heads; if ``start`` is not 0, the same plan has forked it.
+    """
+
+    number: int
+    worker: str
+    child: int
+    start: int
+    blocks: list[int]
+    heads: tuple[int, int]
+
+
+LAST_DRAWN = -1  # in place of a token id: see SequenceStep
+
+
+class SequenceStep(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The tokens of one sequence in one step: positions [start, start + len(tokens)).
+
+    A token that is still being drawn when the step is planned is ``LAST_DRAWN``: the one that the step before of the
+    same lane draws for this sequence. ``draws`` names the sequences for which a next token is drawn from the last row
+    (several right after a prompt with n > 1 completions, none before the last chunk of a prompt).
+    """
+
+    sequence: int
+    start: int
+    tokens: list[int]
+    draws: list[int]
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token of this step."""
+        return self.start + len(self.tokens)
+
+
+class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Sequences that each run the token they drew last, and draw the next: lists of equal length.
+
+    Attributes:
+        starts: position of each. tokens: to run, by sequence; ``LAST_DRAWN`` for one that is still being drawn; empty
+            if all are.
+    """
+
+    sequences: list[int]
+    starts: list[int]
+    tokens: list[int]
+
+    @property
+    def steps(self) -> list[SequenceStep]:
+        """The same as one SequenceStep per sequence."""
+        tokens = self.tokens or [LAST_DRAWN] * len(self.sequences)
+        rows = zip(self.sequences, self.starts, tokens, strict=True)
+        return [SequenceStep(sequence, start, [token], [sequence]) for sequence, start, token in rows]
+
+
+class Admission(msgspec.Struct, array_like=True, frozen=True):
+    """A request that is new to the workers: sequences [sequence, sequence + count), one per completion.
+
+    The first sequence runs the prompt; the others are forked from it. ``segments`` say where the KV of the first lives,
+    and that of others that have been forked, if a worker learns of them later.
+    ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them. ``indices`` are
+    those of the completions within the request: some may have ended before the KV of the others was dropped.
+    """
+
+    sequence: int
+    count: int
+    prompt_length: int
+    segments: list[Segment]
+    params: SamplingParams
+    seed: int
+    prompt: list[int] = []
+    indices: list[int] = []
+
+
+class Fork(msgspec.Struct, array_like=True, frozen=True):
+    """``child`` shares the first ``tokens`` tokens of ``parent``, or those of them that follow what it has already.
+
+    A child that has not been admitted, and is not with the same plan, is a cached prefix: only memory workers know it.
+    """
+
+    parent: int
+    child: int
+    tokens: int
+
+
+class Migration(msgspec.Struct, array_like=True, frozen=True):
+    """Memory worker ``target`` pulls K and V of tokens [start, stop) of a sequence from memory worker ``source``.
+
+    It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
+
+    With a ``parent``, ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are the
+    parent's. At the source it shares the parent's slots, so that they stay valid whatever becomes of the parent.
+    """
+
+    number: int
+    sequence: int
+    source: str
+    target: str
+    start: int
+    stop: int
+    parent: int | None = None
+
+
+class Switch(msgspec.Struct, array_like=True, frozen=True):
+    """Each of ``segments``, on one worker, holds these tokens of its sequence from now on, whichever held them before:
+    they are in the slots of ``carrier``, which has brought them there. All begin with the carrier's first token;
+    without an end, they are the last that a cached prefix has."""
+
+    carrier: int
+    segments: list[Segment]
+
+
+class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
+    """One pass of one batch through all slices, in one lane: deltas only.
+
+    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moved`` segments
+    replace those that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown``
+    segments take over from those before them (``lamina.core.segments.grown``), ``fetches`` and ``spills`` begin, then
+    ``sequences`` run: those that decode, and ``chunks`` of prompts. A plan goes to the compute workers that run its
+    slices; a memory worker gets the part about sequences with a segment on it (``lamina.schedule.recipients``).
+    ``turn`` counts the attentions of
+    the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive which
+    attention a message belongs to and which compute worker runs which slice. ``histories`` are the tokens generated so
+    far by sequences with penalties, if the lane's replicas may have missed some because these ran in other lanes or
+    orders.
+    """
+
+    step: int
+    lane: int
+    turn: int
+    forks: list[Fork]
+    released: list[int]
+    admitted: list[Admission]
+    chunks: list[SequenceStep]
+    decoding: DecodeRows
+    moved: list[Segment] = []
+    migrations: list[Migration] = []
+    rotates: bool = False
+    histories: dict[int, list[int]] = {}
+    grown: list[Segment] = []
+    switches: list[Switch] = []
+    spills: list[Spill] = []
+    fetches: list[Fetch] = []
+
+    @property
+    def runs(self) -> bool:
+        """True if there are sequences to run."""
+        return bool(self.decoding.sequences or self.chunks)
+
+    @functools.cached_property
+    def sequences(self) -> list[SequenceStep]:
+        """All sequences that run, in the order of the batch's rows."""
+        return self.decoding.steps + self.chunks

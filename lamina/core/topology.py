@@ -1,0 +1,121 @@
+"""Who takes part in a cluster: members, replicas and lanes. Pure and immutable.
+
+A member that is lost ends the epoch: engine, workers and simulator ``apply`` the topology of the next one. Messages of
+an earlier epoch are never taken for messages of a later one: see ``worker.fence``. Members that join, and those that
+leave after they have been drained, change the topology within an epoch: no message on its way has to be dropped.
+"""
+
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+
+from lamina.core.pipeline import Pipeline
+
+Role = Literal["compute", "memory"]
+
+
+class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A period in which no member is lost: number ``number``, from 1, of the engine's ``incarnation``.
+
+    Links count messages from the number on: an engine that takes over workers must go on from their last one.
+    """
+
+    incarnation: int
+    number: int
+
+    @property
+    def next(self) -> "Epoch":
+        """The epoch after this one."""
+        return Epoch(self.incarnation, self.number + 1)
+
+
+FIRST = Epoch(0, 1)
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A worker: its name, which is never used again, its role, the kind of its device, its host and its token slots.
+
+    A compute worker with token slots has both roles: its spare memory is a member of the memory pool.
+    """
+
+    name: str
+    role: Role
+    kind: str
+    host: str
+    capacity: int = 0
+
+    @property
+    def roles(self) -> frozenset[Role]:
+        """What it does: its role, and memory if it has token slots."""
+        return frozenset((self.role, "memory")) if self.capacity else frozenset((self.role,))
+
+
+class Topology(msgspec.Struct, frozen=True):
+    """The members. The compute workers, in order, are the ranks or the stages of the replicas of ``pipeline``."""
+
+    epoch: Epoch
+    members: tuple[Member, ...]
+    pipeline: Pipeline
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All members."""
+        return frozenset(member.name for member in self.members)
+
+    @property
+    def computes(self) -> tuple[str, ...]:
+        """The compute workers, by their numbers in the pipeline."""
+        return tuple(member.name for member in self.members if member.role == "compute")
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Token slots by worker that holds KV."""
+        return {member.name: member.capacity for member in self.members if "memory" in member.roles}
+
+    @property
+    def memories(self) -> tuple[str, ...]:
+        """The memory workers, without the compute workers that hold KV too."""
+        return tuple(member.name for member in self.members if member.role == "memory")
+
+    @property
+    def local(self) -> frozenset[str]:
+        """The compute workers that hold KV."""
+        return frozenset(member.name for member in self.members if member.role == "compute" and member.capacity)
+
+    @property
+    def sizes(self) -> dict[Role, int]:
+        """How many workers each pool has."""
+        return {"compute": len(self.computes), "memory": len(self.memories)}
+
+    def lacks(self, lost: Collection[str]) -> Role | None:
+        """The role that has no member once these are lost; None if both have."""
+        left = {role for member in self.members if member.name not in lost for role in member.roles}
+        return next((role for role in ("compute", "memory") if role not in left), None)
+
+    @property
+    def serves(self) -> bool:
+        """True if both roles have a member: otherwise requests wait."""
+        return self.lacks(()) is None
+
+    def without(self, lost: Collection[str]) -> "Topology":
+        """The next epoch, without these members. Without compute workers, its pipeline is that of the next one."""
+        members = tuple(member for member in self.members if member.name not in lost)
+        replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.workers)
+        pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)
+        return Topology(self.epoch.next, members, pipeline)
+
+    def joined(self, member: Member, pipeline: Pipeline) -> "Topology":
+        """With another member, in the same epoch. ``pipeline``: for the replicas that there are then."""
+        if member.name in self.names:
+            raise ValueError(f"{member.name} is a member already")
+        return Topology(self.epoch, (*self.members, member), pipeline)
+
+    def left(self, leaver: str, pipeline: Pipeline) -> "Topology":
+        """Without a member that does nothing any more, in the same epoch. ``pipeline``: for the replicas left.
+
+        Raises ValueError if a role would have no member.
+        """
+        if role := self.lacks([leaver]):
+            raise ValueError(f"no {role} worker is left without {leaver}")
+        return Topology(self.epoch, tuple(member for member in self.members if member.name != leaver), pipeline)

@@ -1,0 +1,396 @@
+"""Data types shared by all of Lamina: attention specs, sampling parameters, requests and outputs.
+
+Shapes in docstrings use: T tokens of a step, R query rows, S sequences, Hq query heads, Hkv key/value heads,
+D head size of q and k, Dv head size of v.
+"""
+
+import enum
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+
+class DType(enum.Enum):
+    """Element type of weights, activations and KV, by its Hugging Face name."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return 4 if self is DType.FLOAT32 else 2
+
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+"""How a user names an element type: one of ``DType``, or auto for the model's own."""
+
+KvCacheDType = Literal["auto", "int8", "fp8"]
+"""How a user names the element type of KV: auto for the model's, or codes of one byte."""
+
+
+class KvElement(enum.Enum):
+    """How a slab stores K and V: in the model's element type, or as codes of one byte with float32 scales.
+
+    Codes are int8 or fp8 (e4m3 without infinities). A row, K or V of one token and KV head, is its codes times its
+    scale: the row's largest magnitude over the largest code, which is 127 or 448. Codes round to nearest even.
+    """
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"
+    FP8 = "fp8"
+
+    @classmethod
+    def of(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
+        """What the setting ``name`` means for a model of ``dtype``."""
+        return cls(dtype.value if name == "auto" else name)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales."""
+        return self in (KvElement.INT8, KvElement.FP8)
+
+    def row_nbytes(self, size: int) -> int:
+        """Bytes of a row of ``size`` elements, with its scale."""
+        return size + 4 if self.scaled else size * DType(self.value).itemsize
+
+
+Partition = Literal["auto", "request", "head", "token"]
+"""How a user says what of a request's KV goes to one memory worker, see ``lamina.kv.stripes``."""
+
+Quantization = Literal["none", "int8", "int4", "fp8"]
+"""How a user names what weights of linear layers become when they are loaded: none leaves them as they are."""
+
+LoadFormat = Literal["auto", "dummy"]
+GenerationConfig = Literal["auto", "none"]
+Pipelining = Literal["auto", "fixed", "rotational"]
+TransportName = Literal["auto", "shm", "rdma", "tcp"]
+
+Polling = Literal["auto", "device", "host"]
+"""Who waits for the messages of a memory worker on a GPU."""
+
+Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
+"""How a user names what moves between memory workers: a policy of ``lamina.kv.policies``, or nothing; "auto": as
+``lamina.kv.policies.policy_for`` says."""
+
+MOST_MINI_BATCHES = 15
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """How compute workers send q, k and v, so that attention begins before all of it has arrived.
+
+    Attributes:
+        q_first: send q as soon as it exists; memory workers attend to earlier tokens while k and v are computed.
+        mini_batches: messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+    """
+
+    q_first: bool = False
+    mini_batches: int = 1
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention operator of the model: everything its kernel needs besides q, k and v.
+
+    A query at position p sees the key at position j when j <= p, and p - j < window (if window > 0), and
+    j // chunk == p // chunk (if chunk > 0). Scores are ``scale * q.k``, then ``softcap * tanh(score / softcap)``
+    (if softcap > 0), then ``+ slope[h] * (j - p)`` (if alibi_slopes). With ``sinks``, the model adds one learned logit
+    per query head to the softmax's denominator, once, when partials are merged.
+    """
+
+    layer: int
+    query_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    scale: float
+    window: int = 0
+    chunk: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
+
+    def kv_bytes_per_token(self, dtype: DType) -> int:
+        """Bytes of K and V that one token sends to memory workers for this attention."""
+        return self.kv_heads * (self.qk_dim + self.v_dim) * dtype.itemsize
+
+    def slab_bytes_per_token(self, element: KvElement) -> int:
+        """Bytes of K and V, scales included, that one token occupies in a slab for this attention."""
+        return self.kv_heads * (element.row_nbytes(self.qk_dim) + element.row_nbytes(self.v_dim))
+
+    def query_bytes_per_token(self, dtype: DType) -> int:
+        """Bytes of q that one token sends to memory workers for this attention."""
+        return self.query_heads * self.qk_dim * dtype.itemsize
+
+
+class FinishReason(enum.StrEnum):
+    """The one terminal state of a completion."""
+
+    STOP = "stop"  # a stop string, a stop token or end of sequence
+    LENGTH = "length"  # max_tokens or the model's context is reached
+    ABORT = "abort"  # cancelled by its caller
+    ERROR = "error"  # the runtime could not finish it; RequestOutput.error says why
+
+
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 128  # characters
+MAX_STOP_TOKEN_IDS = 256
+MAX_SALT_LENGTH = 256  # characters
+
+SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
+    "n": (1, 128),
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),  # beyond, logits could overflow
+    "seed": (-(2**63), 2**63 - 1),
+    "max_tokens": (1, 2**31 - 1),
+    "min_tokens": (0, 2**31 - 1),
+    "logprobs": (0, 20),
+    "length_penalty": (-10.0, 10.0),
+}
+"""Smallest and largest value of each numeric field of ``SamplingParams``; two ints mean that it is an integer."""
+
+
+def _shown(value: Any) -> str:
+    """``value`` for an error message, shortened."""
+    try:
+        text = reprlib.repr(value)
+    except ValueError:  # an integer with more digits than Python converts
+        text = "an integer of very many digits"
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be encoded
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are sampled; names and defaults are those of vLLM's ``SamplingParams``.
+
+    Args:
+        n: completions per prompt.
+        temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: truncation of the distribution.
+        presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
+        repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1: no penalty.
+        seed: makes a request reproducible whatever runs beside it, up to the rounding of the model's arithmetic: a
+            token may differ where the two best are as close as the rounding of float32, bfloat16, float16 or KV types.
+        stop: strings that end a completion, at most 32 of at most 128 characters; include_stop_str_in_output keeps them
+            in the text.
+        stop_token_ids: tokens that end a completion, at most 256.
+        skip_special_tokens: leave special tokens out of the text. A stop string that contains the text of one ends a
+            completion either way.
+        ignore_eos: do not stop at the model's end of sequence.
+        max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
+        min_tokens: no end of sequence or stop token before this many tokens.
+        logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
+        cache_salt: only requests with the same one, at most 256 characters, share cached prefixes: nobody else can find
+            out by time what these prompts begin with.
+        use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, the best first. As
+            Hugging Face's ``generate(num_beams=n)``; nothing is drawn at random, so that parameters of sampling,
+            penalties, stop strings and logprobs must be left out. All tokens arrive at the end.
+        length_penalty: in [-10, 10]: a beam's score is the sum of its log-probabilities over its length to this power.
+        early_stopping: whether to stop once ``n`` beams have ended. False: no; once no beam is likely to become better
+            than these. "never": only once none can.
+
+    Raises:
+        ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: str | list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    cache_salt: str = ""
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", [] if stop is None else stop)  # vLLM also allows None
+        object.__setattr__(self, "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids)
+        for name, (low, high) in SAMPLING_RANGES.items():
+            if (value := getattr(self, name)) is not None or name not in ("seed", "max_tokens", "logprobs"):
+                self._require(name, value, low, high)
+        if self.top_p == 0.0:
+            raise ValueError("top_p is 0; give a value in (0, 1] (1 keeps every token)")
+        if self.max_tokens is not None:
+            self._require("min_tokens", self.min_tokens, 0, self.max_tokens)
+        salt = self.cache_salt
+        if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
+            raise ValueError(
+                f"cache_salt is {_shown(salt)}; give valid Unicode of at most {MAX_SALT_LENGTH} characters"
+            )
+        self._require_few("stop", self.stop, MAX_STOP_STRINGS, "strings")
+        for text in self.stop:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not _is_unicode(text):
+                length = f" of {len(text)} characters" if isinstance(text, str) else ""
+                raise ValueError(
+                    f"stop has {_shown(text)}{length}; every stop string must be valid Unicode of 1 to "
+                    f"{MAX_STOP_LENGTH} characters"
+                )
+        self._require_few("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
+        for token in self.stop_token_ids:
+            self._require("stop_token_ids", token, 0, 2**31 - 1)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f'early_stopping is {_shown(self.early_stopping)}; give true, false or "never"')
+        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} is {_shown(value)}; give true or false")
+        self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        """Refuse what has no effect beside beam search, or without it."""
+        if not self.use_beam_search:
+            for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
+                if (value := getattr(self, name)) != default:
+                    raise ValueError(f"{name} is {_shown(value)}, but use_beam_search is false; set it or leave it out")
+            return
+        if self.n < 2:
+            raise ValueError(f"n is {self.n}, the number of beams; give at least 2, or leave out use_beam_search")
+        unused: dict[str, tuple[Any, ...]] = {
+            "temperature": (1.0, 0.0),
+            "top_p": (1.0,),
+            "top_k": (0, -1),
+            "min_p": (0.0,),
+            "presence_penalty": (0.0,),
+            "frequency_penalty": (0.0,),
+            "repetition_penalty": (1.0,),
+            "stop": ([],),
+            "logprobs": (None,),
+        }
+        for name, neutral in unused.items():
+            if (value := getattr(self, name)) not in neutral:
+                raise ValueError(f"{name} is {_shown(value)}; beam search does not use it, leave it out")
+
+    @property
+    def penalizes(self) -> bool:
+        """True if earlier tokens, generated or of the prompt, change the probabilities of the next one."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @staticmethod
+    def _require_few(name: str, values: Any, most: int, what: str) -> None:
+        """Check the number of values before their contents."""
+        if not isinstance(values, list | tuple):
+            raise ValueError(f"{name} is {_shown(values)}; give a list of at most {most} {what}")
+        if len(values) > most:
+            raise ValueError(f"{name} has {len(values)} {what}; give at most {most}")
+
+    @staticmethod
+    def _require(name: str, value: Any, low: float, high: float) -> None:
+        integer = isinstance(low, int)
+        kind = "an integer" if integer else "a number"
+        right_type = isinstance(value, int) if integer else isinstance(value, int | float)
+        # NaN fails the range check.
+        if isinstance(value, bool) or not right_type or not low <= value <= high:
+            raise ValueError(f"{name} is {_shown(value)}; give {kind} from {low} to {high}")
+
+    @property
+    def greedy(self) -> bool:
+        """True if nothing is drawn at random."""
+        return self.temperature == 0.0 or self.use_beam_search
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Natural-log probability of one token at one position.
+
+    Attributes:
+        rank: 1 for the most likely token.
+        text: what the token adds to the text, empty while it leaves a character incomplete.
+        bytes: the token in UTF-8, which may be a part of a character.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    text: str = ""
+    bytes: tuple[int, ...] = ()
+
+
+@dataclass
+class CompletionOutput:
+    """One completion of a request. ``logprobs`` holds, per position, the drawn token first, then the most likely."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[list[Logprob]] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """(sequence, memory worker, head range, token range): the one unit of KV placement.
+
+    ``heads`` is [first, stop) of the KV heads, ``tokens`` is [start, stop) in positions; a stop of None means that the
+    segment grows with its sequence.
+    """
+
+    sequence: int
+    worker: str
+    heads: tuple[int, int]
+    tokens: tuple[int, int | None]
+
+
+@dataclass
+class RequestOutput:
+    """The result of a request. ``placement`` says where its KV was when the output was made.
+
+    ``cached_tokens`` of the prompt were not computed: an earlier request began with them.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    error: str | None = None
+    placement: tuple[Segment, ...] = ()
+    cached_tokens: int = 0
+
+
+class Client(NamedTuple):
+    """The originator of a request. Accounts share the runtime fairly; an account's connections share its part."""
+
+    account: str = ""
+    connection: str = ""
+
+
+NOBODY = Client()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt with its parameters. ``seed`` is the parameters' own, or one the engine drew."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int = 0
+    client: Client = NOBODY

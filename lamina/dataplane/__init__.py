@@ -1,0 +1,1 @@
+"""The data plane: messages of q, k, v and partials between workers, over links."""

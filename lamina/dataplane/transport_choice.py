@@ -1,0 +1,98 @@
+"""Which transport connects a pair of workers: a pure function of what both offer and of what has failed."""
+
+import enum
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from lamina.core.errors import TransportError
+from lamina.core.types import TransportName
+
+
+class Transport(enum.StrEnum):
+    """A way to reach a peer's arena."""
+
+    SHM = "shm"
+    RDMA = "rdma"
+    TCP = "tcp"
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What a worker lets its peers use.
+
+    Attributes:
+        host: the same for workers that can share memory, see ``transport.shm.host``.
+        inboxes: which inboxes the worker's device has and can write into, see ``transport.device.inboxes.Maker.kind``;
+            empty: none.
+        descriptors: how to connect, by transport. obstacles: why the other requested transports cannot be used.
+    """
+
+    host: str
+    descriptors: dict[Transport, bytes]
+    obstacles: dict[Transport, str]
+    inboxes: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The transport of one pair of workers, and why."""
+
+    transport: Transport
+    reason: str
+
+
+def candidates(wanted: TransportName, hosts: Collection[str]) -> tuple[Transport, ...]:
+    """What workers on these hosts should offer: every transport that some pair of them may use."""
+    if wanted != "auto":
+        return (Transport(wanted),)
+    return tuple(dict.fromkeys(transport for same in _kinds_of_pairs(hosts) for transport in _preferred(same)))
+
+
+def _kinds_of_pairs(hosts: Collection[str]) -> tuple[bool, ...]:
+    """Whether there may be pairs on one host, and pairs on two."""
+    return (True,) if len(set(hosts)) == 1 else (True, False)
+
+
+def _preferred(same_host: bool) -> tuple[Transport, ...]:
+    return (Transport.SHM, Transport.TCP) if same_host else (Transport.RDMA, Transport.TCP)
+
+
+def choose(
+    wanted: TransportName,
+    near: Offer,
+    far: Offer,
+    failures: Mapping[Transport, str],
+    in_use: Collection[Transport] = (),
+) -> Choice:
+    """The transport of a pair, given its offers and why it could not prove a link over some transports so far.
+
+    A transport that both have ``in_use`` with others is preferred: a worker that waits on one transport notices a
+    message sooner than one that waits on several. A transport requested by name has no fallback.
+
+    Raises TransportError, with every obstacle, if none is left.
+    """
+    same = near.host == far.host
+    preferred = tuple(dict.fromkeys((*in_use, *_preferred(same))))
+    where = "same host" if same else "different hosts"
+    obstacles: list[str] = []
+    for transport in preferred if wanted == "auto" else (Transport(wanted),):
+        obstacle = failures.get(transport) or near.obstacles.get(transport) or far.obstacles.get(transport)
+        if obstacle is None:
+            known = ["both already use it"] if transport in in_use else []
+            reasons = ["requested by name"] if wanted != "auto" else [where, *known, *obstacles]
+            return Choice(transport, "; ".join(reasons))
+        obstacles.append(f"no {transport}: {obstacle}")
+    remedy = "fix one of these" if wanted == "auto" else "fix that, or select another transport"
+    raise TransportError(f"no transport is left ({where}); {'; '.join(obstacles)}; {remedy}")
+
+
+def summary(choices: Mapping[tuple[str, str], Choice]) -> list[str]:
+    """One line for each transport and reason in use, with the number of pairs of workers it connects."""
+    pairs: dict[Choice, int] = {}
+    for choice in choices.values():
+        pairs[choice] = pairs.get(choice, 0) + 1
+    return [
+        f"{choice.transport} between {count} pair{'s' * (count > 1)} of workers ({choice.reason})"
+        for choice, count in pairs.items()
+    ]

@@ -1,0 +1,375 @@
+"""What the body of a data-plane message holds. Both ends derive it from the StepPlan: no serialisation.
+
+A request carries, for one attention of one step and one memory worker, three blocks one after another:
+k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
+in the model's element type. K and V of prompt chunks lie beside it, for the memory worker to fetch (see
+``dataplane.channel``): the pieces of ``pulled_pieces`` one after another, each k and then v.
+
+The reply carries out [Rq, Hq, Dv] and the natural-log lse [Rq, Hq], both float32.
+
+Rows are those of one shard of the heads (``lamina.core.heads``), and Hq and Hkv its heads: a message holds the heads
+that the memory worker has of each sequence, and no others. Functions with a ``spec`` take that of a shard.
+
+A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
+batches of query rows, and q before k and v (Lamina, section 4.2.2). Its bytes lie in the order in which they travel.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lamina.core.errors import PlacementError
+from lamina.core.heads import WHOLE, HeadShards
+from lamina.core.segments import by_sequence
+from lamina.core.steps import SequenceStep, StepPlan
+from lamina.core.types import MOST_MINI_BATCHES, AttentionSpec, DType, KvElement, Overlap, Segment
+
+Array = npt.NDArray[np.generic]
+
+NUMPY_DTYPE: Mapping[DType, np.dtype[np.generic]] = {
+    DType.FLOAT32: np.dtype(np.float32),
+    DType.FLOAT16: np.dtype(np.float16),
+    DType.BFLOAT16: np.dtype(np.uint16),  # numpy has no bfloat16: its bits
+}
+
+
+SegmentKey = tuple[int, int]
+"""What a memory worker calls one shard of one of its segments: the sequence, and first token * shards + shard."""
+
+
+class SegmentRows(msgspec.Struct, frozen=True, gc=False):
+    """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop).
+
+    ``part``: which query heads they have, see ``HeadShards.spec``: those of the shard, or a rank's share of them.
+    """
+
+    sequence: int
+    row: int
+    rows: int
+    start: int
+    kv_start: int
+    kv_stop: int
+    shard: int = 0
+    part: int = 0
+
+
+class PulledRows(msgspec.Struct, frozen=True, gc=False):
+    """Rows [row, row + rows) of a step: tokens whose k and v are fetched, for the segment from ``kv_start`` on."""
+
+    sequence: int
+    row: int
+    rows: int
+    kv_start: int
+    shard: int = 0
+
+
+@dataclass(frozen=True)
+class MessageRows:
+    """The rows of one step that concern one memory worker, in the order their bytes travel: shard by shard.
+
+    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the shards of the step's rows: row * shards + shard, where
+    each rank of a replica counts its own shards.
+    ``attends`` covers ``queries`` in order, ``kept`` = (segment, tokens) covers ``appends`` in order. ``pulled`` are
+    kept too, but not part of the request. ``further`` = (index of ``attends``, segment): where a worker holds several
+    segments of a sequence, its rows travel once, and it merges what they see of each.
+    """
+
+    queries: npt.NDArray[np.int64]
+    appends: npt.NDArray[np.int64]
+    attends: tuple[SegmentRows, ...]
+    kept: tuple[tuple[SegmentKey, int], ...]
+    pulled: tuple[PulledRows, ...] = ()
+    further: tuple[tuple[int, SegmentRows], ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """True if no message is exchanged."""
+        return len(self.queries) == 0 and len(self.appends) == 0 and not self.pulled
+
+
+def attends_locally(step: SequenceStep) -> bool:
+    """A chunk of several tokens attends to itself on the compute worker; a single token's new k and v are read back
+    from the memory worker with all the others."""
+    return len(step.tokens) > 1
+
+
+def check_segments(sequence: int, segments: Sequence[Segment], shards: HeadShards) -> None:
+    """Reject segments that messages and page tables cannot serve: their partials would be wrong or lost.
+
+    The segments of a sequence must name it, hold whole shards, and cover the tokens of every shard from 0 on, in
+    contiguous ranges of which the last has no end. Raises PlacementError.
+    """
+    if any(segment.sequence != sequence for segment in segments):
+        why = "a segment names another sequence"
+    elif not all(shards.allows(segment.heads) for segment in segments):
+        why = _heads_rule(shards)
+    elif not all(_follow([one.tokens for one in segments if shard in shards.of(one.heads)]) for shard in _all(shards)):
+        why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
+    else:
+        return
+    places = ", ".join(f"{each.worker} heads {each.heads} tokens {each.tokens}" for each in segments)
+    raise PlacementError(f"sequence {sequence} is placed on {places or 'no worker'}", why)
+
+
+def _all(shards: HeadShards) -> range:
+    return range(shards.count)
+
+
+def _heads_rule(shards: HeadShards) -> str:
+    if shards.count == 1:
+        return f"a segment must hold all heads, 0 to {shards.heads}"
+    return f"a segment must hold some of heads 0 to {shards.heads}, cut at multiples of {shards.heads // shards.count}"
+
+
+def _follow(tokens: Sequence[tuple[int, int | None]]) -> bool:
+    """Whether ranges of tokens cover all from 0 on, each once."""
+    ordered = sorted(tokens, key=lambda one: one[0])
+    starts, stops = [start for start, _ in ordered], [stop for _, stop in ordered]
+    return [0, *stops] == [*starts, None] and all(start != stop for start, stop in ordered)
+
+
+def check_placements(plan: StepPlan, shards: HeadShards) -> None:
+    """``check_segments`` of everything that a plan places. Raises PlacementError."""
+    for admission in plan.admitted:
+        placed = by_sequence(admission.segments)
+        if not placed or not placed.keys() <= set(range(admission.sequence, admission.sequence + admission.count)):
+            placed = {admission.sequence: admission.segments}
+        for sequence, segments in placed.items():
+            check_segments(sequence, segments, shards)
+    for segment in plan.moved:
+        check_segments(segment.sequence, [segment], shards)
+    for segment in (segment for switch in plan.switches for segment in switch.segments):
+        start, stop = segment.tokens
+        if start < 0 or (stop is not None and stop <= start) or not shards.allows(segment.heads):
+            raise PlacementError(
+                f"sequence {segment.sequence} moves to {segment.worker}: heads {segment.heads} tokens {segment.tokens}",
+                f"a range that moves must have tokens; {_heads_rule(shards)}",
+            )
+    for segment in plan.grown:
+        first, last = segment.tokens
+        if first < 1 or last is not None or not shards.allows(segment.heads):
+            raise PlacementError(
+                f"sequence {segment.sequence} grows to {segment.worker} heads {segment.heads} tokens {segment.tokens}",
+                f"it must continue there from token 1 or later, without an end; {_heads_rule(shards)}",
+            )
+
+
+def message_rows(
+    plan: StepPlan,
+    segments: Mapping[int, Sequence[Segment]],
+    worker: str,
+    shards: HeadShards = WHOLE,
+    rank: int = 0,
+    ranks: int = 1,
+) -> MessageRows:
+    """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
+
+    The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
+    With several ``ranks``, these are the rows of the message of one of them, who has some shards of every row:
+    ``queries`` and ``appends`` count its own. Where ranks share a shard, each sends K and V of decoded tokens with its
+    queries, so that none has to wait for another's; only the first has those of prompt chunks fetched.
+    """
+    queries: list[npt.NDArray[np.int64]] = []
+    appends: list[npt.NDArray[np.int64]] = []
+    attends: list[SegmentRows] = []
+    kept: list[tuple[SegmentKey, int]] = []
+    pulled: list[PulledRows] = []
+    further: list[tuple[int, SegmentRows]] = []
+    several, sharers = shards.count > 1, shards.sharers(ranks)
+    own = shards.range_of_rank(rank, ranks)
+    for shard in own:
+        part = shard if sharers == 1 else rank
+        asking: list[tuple[int, int]] = []
+        adding: list[tuple[int, int]] = []
+        row = 0
+        for step in plan.sequences:
+            sequence, start, count, chunk = step.sequence, step.start, len(step.tokens), attends_locally(step)
+            stop = start + count
+            visible, place = start if chunk else stop, -1
+            for segment in segments.get(sequence, ()):
+                if segment.worker != worker or (several and shard not in shards.of(segment.heads)):
+                    continue
+                first, last = segment.tokens
+                if last is None:
+                    last = stop
+                low, high = max(start, first), min(stop, last)
+                if low < high and chunk and rank % sharers:
+                    pass  # the first of those who share this shard sends them
+                elif low < high and chunk:
+                    pulled.append(PulledRows(sequence, row + low - start, high - low, first, shard))
+                elif low < high:
+                    adding.append((row + low - start, high - low))
+                    kept.append(((sequence, first * shards.count + shard), high - low))
+                seen = min(visible, last)
+                if first < seen:
+                    attend = SegmentRows(
+                        sequence=sequence,
+                        row=row,
+                        rows=count,
+                        start=start,
+                        kv_start=first,
+                        kv_stop=seen,
+                        shard=shard,
+                        part=part,
+                    )
+                    if place >= 0:
+                        further.append((place, attend))
+                    else:
+                        place = len(attends)
+                        asking.append((row, count))
+                        attends.append(attend)
+            row += count
+        queries.append(_ranges(asking) * len(own) + shard - own.start if several else _ranges(asking))
+        appends.append(_ranges(adding) * len(own) + shard - own.start if several else _ranges(adding))
+    indices = (np.concatenate(queries), np.concatenate(appends)) if several else (queries[0], appends[0])
+    return MessageRows(*indices, tuple(attends), tuple(kept), tuple(pulled), tuple(further))
+
+
+def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
+    """All numbers of ranges (start, count), one range after another."""
+    total = sum(count for _, count in ranges)
+    if total == len(ranges):  # a step that decodes
+        return np.array([start for start, _ in ranges], np.int64)
+    starts, counts = np.array(ranges, np.int64).T
+    before = np.cumsum(counts) - counts
+    return np.repeat(starts - before, counts) + np.arange(total)
+
+
+def request_nbytes(attentions: Sequence[AttentionSpec], dtype: DType, rows: int) -> int:
+    """Bytes of the largest request with ``rows`` rows."""
+    return rows * max(spec.query_bytes_per_token(dtype) + spec.kv_bytes_per_token(dtype) for spec in attentions)
+
+
+def reply_nbytes(attentions: Sequence[AttentionSpec], rows: int) -> int:
+    """Bytes of the largest reply with ``rows`` rows."""
+    return rows * max(spec.query_heads * (spec.v_dim + 1) * 4 for spec in attentions)
+
+
+MOST_PIECES = MOST_MINI_BATCHES + 1  # k and v may come after q
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a request: query rows [start, stop) of the message, which are those of ``attends[first:last]``, and all
+    of its k and v if ``keeps``."""
+
+    start: int
+    stop: int
+    first: int
+    last: int
+    keeps: bool
+
+
+def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
+    """How a request with these rows is cut, in the order in which its pieces travel."""
+    count = min(overlap.mini_batches, len(rows.attends))
+    if count == 0:
+        return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
+    ends = [0, *itertools.accumulate(attend.rows for attend in rows.attends)]
+    cuts = [len(rows.attends) * i // count for i in range(count + 1)]
+    q_first = overlap.q_first and len(rows.appends) > 0
+    queries = tuple(
+        Piece(start=ends[first], stop=ends[last], first=first, last=last, keeps=first == 0 and not q_first)
+        for first, last in itertools.pairwise(cuts)
+    )
+    if not q_first:
+        return queries
+    total = ends[-1]
+    return (*queries, Piece(start=total, stop=total, first=count, last=count, keeps=True))
+
+
+def slot_number(uses: int, piece: int) -> int:
+    """The doorbell's number for one piece of the message in a slot that had been used ``uses`` times before."""
+    return uses * MOST_PIECES + piece + 1
+
+
+def body_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows) -> int:
+    """Bytes of a request."""
+    kept = len(rows.appends) * spec.kv_bytes_per_token(dtype)
+    return kept + len(rows.queries) * spec.query_bytes_per_token(dtype)
+
+
+def read_queries(
+    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
+) -> Array:
+    """View q [stop - start, Hq, D] of a request's bytes, uint8 [n] in any memory: its query rows [start, stop).
+
+    ``cut``: its pieces.
+    """
+    before = len(rows.appends) * spec.kv_bytes_per_token(dtype) if cut[0].keeps else 0
+    shape = (stop - start, spec.query_heads, spec.qk_dim)
+    return _view(body, dtype, shape, before + start * spec.query_bytes_per_token(dtype))
+
+
+def read_kept(
+    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
+) -> tuple[Array, Array]:
+    """Views (k, v) of a request's bytes, uint8 [n] in any memory, see ``keys_values``."""
+    before = 0 if cut[0].keeps else len(rows.queries) * spec.query_bytes_per_token(dtype)
+    return keys_values(body, spec, dtype, before, len(rows.appends))
+
+
+def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Piece) -> int:
+    """Bytes of one piece of a request."""
+    kept = len(rows.appends) * spec.kv_bytes_per_token(dtype) if part.keeps else 0
+    return kept + (part.stop - part.start) * spec.query_bytes_per_token(dtype)
+
+
+def keys_values(buffer: Array, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
+    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request or a landing slot."""
+    k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
+    return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
+
+
+def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRows]:
+    """The pieces in which rows are laid out and fetched: at most ``most`` rows of one sequence each."""
+    for rows in pulled:
+        for first in range(0, rows.rows, most):
+            count = min(most, rows.rows - first)
+            yield PulledRows(rows.sequence, rows.row + first, count, rows.kv_start, rows.shard)
+
+
+def migrated_pieces(
+    attentions: Sequence[AttentionSpec], element: KvElement, tokens: int, most_nbytes: int
+) -> list[tuple[int, int, int]]:
+    """The pieces in which ``tokens`` tokens of a segment travel: (layer, first token, one after the last), in order."""
+    pieces = []
+    for layer, spec in enumerate(attentions):
+        most = most_nbytes // spec.slab_bytes_per_token(element)
+        pieces += [(layer, first, min(first + most, tokens)) for first in range(0, tokens, most)]
+    return pieces
+
+
+def _view(buffer: Array, dtype: DType, shape: tuple[int, ...], offset: int) -> Array:
+    element = NUMPY_DTYPE[dtype]
+    return buffer[offset : offset + math.prod(shape) * element.itemsize].view(element).reshape(shape)
+
+
+def read_reply(
+    buffer: memoryview, spec: AttentionSpec, queries: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Views (out [queries, Hq, Dv], lse [queries, Hq]) of a reply's bytes."""
+    count = queries * spec.query_heads * spec.v_dim
+    out = np.frombuffer(buffer, np.float32, count).reshape(queries, spec.query_heads, spec.v_dim)
+    lse = np.frombuffer(buffer, np.float32, queries * spec.query_heads, count * 4)
+    return out, lse.reshape(queries, spec.query_heads)
+
+
+def nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> int:
+    """Bytes that travel for one decoded token whose KV is on one memory worker: q, k and v there, out and lse back."""
+    return sum(request_nbytes([spec], dtype, 1) + reply_nbytes([spec], 1) for spec in attentions)
+
+
+def paper_nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> float:
+    """The paper's count for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
+
+    q and out of d = Hq x D elements of e bytes, k and v of d / G, in each of L layers. It leaves out the lse and counts
+    out in the model's element type, whereas partials here travel in float32.
+    """
+    element = NUMPY_DTYPE[dtype].itemsize
+    return float(sum(2 * (spec.query_heads + spec.kv_heads) * spec.qk_dim * element for spec in attentions))

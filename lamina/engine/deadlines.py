@@ -1,0 +1,132 @@
+"""Deadlines of workers while the engine serves, and why workers failed."""
+
+from collections.abc import Iterable, Mapping
+
+from lamina.cluster.conversations import Workers, failure, silence
+from lamina.control.messages import Failed
+from lamina.control.sockets import ControlServer
+from lamina.core.errors import DeadlineError, LaminaError, TransportError
+from lamina.core.steps import Migration, StepPlan
+from lamina.core.topology import Topology
+from lamina.engine.epochs import Complaints
+from lamina.schedule.turn import Turn
+
+PROGRESS_TIMEOUT_S = 120.0  # without progress of any worker on a step; with progress, a step may take any time
+MIGRATION_TIMEOUT_S = 600.0
+POLL_S = 0.1
+
+
+class Watch:
+    """Whether workers answer, and whether steps and migrations make progress.
+
+    Times are ``awake_s`` of the control plane: a pause of the engine's process is not held against workers.
+
+    Attributes:
+        silent: seconds without an answer, by worker, of those that are suspected.
+    """
+
+    def __init__(self, control: ControlServer, workers: Workers, turn: Turn, topology: Topology) -> None:
+        self.silent: Mapping[str, float] = {}
+        self._control = control
+        self._workers = workers
+        self._turn = turn
+        self._topology = topology
+        self._complaints = Complaints()
+        self._failures: dict[str, Failed] = {}  # the last words of workers
+        # By lane: time and worker of the last progress of a step, the least recent first.
+        self._progress: dict[int, tuple[float, str]] = {}
+        self._migrations: dict[int, tuple[Migration, float]] = {}  # in progress, with their deadlines
+
+    def apply(self, topology: Topology) -> None:
+        """Only members of ``topology`` are watched from now on."""
+        self._topology = topology
+        self._complaints.apply(topology)
+        self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
+
+    def began(self, plan: StepPlan) -> None:
+        """A plan is about to be sent."""
+        self.progressed([plan.lane], "engine")
+        for migration in plan.migrations:
+            self._migrations[migration.number] = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
+
+    def progressed(self, lanes: Iterable[int], worker: str) -> None:
+        """A worker has made progress on steps of these lanes."""
+        for lane in lanes:
+            self._progress.pop(lane, None)
+            self._progress[lane] = self._control.liveness.awake_s, worker
+
+    def failed(self, worker: str, message: Failed) -> None:
+        """A worker has said why it cannot continue."""
+        self._failures[worker] = message
+
+    def complain(self, reporter: str, worker: str, reason: str) -> None:
+        """``reporter`` cannot reach ``worker``, whose process may still run."""
+        if worker in self._topology.names:  # not one whose loss the reporter has noticed later than the engine
+            self._complaints.add(reporter, worker, reason, self._control.liveness.awake_s)
+
+    @property
+    def ended(self) -> dict[str, str]:
+        """Members whose processes have exited, with the known reason."""
+        return {worker: reason for worker, reason in self._workers.ended().items() if worker in self._topology.names}
+
+    @property
+    def died(self) -> set[str]:
+        """Members that have ended by themselves: their processes have exited, or they said why they would."""
+        failed = {name for name, message in self._failures.items() if message.kind != DeadlineError.__name__}
+        return failed | self.ended.keys()
+
+    def lost(self) -> dict[str, LaminaError]:
+        """Members that take no more part, with the cause; some of their processes may still run."""
+        self.silent = self._control.liveness.suspects()
+        lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
+        lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
+        lost |= {worker: self._cause(worker, message) for worker, message in self._failures.items()}
+        if not lost and (due := self._complaints.due(self._topology, self._control.liveness.awake_s)) is not None:
+            worker, reason = due
+            lost[worker] = TransportError(f"worker {worker} cannot be reached, although its process runs: {reason}")
+        return lost
+
+    def _cause(self, worker: str, message: Failed) -> LaminaError:
+        """Why a worker failed. A wait past its deadline is a consequence of another worker's silence, if one is."""
+        if message.kind == DeadlineError.__name__ and self.silent:
+            return silence(self.silent)
+        return failure(worker, message)
+
+    def check(self) -> None:
+        """Raises TransportError if a step or a migration has made no progress for too long."""
+        now = self._control.liveness.awake_s
+        if (stuck := self._stuck(now)) is not None:
+            step, lane, worker = stuck
+            raise TransportError(
+                f"no worker has made progress on step {step} of lane {lane} for {PROGRESS_TIMEOUT_S:.0f} s; "
+                f"the last was {worker}. Look at the load and the logs of the machines of the other workers"
+            )
+        if self._migrations:
+            going = set(self._turn.scheduler.migrating)
+            self._migrations = {one: begun for one, begun in self._migrations.items() if one in going}
+        for migration, deadline in self._migrations.values():
+            if now > deadline:
+                raise TransportError(
+                    f"{migration.target} did not get tokens {migration.start} to {migration.stop} of sequence "
+                    f"{migration.sequence} from {migration.source} within {MIGRATION_TIMEOUT_S:.0f} s; "
+                    f"check the network between the two"
+                )
+
+    def _stuck(self, now: float) -> tuple[int, int, str] | None:
+        """A step without progress for too long, with its lane and the last worker that made progress there."""
+        while self._progress:
+            lane, (since, worker) = next(iter(self._progress.items()))
+            if now - since <= PROGRESS_TIMEOUT_S:
+                return None
+            for step, plan in self._turn.in_flight.items():
+                if plan.lane == lane:
+                    return step, lane, worker
+            del self._progress[lane]  # nothing runs there
+        return None
+
+
+def exited(worker: str, reason: str) -> TransportError:
+    """The error of a cluster that has lost this worker's process."""
+    return TransportError(
+        f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
+    )

@@ -1,0 +1,353 @@
+"""The engine as its frontends see it, from another process: requests are sent to it, and token ids become text here.
+
+What the engine sends is read in the event loop of the frontend, which is where callers are called back.
+
+The engine may end and be started again. Callers notice a pause: their requests go on from the tokens that have come.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+import zmq
+
+from lamina.control.frontend_messages import (
+    Abort,
+    Answers,
+    CompletionTokens,
+    Finish,
+    FrontendBootstrap,
+    GetStats,
+    Hello,
+    Resume,
+    Resumed,
+    Scale,
+    Scaled,
+    Stopped,
+    Submit,
+    Submitted,
+    Welcome,
+    packed,
+)
+from lamina.core.errors import (
+    ConfigError,
+    DeadlineError,
+    EngineDeadError,
+    LaminaError,
+    OverloadedError,
+    RequestError,
+)
+from lamina.core.types import NOBODY, Client, FinishReason, Request
+from lamina.engine.reading import Reading
+from lamina.engine.stats import EngineStats, StatsOf
+from lamina.engine.streams import Submission
+from lamina.engine.updates import TokenUpdate
+from lamina.text.defaults import Defaults
+from lamina.text.prompts import check_tokens, encode_prompt
+from lamina.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 30.0
+HELLO_S = 0.02
+RECONNECT_MS = 10
+SUBMIT_TIMEOUT_S = 60.0
+STATS_TIMEOUT_S = 5.0
+MOST_AT_ONCE = 64  # messages read before other events of the loop have their turn
+
+_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | Answers | Stopped | StatsOf | Scaled)
+
+
+@dataclass(eq=False, slots=True)
+class _Asked:
+    """A request that has not ended. ``drawn``: the tokens of its completions."""
+
+    request: Request
+    reading: Reading
+    drawn: list[list[int]]
+
+    def resumed(self, number: int) -> Resumed | None:
+        """What another engine needs to go on with it; None if all completions have ended."""
+        one, open_ = self.request, self.reading.open
+        drawn = {index: packed(self.drawn[index]) for index in open_}
+        return Resumed(number, packed(one.prompt_token_ids), one.params, one.client, one.seed, drawn) if drawn else None
+
+
+class RemoteEngine:
+    """The engine of another process. ``submit_all`` and ``stats`` wait for it, so that the event loop must not call
+    them; all methods may be called by other threads. Callers are called back in the event loop.
+
+    Attributes:
+        dead: why the engine has stopped, if it has.
+    """
+
+    def __init__(self, bootstrap: FrontendBootstrap, tokenizer: Tokenizer) -> None:
+        self.model_name = bootstrap.model_name
+        self.model_aliases = bootstrap.model_aliases
+        self.max_model_len = bootstrap.max_model_len
+        self.sampling_defaults: Defaults = bootstrap.sampling_defaults
+        self.tokenizer = tokenizer
+        self.dead: str | None = None
+        self.vocab_size = bootstrap.vocab_size
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._requests = self._connect(bootstrap.name, bootstrap.requests)
+        self._answers = self._connect(bootstrap.name, bootstrap.answers)
+        self._supervisor = os.pidfd_open(bootstrap.supervisor_pid)
+        self._incarnation: int | None = None  # of the engine that this is connected to
+        self._seeds = random.Random(bootstrap.seed)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._lock = threading.Lock()  # guards _requests, _encoder and the books of what is asked
+        self._numbers = itertools.count()
+        self._asked: dict[int, _Asked] = {}
+        self._named: dict[str, int] = {}  # the numbers of what is asked
+        self._replies: dict[int, concurrent.futures.Future[Any]] = {}  # of submissions and statistics, by number
+        self._welcome = asyncio.Event()
+        self._last = EngineStats(0, 0, 0, 0, 0, 0, 0, {}, None)
+
+    def _connect(self, name: str, address: str) -> "zmq.Socket[bytes]":
+        connected = self._context.socket(zmq.DEALER)
+        connected.identity = name.encode()
+        connected.linger = 0
+        connected.sndhwm = connected.rcvhwm = 0
+        connected.reconnect_ivl = RECONNECT_MS
+        connected.connect(address)
+        return connected
+
+    @classmethod
+    async def connect(cls, bootstrap: FrontendBootstrap, tokenizer: Tokenizer) -> Self:
+        """Make one for the running event loop. Raises DeadlineError if the engine does not answer."""
+        made = cls(bootstrap, tokenizer)
+        made._loop.add_reader(made._answers.fileno(), made._receive)
+        made._loop.add_reader(made._supervisor, made._end, "its process has ended")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                while not made._welcome.is_set():
+                    made._send(Hello())
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(HELLO_S):
+                            await made._welcome.wait()
+                    made._receive()
+        except TimeoutError:
+            raise DeadlineError(f"the engine has not answered within {CONNECT_TIMEOUT_S:.0f} s") from None
+        return made
+
+    # -- called from any thread ------------------------------------------------------------------------------------
+
+    def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
+        """As the engine's."""
+        asked, prompts, seeds = [], [], []
+        for one in submissions:
+            text = one.prompt if isinstance(one.prompt, str) else None
+            tokens = self._tokens(one.prompt)
+            check_tokens(tokens, self.vocab_size, self.tokenizer)
+            seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
+            request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
+            reading = Reading(request, self.tokenizer, one.on_update, self._finish)
+            asked.append(_Asked(request, reading, [[] for _ in range(one.params.n)]))
+            prompts.append(packed(tokens))
+        params = [one.params for one in submissions]
+        if all(each is params[0] for each in params):
+            params = params[:1]
+        reply: concurrent.futures.Future[Submitted] = concurrent.futures.Future()
+        with self._lock:
+            self._require_alive()
+            numbers = [next(self._numbers) for _ in asked]  # consecutive, by the lock
+            self._asked.update(zip(numbers, asked, strict=True))
+            self._named.update(zip((one.request_id for one in submissions), numbers, strict=True))
+            self._replies[numbers[0]] = reply
+            self._requests.send(self._encoder.encode(Submit(numbers[0], prompts, params, client, seeds)))
+        try:
+            answer: Submitted = self._wait(numbers[0], reply, SUBMIT_TIMEOUT_S)
+            if answer.error:
+                raise _error(answer)
+        except BaseException:
+            self._forget(numbers)
+            self._send(Abort(numbers))
+            raise
+
+    def _tokens(self, prompt: str | list[int]) -> list[int]:
+        return encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
+
+    def abort(self, request_id: str) -> None:
+        """As the engine's."""
+        number = self._named.get(request_id)
+        if number is not None:
+            self._send(Abort([number]))
+
+    def stats(self) -> EngineStats:
+        """As the engine's; the latest known once it has stopped. Raises DeadlineError if it does not answer."""
+        reply: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
+        with self._lock:
+            if self.dead is not None:
+                return dataclasses.replace(self._last, running=0, waiting=0, dead=self.dead)
+            number = next(self._numbers)
+            self._replies[number] = reply
+            self._requests.send(self._encoder.encode(GetStats(number)))
+        try:
+            self._last = self._wait(number, reply, STATS_TIMEOUT_S)
+        except EngineDeadError:
+            return self.stats()
+        return self._last
+
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> concurrent.futures.Future[list[str]]:
+        """As the engine's; the future has all its errors."""
+        reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
+        with self._lock:
+            self._require_alive()
+            number = next(self._numbers)
+            self._replies[number] = reply
+            self._requests.send(self._encoder.encode(Scale(number, compute, memory)))
+        return reply
+
+    def close(self) -> None:
+        """End all requests with an error."""
+        self._loop.call_soon_threadsafe(self._end, "the engine was closed")
+
+    def disconnect(self) -> None:
+        """End all requests with an error and close the sockets, in the event loop. Idempotent."""
+        self._end("the engine was closed")
+        with self._lock:
+            if self._context.closed:
+                return
+            self._loop.remove_reader(self._answers.fileno())
+            os.close(self._supervisor)
+            self._context.destroy(linger=0)
+
+    def _finish(self, request_id: str, index: int) -> None:
+        number = self._named.get(request_id)
+        if number is not None:
+            self._send(Finish(number, index))
+
+    def _send(self, message: msgspec.Struct) -> None:
+        with self._lock:
+            if not self._context.closed:
+                self._requests.send(self._encoder.encode(message))
+
+    def _wait(self, number: int, reply: concurrent.futures.Future[Any], timeout_s: float) -> Any:
+        try:
+            return reply.result(timeout_s)
+        except TimeoutError:
+            raise DeadlineError(f"the engine has not answered within {timeout_s:.0f} s; try again later") from None
+        finally:
+            with self._lock:
+                self._replies.pop(number, None)
+
+    def _forget(self, numbers: Sequence[int]) -> None:
+        with self._lock:
+            for number in numbers:
+                asked = self._asked.pop(number, None)
+                if asked is not None:
+                    self._named.pop(asked.request.request_id, None)
+
+    def _require_alive(self) -> None:
+        if self.dead is not None:
+            raise EngineDeadError(_stopped(self.dead))
+
+    # -- the event loop --------------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        """Take what has arrived. ZeroMQ's descriptor tells of the first message alone, so all must be read."""
+        for _ in range(MOST_AT_ONCE):
+            try:
+                payload = self._answers.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(_DECODER.decode(payload))
+        self._loop.call_soon(self._receive)
+
+    def _take(self, message: Welcome | Submitted | Answers | Stopped | StatsOf | Scaled) -> None:
+        if isinstance(message, Answers):
+            for one in message.news:
+                if (asked := self._asked.get(one.request)) is not None:
+                    for part in one.completions:
+                        asked.drawn[part.index] += part.token_ids
+                    if one.finished:
+                        self._forget([one.request])
+                    update = TokenUpdate(one.completions, one.finished, one.error, one.cached_tokens)
+                    self._read(one.request, asked, update)
+        elif isinstance(message, Submitted):
+            self._resolve(message.first, message)
+        elif isinstance(message, StatsOf):
+            self._resolve(message.number, message.stats)
+        elif isinstance(message, Scaled):
+            self._note_scaled(message)
+        elif isinstance(message, Stopped):
+            self._end(message.reason)
+        elif message.incarnation != self._incarnation:
+            self._resume(message.incarnation)
+
+    def _resume(self, incarnation: int) -> None:
+        """Begin with an engine, with all requests that an earlier one had."""
+        with self._lock:
+            self._incarnation = incarnation
+            found = {number: asked.resumed(number) for number, asked in self._asked.items()}
+            replies, self._replies = self._replies, {}
+            submitted = self._asked.keys() & replies.keys()
+            going = [one for one in found.values() if one is not None]
+            self._requests.send(self._encoder.encode(Resume(incarnation, going)))
+        self._forget([number for number, one in found.items() if one is None])  # it ended, and no engine will say so
+        for number, reply in replies.items():
+            if number in submitted:  # if this engine refuses it, the request ends with the error
+                reply.set_result(Submitted(number))
+            else:
+                reply.set_exception(EngineDeadError("the engine was started again meanwhile; look, and try again"))
+        self._welcome.set()
+
+    def _read(self, number: int, asked: _Asked, update: TokenUpdate) -> None:
+        try:
+            asked.reading.take(update)
+        except Exception:  # one caller must not affect others
+            log.exception("the output callback of request %s failed", asked.request.request_id)
+            self._forget([number])
+            self._send(Abort([number]))
+
+    def _note_scaled(self, message: Scaled) -> None:
+        with self._lock:
+            reply = self._replies.pop(message.number, None)
+        if reply is None:
+            return
+        if message.error:
+            reply.set_exception(_error(message))
+        else:
+            reply.set_result(message.workers)
+
+    def _resolve(self, number: int, value: object) -> None:
+        reply = self._replies.get(number)  # None: nobody waits any more
+        if reply is not None:
+            reply.set_result(value)
+
+    def _end(self, reason: str) -> None:
+        """The engine has stopped, or is not to be used any more: every request ends with an error."""
+        with self._lock:
+            if self.dead is not None:
+                return
+            self.dead = reason
+            asked, self._asked, self._named = self._asked, {}, {}
+            replies, self._replies = self._replies, {}
+        self._loop.remove_reader(self._supervisor)
+        for reply in replies.values():
+            reply.set_exception(EngineDeadError(_stopped(reason)))
+        for number, one in asked.items():
+            ends = [CompletionTokens(index, [], [], FinishReason.ERROR) for index in range(one.request.params.n)]
+            self._read(number, one, TokenUpdate(ends, True, _stopped(reason)))
+
+
+def _stopped(reason: str) -> str:
+    return f"the engine has stopped: {reason}. Start a new one"
+
+
+def _error(answer: Submitted | Scaled) -> LaminaError:
+    """The engine's error, as it was raised there."""
+    kinds: tuple[type[LaminaError], ...] = (ConfigError, RequestError, OverloadedError, EngineDeadError)
+    return next((kind for kind in kinds if kind.__name__ == answer.error), LaminaError)(answer.message)

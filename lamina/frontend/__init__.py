@@ -1,1 +1,0 @@
-"""Converts prompts to token ids and decides where a generated text ends."""

@@ -1,0 +1,1 @@
+"""Where KV is, and which KV moves. Pure: no clock, no sockets, no tensors."""

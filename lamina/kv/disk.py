@@ -1,0 +1,343 @@
+"""Cached prefixes on the disks of memory workers: which are copied there, and which are fetched for a request. Pure.
+
+A worker's disk holds blocks of ``BLOCK`` consecutive tokens. The key of a block is a digest of its tokens and all
+tokens before them, so that equal keys mean equal prefixes. Once a worker is half full, it copies its prefixes to disk,
+oldest first, while they stay in memory. Eviction therefore never waits for the disk: what is already copied is not
+lost, and the rest is dropped, as it would be without a disk. Prefixes that several workers hold together are not
+copied.
+
+If a request begins with blocks that are on disk but not in memory, they are fetched into slots reserved for them before
+the request queues. Then they are cached like any other prefix. The cached prefix that they extend must not move while
+they are fetched.
+"""
+
+import collections
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from lamina.core.requests import Group, Ids, ids_of
+from lamina.core.steps import BLOCK, Fetch, Fork, Spill, blocks_of
+from lamina.kv.placement import AHEAD, Placement
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.kv.prefix_tree import Node, PrefixTree
+
+FULL = 0.5  # a worker copies prefixes while this share of its slots is reserved or cached
+MOST_BLOCKS = 32  # in one copy
+
+
+def keys_of(salt: str, ids: Ids, tokens: int) -> list[bytes]:
+    """The keys of the whole blocks among the first ``tokens`` tokens."""
+    digest, keys = hashlib.blake2b(salt.encode(), digest_size=16).digest(), []
+    for start in range(0, tokens - BLOCK + 1, BLOCK):
+        digest = hashlib.blake2b(digest + ids[start : start + BLOCK].tobytes(), digest_size=16).digest()
+        keys.append(digest)
+    return keys
+
+
+class Blocks:
+    """The blocks of one disk."""
+
+    def __init__(self, count: int) -> None:
+        self._free = list(range(count))
+        self._kept: collections.OrderedDict[bytes, int] = collections.OrderedDict()  # the least recently used first
+        self._pinned = collections.Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._kept
+
+    def run(self, keys: Sequence[bytes], first: int) -> int:
+        """The number of consecutive ``keys`` from place ``first`` on whose blocks are on the disk."""
+        return next((n for n, key in enumerate(keys[first:]) if key not in self._kept), len(keys[first:]))
+
+    def pin(self, keys: Sequence[bytes]) -> list[int]:
+        """Return the blocks with these keys, mark them as just used, and keep them until ``unpin``."""
+        for key in keys:
+            self._kept.move_to_end(key)
+        blocks = [self._kept[key] for key in keys]
+        self._pinned.update(blocks)
+        return blocks
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        """Allow blocks to be overwritten again."""
+        self._pinned.subtract(blocks)
+
+    def take(self, count: int) -> list[int]:
+        """Take up to ``count`` blocks to write to: free ones, then the least recently used."""
+        taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        for key, block in list(self._kept.items()) if len(taken) < count else ():
+            if len(taken) == count:
+                break
+            if not self._pinned[block]:
+                del self._kept[key]
+                taken.append(block)
+        return taken
+
+    def put(self, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Note that blocks that were taken now hold these keys."""
+        for key, block in zip(keys, blocks, strict=True):
+            self._free += [self._kept.pop(key)] if key in self._kept else []
+            self._kept[key] = block
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """Free blocks that were taken but not written."""
+        self._free += blocks
+
+    def drop(self, keys: Sequence[bytes]) -> None:
+        """Forget blocks that cannot be read."""
+        self._free += [self._kept.pop(key) for key in keys if key in self._kept]
+
+
+@dataclass(frozen=True)
+class _Copying:
+    """A copy of blocks of ``leaf`` with these ``keys``. Blocks from place ``following`` on are not examined yet."""
+
+    leaf: Node
+    spill: Spill
+    keys: list[bytes]
+    following: int
+
+
+@dataclass(eq=False)
+class _Coming:
+    """Blocks that are being fetched for a request. They extend ``base``, a cached prefix that must not move."""
+
+    group: Group
+    salt: str
+    ids: Ids
+    keys: list[bytes]
+    base: tuple[PrefixTree, Node] | None
+    fetch: Fetch
+    failed: bool = False
+
+
+class Disks:
+    """The disks of all memory workers. Does nothing without blocks.
+
+    Attributes:
+        spilled, fetched: tokens so far. held: requests that wait for blocks. missed: by worker, tokens that were
+            evicted before they were copied.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        prefixes: PrefixCache,
+        sequences: Iterator[int],
+        overcommit: float,
+        moving: Callable[[Collection[Node]], bool],
+        queue: Callable[[Group], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """``sequences``: numbers for new sequences. ``moving``: whether any of these nodes is being moved to another
+        worker. ``queue`` is called with a request that no longer waits for blocks. ``wake`` is called when ``changes``
+        has something for a plan."""
+        self.spilled = self.fetched = 0
+        self.held: dict[Group, None] = {}
+        self.missed = collections.Counter[str]()
+        self._placement = placement
+        self._prefixes = prefixes
+        self._sequences = sequences
+        self._overcommit = overcommit
+        self._moving = moving
+        self._queue = queue
+        self._wake = wake
+        self._number = 0
+        self._disks: dict[str, Blocks] = {}
+        # Leaves in the order in which they were cached, with the number of blocks at their start already examined.
+        self._uncopied: dict[str, collections.deque[tuple[Node, int]]] = {}
+        self._copying: dict[str, _Copying] = {}  # by worker
+        self._wanted: list[_Coming] = []  # in no plan yet
+        self._coming: dict[int, _Coming] = {}  # by number
+        self._arrived: list[_Coming] = []
+        self._failed = set[str]()  # workers whose disks are not used any more
+        self.follow()
+        prefixes.on_kept, prefixes.on_evicted = self.note_kept, self.note_evicted
+
+    def lose(self, lost: Collection[str], *, ends_epoch: bool) -> None:
+        """Forget what these workers held; the end of an epoch also ends all transfers. Call ``follow`` afterwards."""
+        for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
+            copying = self._copying.pop(worker)
+            self._disks[worker].give_back(copying.spill.blocks)
+        if not ends_epoch:
+            return
+        begun = [*self._coming.values(), *self._arrived]
+        for coming in [*begun, *self._wanted]:
+            self._let_go(coming)
+            if coming in begun and coming.fetch.worker not in lost:
+                self._prefixes.release(coming.fetch.child)
+        self._wanted, self._coming, self._arrived = [], {}, []
+
+    def follow(self) -> None:
+        """Adapt to the workers of the placement. Memory of compute workers has no disk."""
+        counts = {
+            worker: blocks_of(capacity, self._overcommit)
+            for worker, capacity in self._placement.capacities.items()
+            if worker not in self._placement.local
+        }
+        self._disks = {worker: self._disks.get(worker) or Blocks(n) for worker, n in counts.items() if n > 0}
+        self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
+        known = {leaf for queue in self._uncopied.values() for leaf, _ in queue}
+        known |= {copying.leaf for copying in self._copying.values()}
+        for leaf in self._prefixes.ends() if self._disks else ():
+            if not leaf.copied and leaf not in known:  # the rest of a leaf whose end was lost
+                self.note_kept(leaf)
+
+    # -- to the disk -------------------------------------------------------------------------------------------------
+
+    def note_kept(self, leaf: Node) -> None:
+        """Called when a prefix has been cached."""
+        worker = leaf.home
+        if worker in self._uncopied and worker not in self._failed:
+            self._uncopied[worker].append((leaf, 0))
+
+    def note_evicted(self, leaf: Node) -> None:
+        """Called when a prefix is evicted."""
+        if leaf.home in self._disks and not leaf.copied:
+            self.missed[leaf.worker] += len(leaf.tokens)
+
+    def _copies(self, worker: str) -> list[Spill]:
+        """The next copy of a worker: empty or one, if it is due."""
+        placement, uncopied = self._placement, self._uncopied[worker]
+        filled = placement.reserved[worker] + placement.idle[worker]
+        if (
+            worker in self._copying
+            or worker in placement.closed | self._failed
+            or filled < FULL * placement.capacities[worker]
+        ):
+            return []
+        while uncopied:
+            leaf, first = uncopied.popleft()
+            if leaf.sequence is None:
+                continue  # evicted, or now the beginning of another leaf
+            if leaf.home != worker:
+                self.note_kept(leaf)  # it has moved
+                continue
+            salt, ids = leaf.whole()
+            disk, keys = self._disks[worker], keys_of(salt, ids, len(ids))
+            places = [place for place in range(first, len(keys)) if keys[place] not in disk][:MOST_BLOCKS]
+            leaf.copied = not places
+            blocks = disk.take(len(places))
+            if not blocks:
+                continue
+            places = places[: len(blocks)]
+            self._number += 1
+            spill = Spill(self._number, worker, leaf.sequence, places, blocks)
+            self._copying[worker] = _Copying(leaf, spill, [keys[place] for place in places], places[-1] + 1)
+            return [spill]
+        return []
+
+    # -- and back ----------------------------------------------------------------------------------------------------
+
+    def hold(self, group: Group) -> bool:
+        """Fetch blocks of a request if the disks have some. False if there is nothing to wait for: queue it."""
+        first = group.completions[0]
+        if not any(map(len, self._disks.values())) or self._placement.splits(group.to_run):
+            return False
+        salt, ids = group.request.params.cache_salt, ids_of(group.known_tokens(first, 0, first.goal))
+        keys = keys_of(salt, ids, len(ids) - 1)
+        best, most = None, max((one.length for one in self._prefixes.find(group).values()), default=0)
+        for worker, disk in self._disks.items():
+            if worker in self._placement.closed | self._failed:
+                continue
+            _, node, found = self._prefixes.beginning(worker, salt, ids)
+            path = [] if node is None else list(node.path())
+            if any(one.worker != worker for one in path) or self._moving(path):
+                continue
+            resident = min(found // BLOCK, len(keys))
+            stop = (resident + disk.run(keys, resident)) * BLOCK
+            if stop >= most + BLOCK:
+                held = next((one.stop for one in path if one.holders), 0)
+                best, most, lacking = (worker, resident), stop, stop - min(held, resident * BLOCK)
+        if best is None or lacking + AHEAD > self._placement.room(best[0]):
+            return False
+        worker, resident = best
+        self._begin(group, worker, salt, ids[:most], keys[resident : most // BLOCK])
+        return True
+
+    def _begin(self, group: Group, worker: str, salt: str, ids: Ids, keys: list[bytes]) -> None:
+        start = len(ids) - len(keys) * BLOCK
+        base = self._prefixes.take(worker, salt, ids[:start]) if start else None
+        for one in base[1].path() if base is not None else ():
+            one.fixed += 1
+        self._placement.reserve_on(worker, len(keys) * BLOCK)
+        self._number += 1
+        blocks = self._disks[worker].pin(keys)
+        fetch = Fetch(self._number, worker, next(self._sequences), start, blocks, group.heads)
+        self._wanted.append(_Coming(group, salt, ids, keys, base, fetch))
+        self.held[group] = None
+        self._wake()
+
+    def abandon(self, group: Group) -> bool:
+        """Note that a request has ended. True if it was waiting for blocks, which are fetched all the same."""
+        return self.held.pop(group, 0) is None
+
+    def _let_go(self, coming: _Coming) -> None:
+        """End a fetch, successful or not: release its slots, and queue its request."""
+        worker, tokens = coming.fetch.worker, len(coming.keys) * BLOCK
+        self._disks[worker].unpin(coming.fetch.blocks)
+        self._placement.will_release(worker, tokens)
+        self._placement.release(worker, tokens)
+        if coming.base is not None:
+            for one in coming.base[1].path():
+                one.fixed -= 1
+            self._prefixes.unpin(*coming.base)
+        if self.abandon(coming.group):
+            self._queue(coming.group)
+
+    # -- both --------------------------------------------------------------------------------------------------------
+
+    def done(self, worker: str, number: int, complete: bool, error: str) -> None:
+        """Note that a worker has ended copy or fetch ``number``; not ``complete``: it failed. ``error``: of its disk,
+        which is then no longer used. Does nothing for a copy or fetch that was already dropped."""
+        copying = self._copying.get(worker)
+        if copying is not None and copying.spill.number == number:
+            self._note_copied(copying, complete)
+        elif (coming := self._coming.pop(number, None)) is not None:
+            coming.failed = not complete
+            self._arrived.append(coming)
+        if error:
+            self._failed.add(worker)
+            self._uncopied[worker].clear()
+        self._wake()
+
+    def _note_copied(self, copying: _Copying, complete: bool) -> None:
+        worker = copying.spill.worker
+        del self._copying[worker]
+        if not complete:
+            self._disks[worker].give_back(copying.spill.blocks)
+            self.note_kept(copying.leaf)  # it may have moved
+            return
+        self.spilled += len(copying.keys) * BLOCK
+        self._disks[worker].put(copying.keys, copying.spill.blocks)
+        if worker not in self._failed:
+            self._uncopied[worker].appendleft((copying.leaf, copying.following))
+
+    def changes(self) -> tuple[list[Fork], list[Spill], list[Fetch]]:
+        """For the next plan: forks of resident prefixes, copies to disks, and fetches that extend the forks.
+
+        Caches fetched blocks. Call it before ``PrefixCache.changes``.
+        """
+        arrived, self._arrived = self._arrived, []
+        for coming in arrived:
+            worker = coming.fetch.worker
+            self._let_go(coming)
+            if coming.failed:
+                self._disks[worker].drop(coming.keys)
+            else:
+                self.fetched += len(coming.keys) * BLOCK
+                fetch = coming.fetch
+                self._prefixes.adopt(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
+            self._prefixes.release(coming.fetch.child)
+        wanted, self._wanted = self._wanted, []
+        self._coming |= {coming.fetch.number: coming for coming in wanted}
+        forks = [
+            Fork(coming.base[1].any_sequence, coming.fetch.child, coming.fetch.start)
+            for coming in wanted
+            if coming.base is not None
+        ]
+        spills = [spill for worker in self._disks for spill in self._copies(worker)]
+        return forks, spills, [coming.fetch for coming in wanted]

@@ -1,0 +1,281 @@
+"""Policies that say which tokens should move between memory workers. Pure: no clock, no sockets.
+
+A policy sees the load of each worker and where the tokens of each request are, and proposes moves. A proposal may be
+refused (``lamina.schedule.moves``); the policy finds out from the next view.
+
+* ``bandwidth``: all workers should take equally long to read their KV once. In a pool of mixed kinds, that does not
+  mean equal numbers of tokens.
+* ``throughput``: Infinite-LLM's greedy algorithm (section 5.3) on its model of throughput.
+* ``ledger``: DistKV-LLM's debts (section 4.4), with cycles of debt cleared (DGFM, section 4.5).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from lamina.core.topology import Topology
+from lamina.core.types import Balance, Partition
+
+
+@dataclass(frozen=True)
+class Load:
+    """One memory worker.
+
+    Attributes:
+        free: slots that moves may fill. sequences: number of those that grow there. reads: tokens that one step of
+            each lane reads.
+        token_s: seconds to read a token, as measured; only ratios matter to most policies.
+        takes: whether KV may move here; False while the worker is being drained.
+    """
+
+    capacity: int
+    free: int
+    sequences: int
+    reads: int
+    token_s: float = 1.0
+    takes: bool = True
+
+    @property
+    def seconds(self) -> float:
+        """Seconds to read everything once."""
+        return self.reads * self.token_s
+
+
+@dataclass(frozen=True)
+class Held:
+    """Tokens of a request on one worker, all of them written. New ones are written on ``home``. Each step reads every
+    token ``readers`` times."""
+
+    request: str
+    worker: str
+    home: str
+    tokens: int
+    readers: int = 1
+
+
+@dataclass(frozen=True)
+class View:
+    """What a policy knows. ``dense_s``: seconds of a step without attention, by rows."""
+
+    loads: Mapping[str, Load]
+    held: Sequence[Held]
+    dense_s: Callable[[float], float] = field(default=lambda rows: 1.0)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A proposal to move ``tokens`` of a request from ``source`` to the first of ``targets`` that accepts them."""
+
+    request: str
+    source: str
+    targets: tuple[str, ...]
+    tokens: int
+
+
+def policy_for(balance: Balance, topology: Topology, partition: Partition) -> Balance:
+    """What "auto" means: "bandwidth" if the memory workers are of several kinds and ranges of tokens may move, else
+    "off". Others are themselves."""
+    if balance != "auto":
+        return balance
+    kinds = {member.kind for member in topology.members if member.role == "memory"}
+    return "bandwidth" if len(kinds) > 1 and partition in ("auto", "token") else "off"
+
+
+class Policy(Protocol):
+    """Decides what should move."""
+
+    def wishes(self, view: View) -> list[Wish]:
+        """The moves to make now, most useful first, within what targets have free and sources hold."""
+        ...
+
+
+LEAST = 64  # tokens; fewer are not worth a move
+UNEVEN = 1.1  # nothing moves until the slowest worker takes this many times as long as the fastest
+MOST_WISHES = 8  # per view: loads change while KV moves
+
+
+class ByBandwidth:
+    """Moves tokens from the worker that takes longest to read its KV to the one that takes least."""
+
+    def wishes(self, view: View) -> list[Wish]:
+        """As ``Policy`` says."""
+        seconds = {worker: load.seconds for worker, load in view.loads.items()}
+        free = {worker: load.free for worker, load in view.loads.items() if load.takes}
+        left = {(one.request, one.worker): one for one in view.held}
+        tokens = {key: one.tokens for key, one in left.items()}
+        wishes: list[Wish] = []
+        while free and len(wishes) < MOST_WISHES:
+            source = max(seconds, key=lambda worker: seconds[worker])
+            target = min(free, key=lambda worker: seconds[worker])
+            here, there = view.loads[source].token_s, view.loads[target].token_s
+            candidates = [one for key, one in left.items() if one.worker == source and tokens[key] >= LEAST]
+            if seconds[source] <= UNEVEN * seconds[target] or source == target or not candidates:
+                break
+            largest = max(candidates, key=lambda one: tokens[one.request, one.worker] * one.readers)
+            even = (seconds[source] - seconds[target]) / (here + there) / largest.readers
+            count = int(min(even, tokens[largest.request, source], free[target]))
+            if count < LEAST:
+                del free[target]
+                continue
+            wishes.append(Wish(largest.request, source, (target,), count))
+            seconds[source] -= count * largest.readers * here
+            seconds[target] += count * largest.readers * there
+            tokens[largest.request, source] -= count
+            free[target] -= count
+        return wishes
+
+
+FEW_SEQUENCES = 0.75  # workers with less than this share of the mean number borrow (the paper's batch threshold)
+LITTLE_USED = 0.9  # workers that use less than this share of their slots lend (the paper's utilization threshold)
+
+
+class ByThroughput:
+    """Infinite-LLM, Algorithm 1: workers with few sequences move part of their longest request to workers with free
+    slots, as much as maximises the sum of both workers' tokens per second.
+
+    A worker with b sequences and S tokens to read generates b / (dense(b) + S t) tokens per second (equations 5 to 7).
+    Lending k tokens makes the creditor's step k t longer and the debtor's shorter, and the debtor's free slots take
+    more sequences of its mean length.
+    """
+
+    def wishes(self, view: View) -> list[Wish]:
+        """As ``Policy`` says."""
+        loads = view.loads
+        mean = sum(load.sequences for load in loads.values()) / max(len(loads), 1)
+        debtors = [one for one, load in loads.items() if load.sequences <= FEW_SEQUENCES * mean]
+        lent = dict.fromkeys(loads, 0)
+        lenders = [one for one, load in loads.items() if load.takes and load.free > (1 - LITTLE_USED) * load.capacity]
+        wishes: list[Wish] = []
+        for debtor in sorted(debtors, key=lambda one: loads[one].sequences):
+            own = [one for one in view.held if one.worker == debtor]
+            if not own:
+                continue
+            longest, moved = max(own, key=lambda one: one.tokens), 0
+            for creditor in sorted(lenders, key=lambda one: lent[one] - loads[one].free):
+                if creditor == debtor or lent[debtor]:  # no worker both lends and borrows
+                    continue
+                most = min(longest.tokens - moved, loads[creditor].free - lent[creditor])
+                counts = range(0, most + 1, LEAST)
+                best = max(counts, key=lambda count: self._rate(view, debtor, creditor, moved, lent[creditor], count))
+                if best <= 0:
+                    break
+                wishes.append(Wish(longest.request, debtor, (creditor,), best))
+                moved += best
+                lent[creditor] += best
+        return wishes[:MOST_WISHES]
+
+    @staticmethod
+    def _rate(view: View, debtor: str, creditor: str, before: int, lent: int, count: int) -> float:
+        """Tokens per second of both workers if ``count`` tokens move between them, in addition to ``before`` that leave
+        the debtor and ``lent`` that the creditor takes already."""
+        gone = before + count
+        borrows, lends = view.loads[debtor], view.loads[creditor]
+        length = max(1.0, borrows.reads / max(borrows.sequences, 1))
+        batch = borrows.sequences + gone / length
+        reads = max(borrows.reads - gone, 0) + (batch - borrows.sequences) * length
+        debtor_s = view.dense_s(batch) + reads * borrows.token_s
+        creditor_s = view.dense_s(lends.sequences) + (lends.reads + lent + count) * lends.token_s
+        return batch / debtor_s + lends.sequences / creditor_s
+
+
+CREDITORS = 3  # proposed to a debtor, in order
+LENT_AT_MOST = 0.5  # of a worker's slots
+SHORT = 0.1  # share of a worker's slots below which it borrows
+LEAST_SWAP = 64  # tokens of each debt in a cycle, for it to be cleared
+
+
+class ByDebt:
+    """DistKV-LLM: a worker that runs short of slots borrows some of others for its longest requests; cycles of debt are
+    cleared.
+
+    Tokens of a request that are not on its home are a debt of the home to the worker that holds them.
+    """
+
+    def __init__(self) -> None:
+        self._short: dict[str, None] = {}  # in the order in which they ran short: first come, first served
+
+    def wishes(self, view: View) -> list[Wish]:
+        """As ``Policy`` says."""
+        short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
+        self._short = {one: None for one in self._short if one in short} | short
+        free = {one: load.free for one, load in view.loads.items()}
+        return [*self._cleared(view, free), *self._borrowed(view, free)][:MOST_WISHES]
+
+    @staticmethod
+    def debts(view: View) -> dict[tuple[str, str], int]:
+        """Tokens by debtor and creditor."""
+        debts: dict[tuple[str, str], int] = {}
+        for one in view.held:
+            if one.worker != one.home:
+                debts[one.home, one.worker] = debts.get((one.home, one.worker), 0) + one.tokens
+        return debts
+
+    def _borrowed(self, view: View, free: dict[str, int]) -> list[Wish]:
+        lent = dict.fromkeys(view.loads, 0)
+        for (_, creditor), tokens in self.debts(view).items():
+            lent[creditor] = lent.get(creditor, 0) + tokens
+        wishes: list[Wish] = []
+        for debtor in self._short:
+            load = view.loads[debtor]
+            own = [one for one in view.held if one.worker == debtor == one.home and one.tokens >= LEAST]
+            allowed = {
+                one: min(free[one] - int(SHORT * other.capacity), int(LENT_AT_MOST * other.capacity) - lent[one])
+                for one, other in view.loads.items()
+                if one != debtor and one not in self._short and other.takes
+            }
+            creditors = sorted((one for one in allowed if allowed[one] >= LEAST), key=lambda one: -allowed[one])
+            if not own or not creditors:
+                continue
+            longest = max(own, key=lambda one: one.tokens)
+            wanted = int(2 * SHORT * load.capacity) - load.free
+            proposed = tuple(creditors[:CREDITORS])
+            count = min(wanted, longest.tokens, *(allowed[one] for one in proposed))
+            if count >= LEAST:
+                wishes.append(Wish(longest.request, debtor, proposed, count))
+                for one in proposed:  # any of them may accept
+                    free[one] -= count
+                    lent[one] += count
+        return wishes
+
+    def _cleared(self, view: View, free: dict[str, int]) -> list[Wish]:
+        """Moves along cycles of debt that bring tokens home, so that each worker in a cycle gets back lent slots."""
+        import networkx  # slow to import; only this policy needs it
+
+        debts = networkx.DiGraph()
+        debts.add_weighted_edges_from((one, other, tokens) for (one, other), tokens in self.debts(view).items())
+        wishes: list[Wish] = []
+        used = set[tuple[str, str]]()
+        while True:
+            try:
+                cycle = [(one, other) for one, other, *_ in networkx.find_cycle(debts)]
+            except networkx.NetworkXNoCycle:
+                return wishes
+            least = min(debts.edges[edge]["weight"] for edge in cycle)
+            if least >= LEAST_SWAP and all(free.get(debtor, 0) >= LEAST_SWAP for debtor, _ in cycle):
+                for debtor, creditor in cycle:
+                    wishes += self._home(view, debtor, creditor, min(least, free[debtor]), used)
+                    free[debtor] -= min(least, free[debtor])
+            debts.remove_edges_from(
+                [edge for edge in cycle if debts.edges[edge]["weight"] <= max(least, LEAST_SWAP)] or cycle
+            )
+            for edge in cycle:
+                if edge in debts.edges:
+                    debts.edges[edge]["weight"] -= least
+
+    @staticmethod
+    def _home(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Wish]:
+        """Moves of up to ``tokens`` tokens of the debtor's requests from ``creditor`` back to it."""
+        wishes = []
+        for one in view.held:
+            if one.home == debtor and one.worker == creditor and tokens > 0 and (one.request, creditor) not in used:
+                used.add((one.request, creditor))
+                wishes.append(Wish(one.request, creditor, (debtor,), min(tokens, one.tokens)))
+                tokens -= one.tokens
+        return wishes
+
+
+POLICIES: Mapping[Balance, Callable[[], Policy]] = {
+    "bandwidth": ByBandwidth,
+    "throughput": ByThroughput,
+    "ledger": ByDebt,
+}

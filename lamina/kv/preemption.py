@@ -1,0 +1,69 @@
+"""What becomes of requests whose KV is dropped, or lost with a memory worker. Pure: no clock, no sockets."""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from lamina.core.requests import Completion, Group
+
+Policy = Callable[[Group, int], int]
+"""Orders victims, the smallest first, by a request and the KV tokens that it holds on the worker that runs out."""
+
+
+def latest(group: Group, held: int) -> int:
+    """The latest arrival: it has waited least, and dropping it does not change the order in which requests end."""
+    return -group.arrival
+
+
+def smallest(group: Group, held: int) -> int:
+    """The one with fewest tokens to compute again."""
+    return held
+
+
+POLICIES: Mapping[str, Policy] = {"latest": latest, "smallest": smallest}
+
+
+def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) -> list[Group]:
+    """The requests to drop so that ``tokens`` come back, or as many as possible.
+
+    ``holders``: the requests with KV on one worker, and how many tokens. The earliest of them stays in any case: so
+    there is always one that ends.
+    """
+    if not holders:
+        return []
+    earliest = min(holders, key=lambda group: group.arrival)
+    order = sorted((group for group in holders if group is not earliest), key=lambda one: policy(one, holders[one]))
+    chosen = []
+    for group in order:
+        if tokens <= 0:
+            break
+        chosen.append(group)
+        tokens -= holders[group]
+    return chosen
+
+
+def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
+    """A completion that has drawn these tokens, of which no worker has KV. It adds to the list."""
+    return Completion(sequence, index, generated, known=len(generated), own=len(generated))
+
+
+def again(group: Group, sequences: Iterator[int]) -> Group:
+    """A request's completions that go on, under new sequence numbers: what they have generated is computed again.
+
+    They share the lists of generated tokens with ``group``, which must not add to them any more. Beams begin with the
+    tokens chosen last.
+    """
+    generated = [one.generated for one in group.alive]
+    if group.choice is not None:
+        generated = [[*generated[parent], token] for parent, token in group.choice]
+    completions = [
+        resumed(next(sequences), one.index, tokens) for one, tokens in zip(group.alive, generated, strict=True)
+    ]
+    return Group(
+        group.request,
+        group.max_tokens,
+        completions,
+        group.arrival,
+        heads=group.heads,
+        expand=group.expand,
+        gave_way=group.gave_way,
+        cached_tokens=group.cached_tokens,
+    )

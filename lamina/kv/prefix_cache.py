@@ -1,0 +1,492 @@
+"""Prefixes of earlier requests whose KV memory workers keep, and the requests that share them. Pure.
+
+A cached prefix is a sequence that no request runs. A request that begins with the same tokens is admitted as a fork of
+it, and computes only the rest. Prompts become cached prefixes once their steps have completed, completions once no step
+runs them any more. Each memory worker has a radix tree over token ids of the prefixes kept for requests placed there.
+Prefixes that share slots share nodes, so every kept slot counts once. All tokens of a node are on one worker: the
+tree's own, unless they have moved. Requests with different salts share nothing.
+
+Cached tokens that a request uses are reserved in ``Placement``. All others are idle: they count as free, and the least
+recently used ones are evicted as soon as a request's own tokens need their slots. So no request loses KV on a worker
+that still has idle tokens.
+
+If layers forget the tokens before their sliding window, requests continue from ``lamina.kv.prefix_tree`` and
+recompute the tokens after them.
+
+The radix tree and its eviction from the leaves: SGLang (Zheng et al., NeurIPS 2024). Here a leaf may be evicted in
+part, since slots are allocated by token.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+from lamina.core.requests import Completion, Group, Ids, ids_of
+from lamina.core.segments import moved
+from lamina.core.steps import Fork
+from lamina.core.types import Segment
+from lamina.kv.placement import Found, Placement
+from lamina.kv.prefix_tree import GRAIN, Node, PrefixTree, alike, match, most_rows
+
+SHORTEST = 16  # tokens; shorter common prefixes are not worth a fork
+
+
+class PrefixCache:
+    """The cached prefixes of all memory workers. Collects changes for the next plan; ``changes`` returns them.
+
+    Attributes:
+        queried: tokens that admitted requests looked up. hit: how many of them were found.
+        is_moving: tells whether tokens of any of these nodes are being copied to another worker.
+        on_kept, on_evicted: called with each leaf that is added to a tree or removed from it.
+    """
+
+    def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True, window: int = 0) -> None:
+        """``sequences``: numbers for new sequences. ``enabled=False``: keeps and finds nothing. ``window``: the largest
+        sliding window of layers that forget the tokens before it; 0 if no layer forgets."""
+        self.queried = self.hit = 0
+        self._placement = placement
+        self._sequences = sequences
+        self._enabled = enabled
+        self._window = window
+        self._trees = {worker: self._new_tree(worker) for worker in placement.capacities} if enabled else {}
+        self._shared: dict[Group, tuple[PrefixTree, Node]] = {}  # the last node that each request shares
+        self._grown = set[PrefixTree]()  # trees with new checkpoints
+        self._dealt: dict[Group, Node] = {}  # the same, for requests that no plan has admitted yet
+        self._branches: dict[Group, int] = {}  # tokens in the tree that requests recompute
+        self._forks: list[Fork] = []
+        self._released: list[int] = []
+        self.is_moving: Callable[[Collection[Node]], bool] = _nothing_moves
+        self.on_kept: Callable[[Node], None] = _ignore
+        self.on_evicted: Callable[[Node], None] = _ignore
+
+    def _new_tree(self, worker: str) -> PrefixTree:
+        return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
+
+    def lose(self, places: Collection[str]) -> None:
+        """Forget the KV on these places, which is lost and which no request may share. Call ``follow`` next."""
+        self._branches.clear()  # their last tokens may be forgotten before the next plan
+        idle = self._placement.idle
+        for tree in self._trees.values():
+            tree.cut(places)
+        for worker in idle:
+            idle[worker] = sum(tree.idle[worker] for tree in self._trees.values())
+
+    def follow(self) -> None:
+        """Follow a change of the placement's places."""
+        if self._enabled:
+            # Requests no longer find the tree of a lost place; its remaining tokens are evicted like others.
+            left = {worker: tree for worker, tree in self._trees.items() if tree.sequence_count}
+            new = {worker: self._trees.get(worker) or self._new_tree(worker) for worker in self._placement.capacities}
+            self._trees = left | new
+
+    def idle(self, worker: str) -> tuple[int, int]:
+        """Idle tokens on a worker, and how many cached sequences have tokens there. Any thread may ask."""
+        places = self._placement.places_on(worker)
+        counts = itertools.chain.from_iterable(list(tree.held_on.items()) for tree in list(self._trees.values()))
+        return self._placement.idle_on(worker), sum(count for held, count in counts if not held.isdisjoint(places))
+
+    def sequences(self, worker: str) -> dict[int, int]:
+        """Length of every cached sequence that has tokens on a worker."""
+        ends = self.ends()
+        return {end.any_sequence: end.stop for end in ends if any(one.worker == worker for one in end.path())}
+
+    def changes(self) -> tuple[list[Fork], list[int]]:
+        """Evict idle tokens whose slots are reserved now; return forks and released sequences for the next plan.
+
+        Workers that are closed to requests keep no idle tokens.
+        """
+        placement = self._placement
+        self._give_up_checkpoints()
+        while placement.crowded:
+            worker = placement.crowded.pop()
+            self._evict(worker, placement.excess(worker))
+        for worker in placement.closed:
+            self._evict(worker, placement.idle[worker])
+        forks, released = self._forks, self._released
+        self._forks, self._released = [], []
+        return forks, released
+
+    # -- requests that share ------------------------------------------------------------------------------------
+
+    def find(self, group: Group) -> dict[str, Found]:
+        """By worker, the longest cached prefix of a request, without its last token, which is always computed.
+
+        A request that is split over several workers shares no prefix.
+        """
+        if not self._may_share(group):
+            return {}
+        found = {}
+        for worker, tree in self._trees.items():
+            if worker not in self._placement.capacities or worker in self._placement.closed:
+                continue
+            node, length, _ = match(tree, group, worker, self._placement)
+            if node is not None and length >= SHORTEST:
+                held = next((one.stop for one in node.path() if one.holders), 0)
+                found[worker] = Found(length, min(held, length))
+        return found
+
+    def _may_share(self, group: Group) -> bool:
+        first = group.completions[0]
+        return bool(self._trees) and first.goal > SHORTEST and not self._placement.splits(group.to_run)
+
+    def share(self, group: Group) -> None:
+        """Let a request, which has been placed on ``group.home``, share the prefix that ``find`` finds there.
+
+        The caller has reserved slots for its other tokens.
+        """
+        if not self._trees:
+            return
+        tree, length, matched = self._trees[group.home], 0, 0
+        if self._may_share(group):
+            _, length, matched = match(tree, group, group.home, self._placement)
+            length = length if length >= SHORTEST else 0
+        group.share(length)
+        if self._window and matched >= length + SHORTEST:
+            self._branches[group] = matched
+        if not length:
+            return
+        assert group.ids is not None
+        node, _ = tree.find(group.request.params.cache_salt, group.ids[:length])
+        assert node is not None
+        if length < node.stop:
+            node = tree.split(node, length)
+        tree.use(node)
+        if self._window:
+            tree.checkpoints.use(node)
+        self._shared[group], self._dealt[group] = (tree, node), node
+        self.hold(tree, node)
+        for one in node.path():
+            if one.worker != group.home:
+                for completion in group.completions:
+                    part = Segment(completion.sequence, one.worker, group.heads, (one.start, one.stop))
+                    completion.segments = moved(completion.segments, part)
+
+    def admit(self, group: Group) -> None:
+        """Note that a plan admits a request: its first sequence is forked from the prefix that it shares."""
+        if not self._trees:
+            return
+        self.queried += group.completions[0].goal
+        self.hit += group.hit
+        if group.cached_tokens is None:
+            group.cached_tokens = min(group.hit, group.prompt_length)
+        self._dealt.pop(group, None)
+        if group in self._shared:
+            parent = self._shared[group][1].any_sequence
+            self._forks.append(Fork(parent, group.completions[0].sequence, group.hit))
+
+    def shared(self, group: Group) -> int:
+        """Tokens of a request that are in the tree, and so not reserved for it alone."""
+        return self._shared[group][1].stop if group in self._shared else 0
+
+    def path(self, group: Group) -> list[Node]:
+        """The nodes that a request shares, from its first token on."""
+        return list(self._shared[group][1].path())[::-1] if group in self._shared else []
+
+    def exclusive(self, group: Group, worker: str) -> int:
+        """Tokens on a worker that would be idle without this request."""
+        return sum(len(one.tokens) for one in self.path(group) if one.users == 1 and one.worker == worker)
+
+    def leave(self, group: Group) -> None:
+        """Note that a request has ended. Call ``let_go`` once its sequences are released."""
+        self._dealt.pop(group, None)
+        self._branches.pop(group, None)
+        if group in self._shared:
+            self._leave(self._shared[group][1])
+
+    def _leave(self, node: Node) -> None:
+        for one in node.path():
+            one.users -= 1
+            if not one.users:
+                self._placement.will_release(one.worker, len(one.tokens))
+
+    def let_go(self, group: Group) -> None:
+        """Note that a request that has left is released: tokens that only it used become idle."""
+        if group in self._shared:
+            self._let_go(*self._shared.pop(group))
+
+    def _let_go(self, tree: PrefixTree, node: Node) -> None:
+        for one in node.path():
+            one.holders -= 1
+            if not one.holders:
+                self._placement.release(one.worker, len(one.tokens))
+                self._add_idle(tree, one.worker, len(one.tokens))
+        tree.note(node)
+
+    def hold(self, tree: PrefixTree, node: Node) -> None:
+        """Add a user of the tokens up to the end of ``node``."""
+        for one in node.path():
+            if not one.holders:
+                self._add_idle(tree, one.worker, -len(one.tokens))
+                self._placement.reserve_on(one.worker, len(one.tokens))
+            elif not one.users:
+                self._placement.returning[one.worker] -= len(one.tokens)
+            one.holders += 1
+            one.users += 1
+
+    def _add_idle(self, tree: PrefixTree, worker: str, tokens: int) -> None:
+        tree.idle[worker] += tokens
+        self._placement.idle[worker] += tokens
+        self._placement.note_crowded(worker)
+
+    # -- ranges that move ---------------------------------------------------------------------------------------
+
+    def pin(self, group: Group, node: Node, stop: int) -> tuple[PrefixTree, Node]:
+        """Keep the tokens up to ``stop`` of a node that a request shares until ``unpin``. Splits the node there, and
+        returns the upper part."""
+        tree = self._shared[group][0]
+        if stop < node.stop:
+            node = tree.split(node, stop)
+        self.hold(tree, node)
+        return tree, node
+
+    def unpin(self, tree: PrefixTree, node: Node) -> None:
+        """Undo ``pin``."""
+        self._leave(node)
+        self._let_go(tree, node)
+
+    def sharers(self, tree: PrefixTree, node: Node, start: int) -> tuple[dict[Group, int], dict[int, int | None]]:
+        """The users of the tokens from ``start`` to the end of ``node``, requests and cached sequences, each with the
+        position up to which it has these tokens; None for a prefix that ends within them."""
+        top = next(one for one in node.path() if one.start == start)
+        within = {id(one): one.stop for one in node.path() if one.start >= start}
+
+        def shared(leaf: Node) -> int:
+            return max((within.get(id(one), 0) for one in leaf.path()), default=0)
+
+        groups = {group: stop for group, (_, end) in self._shared.items() if (stop := shared(end))}
+        ends = {leaf: shared(leaf) for leaf in tree.below(top)}
+        return groups, {leaf.any_sequence: stop if stop < leaf.stop else None for leaf, stop in ends.items()}
+
+    # -- prefixes that come from elsewhere -----------------------------------------------------------------------
+
+    def ends(self) -> Iterator[Node]:
+        """The last nodes of all cached prefixes."""
+        return itertools.chain.from_iterable(tree.ends() for tree in self._trees.values())
+
+    def beginning(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node | None, int]:
+        """The tree of a worker, the deepest node in it with some of these tokens, and how many of them it has."""
+        tree = self._trees[worker]
+        return tree, *tree.find(salt, ids)
+
+    def take(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
+        """Keep these tokens, which the tree of a worker has, until ``unpin``. Returns the tree and their last node."""
+        tree, node, _ = self.beginning(worker, salt, ids)
+        assert node is not None
+        if len(ids) < node.stop:
+            node = tree.split(node, len(ids))
+        tree.use(node)
+        self.hold(tree, node)
+        return tree, node
+
+    def adopt(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
+        """Add the tokens of a sequence that no request runs to the tree of a worker. The caller releases the sequence.
+
+        Does nothing if the tree already has a beginning of them that is partly on other workers.
+        """
+        tree, node, found = self.beginning(worker, salt, ids)
+        if node is not None and node.home != worker:
+            return
+        if node is not None and found < min(node.stop, len(ids)):
+            node = tree.split(node, found)
+        if found < len(ids):
+            here = [Segment(sequence, worker, heads, (0, None))]
+            node = self._add(tree, node, salt, ids[found:], sequence, here, node)
+            self._add_idle(tree, worker, len(ids) - found)
+            self.on_kept(node)
+        assert node is not None
+        tree.use(node)
+
+    def release(self, sequence: int) -> None:
+        """Let the next plan release a sequence that no request runs."""
+        self._released.append(sequence)
+
+    # -- prefixes that are kept ---------------------------------------------------------------------------------
+
+    def keep_computed(self, lane: int, prompts: Iterable[Group], ran: Callable[[Completion], int]) -> None:
+        """Keep what requests of a lane have computed: whole ``prompts``, and prefixes that the tree has and that a
+        request has recomputed. ``ran``: how many tokens of a completion have run."""
+        for group in prompts:
+            self._keep_prompt(group)
+        for group in [one for one in self._branches if one.lane == lane and not one.completions[0].released]:
+            if ran(group.completions[0]) >= self._branches[group]:
+                self._keep_branch(group, self._branches.pop(group))
+
+    def _keep_prompt(self, group: Group) -> None:
+        """Add the computed prompt of a running request to the tree, so that others and the request itself share it.
+
+        Does nothing if another request has added some of it meanwhile; ``keep`` then adds the rest when this one ends.
+        """
+        first, stop = group.completions[0], group.prompt_length
+        if not self._trees or not group.unshared or not group.alive or first.cached < stop:
+            return
+        if first.released or self._is_leaving(first):
+            return
+        if self._window:
+            stop -= 1  # the same prompt may come again, and must compute its last token
+            ran_on = first.known and len(group.completions) == 1  # past the prompt, so its last window is forgotten
+            if stop <= group.hit or ran_on:
+                return
+        ids = ids_of(group.request.prompt_token_ids[:stop]) if group.ids is None else group.ids[:stop]
+        tree, salt = self._tree(group, first), group.request.params.cache_salt
+        node, found = tree.find(salt, ids)
+        if found != group.hit:
+            return
+        leaf = self._add(tree, node, salt, ids[found:], first.sequence, first.segments)
+        for one in leaf.path():
+            if one.start >= found:
+                one.users = one.holders = 1
+        self._shared[group] = tree, leaf
+        tree.use(leaf)
+        self.on_kept(leaf)
+        group.unshared = group.prompt_length - stop
+        group.ids = None
+
+    def _keep_branch(self, group: Group, length: int) -> None:
+        """Make the first ``length`` tokens of a request a checkpoint, if the tree still has them."""
+        tree, first = self._tree(group, group.completions[0]), group.completions[0]
+        ids = ids_of(group.known_tokens(first, 0, length))
+        node, found = tree.find(group.request.params.cache_salt, ids)
+        if node is not None and found == length and self._brings(node, first):
+            self._add_checkpoint(tree, node, length, first.sequence)
+
+    def _add_checkpoint(self, tree: PrefixTree, node: Node, length: int, source: int) -> None:
+        """Make the first ``length`` tokens up to ``node`` a checkpoint, with the last window of ``source``."""
+        if length < node.stop:
+            node = tree.split(node, length)
+        if node not in tree.checkpoints:
+            if node.sequence is None:
+                sequence = next(self._sequences)
+                self._forks.append(Fork(node.any_sequence, sequence, length))
+                tree.give_sequence(node, sequence)
+            self._forks.append(Fork(source, node.any_sequence, length))
+            self._grown.add(tree)
+        tree.checkpoints.use(node)
+
+    def keep(self, group: Group, completion: Completion) -> None:
+        """Keep those tokens of a completion that is being released that the tree lacks.
+
+        Leaves the request's reservations as they are: at least as many of them end with this completion. If the tree
+        has the prompt from another request, only the last completion of this one is kept.
+        """
+        length = self.keepable(group, completion)
+        if not length or (group.unshared and group.holders > 1):
+            return
+        ids = ids_of(group.known_tokens(completion, 0, length))
+        tree, salt = self._tree(group, completion), group.request.params.cache_salt
+        node, found = tree.find(salt, ids)
+        if found > self.shared(group) and not self._brings(node, completion):
+            return
+        if node is not None:
+            if found < min(node.stop, length):
+                node = tree.split(node, found)
+            tree.use(node)
+        if found == length:
+            if self._window and node is not None:
+                self._add_checkpoint(tree, node, length, completion.sequence)
+            return
+        # Tokens computed twice: the kept sequence takes the slots of those in the tree.
+        beginning = node if found > self.shared(group) else None
+        leaf = self._add(tree, node, salt, ids[found:], completion.sequence, completion.segments, beginning)
+        for one in leaf.path():
+            if one.start >= found:
+                self._add_idle(tree, one.worker, len(one.tokens))
+        tree.use(leaf)
+        self.on_kept(leaf)
+
+    def _brings(self, node: Node | None, completion: Completion) -> bool:
+        """True if the tree's KV for the tokens up to ``node`` and the completion's are interchangeable."""
+        moving = self._window and node is not None and self.is_moving(list(node.path()))
+        return not moving and alike(node, completion)
+
+    def keepable(self, group: Group, completion: Completion) -> int:
+        """Tokens of an ended completion that others may share."""
+        if group.suspect or not self._trees or self._is_leaving(completion):
+            return 0
+        length = group.kept(completion)
+        exists = completion is group.completions[0] or length > group.prompt_length
+        return length if exists else 0
+
+    def _is_leaving(self, completion: Completion) -> bool:
+        """True if a worker with some of its KV is closed, and so keeps no idle tokens."""
+        return any(segment.worker in self._placement.closed for segment in completion.segments)
+
+    def _tree(self, group: Group, completion: Completion) -> PrefixTree:
+        """The tree that a completion's tokens belong to. Where an earlier one had its tokens may have left."""
+        return self._shared[group][0] if group in self._shared else self._trees[completion.segments[0].worker]
+
+    def _add(
+        self,
+        tree: PrefixTree,
+        node: Node | None,
+        salt: str,
+        tokens: Ids,
+        source: int,
+        segments: Sequence[Segment],
+        beginning: Node | None = None,
+    ) -> Node:
+        """Add ``tokens`` of sequence ``source``, which has these ``segments``, as a child of ``node``. The new sequence
+        has the slots of ``beginning`` for the tokens before; None: those of ``source``."""
+        sequence = next(self._sequences)
+        if beginning is not None:
+            self._forks.append(Fork(beginning.any_sequence, sequence, beginning.stop))
+        leaf, superseded = tree.add(node, salt, tokens, sequence, segments)
+        self._forks.append(Fork(source, sequence, leaf.stop))
+        if self._window:
+            self._grown.add(tree)
+        if superseded is not None:
+            self._released.append(superseded)
+        return leaf
+
+    def _evict(self, worker: str, lacking: int) -> None:
+        """Drop at least ``lacking`` idle tokens on a worker, first from its own tree, then from others. Tokens after
+        them, on whichever worker, are dropped first."""
+        while lacking > 0:
+            trees = (self._trees[worker], *self._trees.values())
+            tree = next(one for one in trees if one.idle[worker] > 0)
+            leaf = tree.oldest()
+            amount = max(lacking, GRAIN)
+            if leaf.worker == worker and len(leaf.tokens) > amount + GRAIN and not self._window:
+                tree.split(leaf, leaf.stop - amount)
+            lacking -= self._drop(tree, leaf)[worker]
+
+    def _drop(self, tree: PrefixTree, leaf: Node) -> Counter[str]:
+        """Drop an idle leaf and, if layers forget, the idle nodes above it up to a checkpoint. Returns the dropped
+        tokens by worker."""
+        sequence, dropped = leaf.any_sequence, Counter[str]()
+        self._released.append(sequence)
+        while True:
+            self.on_evicted(leaf)
+            dropped[leaf.worker] += len(leaf.tokens)
+            self._add_idle(tree, leaf.worker, -len(leaf.tokens))
+            parent = tree.remove(leaf)
+            if parent is None:
+                return dropped
+            if parent.sequence is not None or parent.holders or not self._window:
+                break
+            leaf = parent
+        if parent.sequence is None:
+            tree.give_sequence(parent, next(self._sequences))
+            self._forks.append(Fork(sequence, parent.any_sequence, parent.stop))
+        tree.note(parent)
+        parent.copied = parent.copied or leaf.copied
+        self.on_kept(parent)
+        return dropped
+
+    def _give_up_checkpoints(self) -> None:
+        """Give up the least recently used checkpoints until the others fit the rows there are."""
+        while self._grown:
+            tree = self._grown.pop()
+            while (node := tree.checkpoints.oldest(self._dealt.values())) is not None:
+                if node.children:
+                    self._released.append(node.any_sequence)
+                    tree.take_sequence(node)
+                else:
+                    self._drop(tree, node)
+
+
+def _nothing_moves(nodes: Collection[Node]) -> bool:
+    return False
+
+
+def _ignore(leaf: Node) -> None:
+    """Used while nothing observes the cache."""

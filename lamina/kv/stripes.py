@@ -1,0 +1,296 @@
+"""Placement by heads: the KV heads of a request are divided among several memory workers. Pure."""
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from lamina.core.heads import HeadShards
+from lamina.core.topology import Topology
+from lamina.core.types import Partition, Segment
+from lamina.kv.placement import AHEAD, WATERMARK, Placement
+
+FEWEST = 2  # workers that heads are cut for, also if there is only one at first
+
+
+def head_workers(partition: Partition, workers: int) -> int:
+    """The number of a pool's memory workers among which the heads of a request may be divided."""
+    return max(workers, FEWEST) if partition == "head" else 1
+
+
+def placement(
+    partition: Partition,
+    capacities: Mapping[str, int],
+    shards: HeadShards,
+    longest: int | None,
+    local: Collection[str] = (),
+    ranks: int = 1,
+) -> Placement:
+    """Places requests as ``partition`` says, on memory workers that hold so many tokens each, in runs of ``longest``
+    tokens at most. ``local``: see ``Placement``. ``ranks``: of each replica. With several, KV never moves: one of them
+    may still attend to what another has finished with."""
+    if shards.count > 1 or ranks > 1:
+        return StripedPlacement(capacities, shards, longest)
+    return Placement(capacities, longest, partition, local)
+
+
+def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range], ...]]:
+    """The workers of each stripe with their shards of heads: as even as possible, with the larger parts first.
+
+    A stripe is a run of neighbours in the ring of workers, with at most one worker per shard. At least two workers are
+    needed for a stripe.
+    """
+    count = min(len(workers), shards)
+    if count < 2:
+        return []
+    each, more = divmod(shards, count)
+    bounds = list(itertools.accumulate([each + (place < more) for place in range(count)], initial=0))
+    parts = [range(*pair) for pair in itertools.pairwise(bounds)]
+    turns = len(workers) if more or count < len(workers) else 1  # otherwise all stripes have the same parts
+    return [
+        tuple((workers[(first + place) % len(workers)], part) for place, part in enumerate(parts))
+        for first in range(turns)
+    ]
+
+
+class StripedPlacement(Placement):
+    """Reserves tokens on stripes, and on single workers once no stripe has room. A slot holds one shard of a token.
+
+    Where ``Placement`` speaks of workers, read places: stripes and single workers. Figures count tokens with all heads.
+    """
+
+    moves = False
+
+    def __init__(self, capacities: Mapping[str, int], shards: HeadShards, longest: int | None = None) -> None:
+        """``capacities``: by memory worker, the tokens with all heads that fit it."""
+        self._shards = shards
+        self._parts: dict[str, tuple[tuple[str, range], ...]] = {}  # of every place, by worker
+        self._slots: dict[str, int] = {}
+        self._current: list[str] = []  # the stripes on which requests are placed
+        self._leaving = set[str]()  # workers
+        super().__init__(self._follow(capacities), longest)
+
+    def _follow(self, workers: Mapping[str, int]) -> dict[str, int]:
+        """The places of these workers, with their capacities. Earlier stripes stay while they have tokens."""
+        self._slots = {worker: tokens * self._shards.count for worker, tokens in workers.items()}
+        found = stripes(list(workers), self._shards.count)
+        self._current = ["+".join(f"{worker}[{part.start}:{part.stop}]" for worker, part in parts) for parts in found]
+        alone = {worker: ((worker, range(self._shards.count)),) for worker in workers}
+        before = {
+            place: parts
+            for place, parts in self._parts.items()
+            if all(worker in workers for worker, _ in parts)
+            and (self.reserved[place] or self.idle[place] or self.sequences[place])
+        }
+        self._parts = {**dict(zip(self._current, found, strict=True)), **before, **alone}
+        return {
+            place: min(self._slots[one] // len(part) for one, part in parts) for place, parts in self._parts.items()
+        }
+
+    def lost(self, topology: Topology) -> set[str]:
+        """See ``Placement``."""
+        names = topology.names
+        return {place for place, parts in self._parts.items() if not all(worker in names for worker, _ in parts)}
+
+    def apply(self, topology: Topology) -> None:
+        """See ``Placement``."""
+        self._leaving &= topology.names
+        places = self._follow(topology.capacities)
+        self._take_over(places)
+        self.closed = self._touching(self._leaving)
+        self._note_open()
+
+    def close(self, worker: str) -> None:
+        """See ``Placement``."""
+        self._leaving.add(worker)
+        self.closed = self._touching(self._leaving)
+        self._note_open()
+
+    def open(self, worker: str) -> None:
+        """See ``Placement``."""
+        self._leaving.discard(worker)
+        self.closed = self._touching(self._leaving)
+        self._note_open()
+
+    def _note_open(self) -> None:
+        staying = [self._slots[worker] // self._shards.count for worker in self._alone]
+        if staying:
+            # If heads do not divide evenly, slots for less than one token are left over on each worker.
+            self.total = sum(staying) - (len(staying) if len(staying) > 1 else 0)
+            self.largest = max(self.capacities[place] for place in self._open)
+        self.left_in_all = self._left_of_all()
+        self._roomiest.clear()
+
+    def touching(self, places: Collection[str]) -> set[str]:
+        """See ``Placement``."""
+        return self._touching({worker for place in places for worker, _ in self._parts[place]})
+
+    def places_on(self, worker: str) -> Collection[str]:
+        """See ``Placement``."""
+        return self._touching([worker])
+
+    def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
+        """See ``Placement``: in tokens with all heads, rounded up like the usage that memory workers report."""
+        shards: dict[str, int] = {}
+        for place, parts in self._parts.items():
+            if count := tokens.get(place, 0):
+                for worker, part in parts:
+                    shards[worker] = shards.get(worker, 0) + count * len(part)
+        return {worker: -(-slots // self._shards.count) for worker, slots in shards.items()}
+
+    def _touching(self, workers: Collection[str]) -> set[str]:
+        return {place for place, parts in self._parts.items() if any(worker in workers for worker, _ in parts)}
+
+    def expand(self, segments: Iterable[Segment]) -> list[Segment]:
+        """See ``Placement``."""
+        return [
+            dataclasses.replace(segment, worker=worker, heads=self._shards.range_of(part.start, part.stop))
+            for segment in segments
+            for worker, part in self._parts.get(segment.worker, ())
+        ]
+
+    def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
+        """See ``Placement``."""
+        found: dict[str, dict[int, int]] = {worker: {} for worker in self._slots}
+        for place, sequences in kept.items():
+            for worker, _ in self._parts[place]:
+                found[worker] |= sequences
+        return found
+
+    # -- room of places, from the room of workers ---------------------------------------------------------------
+
+    def _free(self, tokens: Mapping[str, int]) -> dict[str, int]:
+        """Slots left on every worker once each place has so many ``tokens``."""
+        free = dict(self._slots)
+        for place, count in tokens.items():
+            if count:
+                for worker, part in self._parts[place]:
+                    free[worker] -= count * len(part)
+        return free
+
+    def _fitting(self, place: str, free: Mapping[str, int]) -> int:
+        """Tokens that fit a place, given the ``free`` slots of workers; negative if it lacks slots."""
+        return min(free[worker] // len(part) for worker, part in self._parts[place])
+
+    def _roomy(self) -> dict[str, int]:
+        """Slots of every worker for further requests, without those kept free so that sequences there can grow."""
+        free = self._free({place: self.reserved[place] + AHEAD * self.sequences[place] for place in self._parts})
+        return {worker: slots - int(WATERMARK * self._slots[worker]) for worker, slots in free.items()}
+
+    def left(self, worker: str) -> int:
+        """See ``Placement``."""
+        return self._fitting(worker, self._free(self.reserved))
+
+    def room(self, worker: str) -> int:
+        """See ``Placement``."""
+        return self._fitting(worker, self._roomy())
+
+    def by_room(self) -> dict[str, int]:
+        """See ``Placement``."""
+        roomy = self._roomy()
+        rooms = sorted(((self._fitting(place, roomy) - AHEAD, place) for place in self._open), key=lambda one: -one[0])
+        return {place: room for room, place in rooms}
+
+    def _left_of_all(self) -> int:
+        return sum(self._free(self.reserved).values()) // self._shards.count
+
+    def _most_room(self, besides: frozenset[str]) -> tuple[int, str]:
+        if besides not in self._roomiest:
+            roomy = self._roomy()
+            rooms = ((self._fitting(place, roomy), place) for place in self._open if place not in besides)
+            self._roomiest[besides] = max(rooms, key=lambda one: one[0], default=(-1, ""))
+        return self._roomiest[besides]
+
+    @property
+    def _open(self) -> list[str]:
+        """The places for requests: stripes, or single workers if there are no stripes."""
+        return [place for place in self._current if place not in self.closed] or self._alone
+
+    @property
+    def _alone(self) -> list[str]:
+        return [worker for worker in self._slots if worker not in self._leaving]
+
+    @property
+    def _workers(self) -> int:
+        return len(self._alone)
+
+    def held(self, workers: Collection[str]) -> int:
+        """See ``Placement``."""
+        free = self._free({place: self.reserved[place] - self.returning[place] for place in self._parts})
+        return -(-sum(self._slots[worker] - free[worker] for worker in workers) // self._shards.count)
+
+    def is_empty(self, place: str) -> bool:
+        """See ``Placement``."""
+        return not self.stalled and not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
+
+    def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
+        places = [place for place in dict.fromkeys([*self._open, *self._alone]) if place not in besides]
+        spans = self._spans(tokens + AHEAD * sequences, places, self._roomy())
+        if not spans and not besides and not any(self.reserved.values()) and tokens <= self.total:
+            spans = self._spans(tokens, places, dict(self._slots))  # an empty pool takes whatever it holds
+        kept: list[tuple[str, int]] = []
+        for place, part in spans:
+            if tokens:
+                kept.append((place, min(part, tokens)))
+                tokens -= kept[-1][1]
+        return kept
+
+    def _spans(self, tokens: int, places: Sequence[str], free: dict[str, int]) -> list[tuple[str, int]]:
+        """Divide tokens among places, the one with most room first; empty if they do not fit."""
+        spans: list[tuple[str, int]] = []
+        while tokens:
+            rooms = {place: self._fitting(place, free) for place in places}
+            place = max(rooms, key=lambda one: rooms[one], default="")
+            part = min(tokens, rooms.get(place, 0), self.longest or tokens)
+            if part <= 0:
+                return []
+            spans.append((place, part))
+            tokens -= part
+            for worker, shards in self._parts[place]:
+                free[worker] -= part * len(shards)
+        return spans
+
+    # -- taking and releasing slots -----------------------------------------------------------------------------
+
+    def fits(self, change: Mapping[str, int]) -> bool:
+        """See ``Placement``."""
+        taken = {place: self.reserved[place] + change.get(place, 0) for place in self._parts}
+        return min(self._free(taken).values()) >= 0
+
+    def grow(self, rows: Mapping[str, int]) -> bool:
+        """See ``Placement``."""
+        if not self.fits(rows):
+            return False
+        for place, tokens in rows.items():
+            self.reserved[place] += tokens
+        self._note_taken()
+        return True
+
+    def _note_taken(self) -> None:
+        self.left_in_all = self._left_of_all()
+        self._roomiest.clear()
+        if any(self.idle.values()):
+            self.crowded |= {place for place, tokens in self.idle.items() if tokens and self.excess(place) > 0}
+
+    def shortages(self, workers: Mapping[str, int]) -> dict[str, int]:
+        """See ``Placement``."""
+        needed = {one: self.reserved[one] - self.returning[one] + AHEAD * self.sequences[one] for one in self._parts}
+        free = self._free(needed)
+        lacking = {place: -self._fitting(place, free) for place in workers}
+        return {place: tokens for place, tokens in lacking.items() if tokens > 0}
+
+    def excess(self, place: str) -> int:
+        """See ``Placement``."""
+        free = self._free({one: self.reserved[one] + self.idle[one] for one in self._parts})
+        return min(self.idle[place], -self._fitting(place, free))
+
+    def reserve_on(self, worker: str, tokens: int) -> None:
+        """See ``Placement``."""
+        if tokens > self.left(worker):
+            raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
+        self.reserved[worker] += tokens
+        self._note_taken()
+
+    def release(self, worker: str, tokens: int) -> None:
+        """See ``Placement``."""
+        super().release(worker, tokens)
+        self.left_in_all = self._left_of_all()

@@ -1,0 +1,117 @@
+"""The product of experts on a GPU: of rows that are sorted by expert, without the host in between.
+
+An operator of PyTorch, so that it can be recorded and compiled with others. On CUDA it is Lamina's kernel; on the CPU,
+where GPUs are emulated, its definition.
+"""
+
+import functools
+
+import torch
+from torch import Tensor, fx
+
+from lamina.kernels.gpu import expert_product as on_gpu
+from lamina.models.quantisation.codes import StackedCodes
+
+TORCHS = torch.ops.aten._grouped_mm.default  # of bfloat16; on some GPUs, the host reads the rows of each expert first
+FALLBACK = "transformers.grouped_mm_fallback.default"  # what transformers runs for other types, expert by expert
+
+
+def is_grouped(node: fx.Node) -> bool:
+    """True for the product of rows x [T, inputs] with weights [experts, inputs, outputs] and ends of experts."""
+    return (node.target is TORCHS or str(node.target) == FALLBACK) and len(node.args) == 3
+
+
+def experts_stacked(x: Tensor, codes: StackedCodes, ends: Tensor) -> Tensor:
+    """As ``multiply``, with weights in codes."""
+    if codes.order is not None:
+        x = _reordered(x, codes.order, ends)
+    result: Tensor = _multiply_codes(x, codes.values, codes.scales, codes.zeros, ends, codes.group)
+    return result
+
+
+def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
+    """Rows x [T, inputs] times the only weight in ``codes``: [T, outputs]."""
+    if codes.order is not None:
+        x = x.index_select(1, codes.order[0])
+    result: Tensor = _multiply_by_codes(x, codes.values, codes.scales, codes.zeros, codes.group)
+    return result
+
+
+def _reordered(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
+    """Rows x, sorted by expert, with their inputs in the order of each one's expert, see ``StackedCodes``."""
+    if len(order) == 1:
+        return x.index_select(1, order[0])
+    rows = torch.arange(len(x), dtype=ends.dtype, device=x.device)
+    experts = torch.searchsorted(ends, rows, right=True).clamp_max(len(order) - 1)  # rows after all have none
+    result, step = torch.empty_like(x), max(1, _GATHERED_AT_ONCE // x.shape[1])
+    for start in range(0, len(x), step):
+        part = slice(start, start + step)
+        torch.gather(x[part], 1, order[experts[part]], out=result[part])
+    return result
+
+
+_GATHERED_AT_ONCE = 1 << 23  # inputs of rows, for each of which there is an index of 8 bytes
+
+
+@torch.library.custom_op("lamina::grouped_product", mutates_args=())
+def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Rows x [T, inputs], sorted by expert, each times its expert's weight of [experts, inputs, outputs]: [T, outputs].
+
+    ends: int32 [experts], the row after the last one of each expert.
+    """
+    if x.is_cuda:
+        return on_gpu.multiply(x, weight, ends)
+    return _one_by_one(x, weight, ends)
+
+
+@multiply.register_fake
+def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@torch.library.custom_op("lamina::grouped_product_of_codes", mutates_args=())
+def _multiply_codes(
+    x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int
+) -> Tensor:
+    """See ``models.quantisation.codes.StackedCodes``."""
+    if x.is_cuda:
+        return on_gpu.multiply_codes(x, values, scales, zeros, ends, group)
+    if values.dtype == torch.uint8:
+        split = values.view(*scales.shape, group // 2)
+        values = torch.stack([split & 15, split >> 4], 3)
+    dense = values.view(*scales.shape, group).float()
+    if zeros is not None:
+        dense -= zeros[..., None]
+    dense *= scales[..., None]
+    return _one_by_one(x.float(), dense.flatten(2).mT, ends).to(x.dtype)
+
+
+@_multiply_codes.register_fake
+def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], values.shape[1])
+
+
+@torch.library.custom_op("lamina::product_of_codes", mutates_args=())
+def _multiply_by_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Tensor:
+    """See ``linear_stacked``."""
+    result: Tensor = _multiply_codes(x, values, scales, zeros, _all_rows(len(x), x.device), group)
+    return result
+
+
+@_multiply_by_codes.register_fake
+def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Tensor:
+    return x.new_empty(x.shape[0], values.shape[1])
+
+
+@functools.cache  # without a limit: recordings read these, and steps have few numbers of rows
+def _all_rows(rows: int, device: torch.device) -> Tensor:
+    """The ends of one expert that has all rows. Slices run before they are recorded, which is when this is made."""
+    return torch.tensor([rows], dtype=torch.int32, device=device)
+
+
+def _one_by_one(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    out, first = x.new_zeros(len(x), weight.shape[2]), 0
+    for expert, end in enumerate(ends.tolist()):
+        out[first:end] = x[first:end] @ weight[expert]
+        first = end
+    return out

@@ -1,0 +1,151 @@
+"""Slices on a device of torch's, as graphs of its own operators: what a GPU runs.
+
+Nothing is packed or fused here: CUDA's libraries take weights as they are, and a captured graph costs nothing per
+operator on the host.
+"""
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lamina.lowering.cpu_slices import LoweredModel, LoweredPart, PositionTable, SliceGraphs, with_codes
+from lamina.lowering.expert_operators import TORCHS, experts_stacked, is_grouped
+from lamina.lowering.quantisation.gpu_codes import linear_held
+from lamina.models.quantisation.codes import Held, StackedCodes, Weight, plain
+from lamina.splitter.collective import Reduce, bind
+
+Main = Callable[..., Sequence[Tensor]]
+"""A slice's graph, or another function that computes the same of the same arguments."""
+
+_INDEX = torch.ops.aten.index.Tensor  # tagged for masks; slices, whose results have as many rows as come, use numbers
+_NEEDS_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class PlacedSlice:
+    """A slice with its weights on a device. Computes what ``Slice.run`` computes.
+
+    Attributes:
+        graph: what it runs; slices that compute the same share one. digest: equal for slices that compute the same of
+            weights of the same types and sizes, in any process.
+        last: it returns logits. uses_ids: it reads token ids.
+        capturable: it runs without the host between its operators, so that they can be recorded once and replayed.
+        prelude_key: equal for slices that derive the same from positions.
+    """
+
+    def __init__(
+        self,
+        part: LoweredPart,
+        graphs: SliceGraphs,
+        table: PositionTable | None,
+        tensors: Mapping[str, Weight],
+    ) -> None:
+        self.last = part.last
+        self.prelude_key = (id(table), part.constants)
+        nodes = list(graphs.main.graph.nodes)
+        self.capturable = not any(_needs_host(node) for node in nodes)
+        self.uses_ids = any(node.op == "placeholder" and node.target == "ids" and node.users for node in nodes)
+        self.graph: Main = graphs.main
+        self._table = table
+        weights = [tensors[name] for name in part.weights]
+        self._weights = [weight.contiguous() if isinstance(weight, Tensor) else weight for weight in weights]
+        self._constants = tuple(plain(tensors[name]) for name in part.constants)
+        likes = [_like(weight) for weight in self._weights]
+        self.digest = hashlib.sha256(f"{graphs.main.code}{likes}".encode()).hexdigest()[:16]
+
+    @property
+    def fixed(self) -> list[Tensor]:
+        """Its weights, but for those in a library's own form."""
+        found: list[Tensor] = []
+        for weight in self._weights:
+            parts = weight.tensors if isinstance(weight, StackedCodes) else (weight,)
+            found += [part for part in parts if isinstance(part, Tensor)]
+        return found
+
+    def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """The values that depend on positions int64 [T], in host memory, alone."""
+        return self._constants if self._table is None else self._table.at(positions)
+
+    def __call__(
+        self,
+        prepared: tuple[Tensor, ...],
+        ids: Tensor,
+        positions: Tensor,
+        arrived: Sequence[Tensor],
+        on_query: Callable[[Tensor], None] | None = None,
+        main: Main | None = None,
+    ) -> tuple[Tensor, ...]:
+        """(q, k, v, *context), or (logits,), of T rows, everything on the device.
+
+        ``arrived``: attention, but for slice 0, then context. ``on_query``: called with q as soon as it is computed.
+        ``main``: computes what ``graph`` does.
+        """
+        hook, run = () if self.last else (on_query,), self.graph if main is None else main
+        results: tuple[Tensor, ...] = tuple(run(*self._weights, *prepared, ids, positions, *arrived, *hook))
+        return results
+
+
+def place(
+    model: LoweredModel,
+    tensors: Mapping[str, Weight],
+    device: torch.device,
+    reduce: Reduce | None = None,
+    grouped: bool = False,
+) -> list[PlacedSlice]:
+    """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
+
+    ``reduce``: how the ranks of a replica add up what each has computed; slices of one rank alone need none.
+    ``grouped``: torch's product of experts runs on this device without the host; Lamina's is used instead otherwise.
+    """
+    graphs: dict[int, SliceGraphs] = {}
+    tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
+    named: dict[str, Weight] = {**tensors, **{name: value.to(device) for name, value in model.constants.items()}}
+    placed = []
+    for part in with_codes(model.parts, tensors, linear_held, experts_stacked):
+        number = id(part.graphs)
+        if number not in graphs:
+            prelude = part.graphs.prelude
+            moved = None if prelude is None else _on(prelude, device, grouped)
+            main = part.graphs.main if reduce is None else bind(part.graphs.main, reduce)
+            graphs[number] = SliceGraphs(_on(main, device, grouped), moved)
+        own = graphs[number].prelude
+        table = None
+        if own is not None:
+            constants = [plain(named[name]) for name in part.constants]
+            key = number, part.constants
+            table = tables.setdefault(key, PositionTable(own, constants, model.positions, device))
+        placed.append(PlacedSlice(part, graphs[number], table, named))
+    return placed
+
+
+def _like(weight: Weight) -> tuple[str, ...]:
+    """What a weight is, without its values."""
+    if isinstance(weight, StackedCodes):
+        shapes = [None if part is None else tuple(part.shape) for part in weight.tensors]
+        return str(weight.values.dtype), str(shapes), str(weight.group)
+    tensor = inner = weight.weight if isinstance(weight, Held) else plain(weight)
+    return type(inner).__name__, str(tensor.dtype), str(tuple(tensor.shape))
+
+
+def _on(module: fx.GraphModule, device: torch.device, grouped: bool) -> fx.GraphModule:
+    """A copy whose operators that make tensors make them on ``device``: they were captured on the CPU. ``grouped``: see
+    ``place``."""
+    moved = copy.deepcopy(module)
+    for node in moved.graph.nodes:
+        if node.kwargs.get("device") is not None:
+            node.kwargs = {**node.kwargs, "device": device}
+        if is_grouped(node) and not (grouped and node.target is TORCHS):
+            node.target = torch.ops.lamina.grouped_product.default
+    moved.recompile()
+    return moved
+
+
+def _needs_host(node: fx.Node) -> bool:
+    """True if an operator's result decides on the host what runs next, or how large it is."""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target is _INDEX:
+        return False
+    return target.namespace == "transformers" or any(tag in _NEEDS_HOST for tag in target.tags)

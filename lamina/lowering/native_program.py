@@ -1,0 +1,195 @@
+"""Runs a slice as a native program: all its steps in one call, without Python, allocation or the GIL in between.
+
+A program's values are bfloat16 matrices with a row for each token; its steps are linear layers that share an input,
+norms, rotations and gates. ``translate`` makes the steps from a slice's graph.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lamina import _native
+from lamina.lowering import native_operators
+from lamina.splitter.split_model import SliceOutput
+
+Program = _native.Program
+
+
+class Workspace:
+    """Memory for the slices of a step: scratch, and results of two slices, so that a slice can read the one before.
+
+    The second slice run after a slice overwrites its results.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._scratch = torch.empty(0, dtype=torch.bfloat16)
+        self._results: dict[tuple[tuple[int, ...], ...], list[_Results]] = {}
+
+    def scratch(self, elements: int) -> int:
+        """Address of ``elements`` elements; a larger request than before discards their contents."""
+        if elements > self._scratch.numel():
+            self._scratch = torch.empty(elements, dtype=torch.bfloat16)
+        return self._scratch.data_ptr()
+
+    def results(self, shapes: tuple[tuple[int, ...], ...]) -> "_Results":
+        """Tensors of ``rows`` rows of these shapes, other ones than those of the previous call."""
+        known = self._results.setdefault(shapes, [])
+        known.insert(0, known.pop() if len(known) == 2 else _Results(self.rows, shapes))
+        return known[0]
+
+
+class _Results:
+    def __init__(self, rows: int, shapes: tuple[tuple[int, ...], ...]) -> None:
+        tensors = [torch.empty(rows, *shape, dtype=torch.bfloat16) for shape in shapes]
+        self.output = SliceOutput(tuple(tensors))
+        self.addresses = [tensor.data_ptr() for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A value: the elements of each row of a matrix from ``column`` on, seen as [*[1] * ones, rows, *shape]."""
+
+    matrix: int
+    column: int
+    shape: tuple[int, ...]
+    ones: int = 0
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape)
+
+
+NOWHERE = Columns(-1, 0, ())
+"""A missing operand of a step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One of ``Program``'s methods ``add_...`` and its arguments, with operands as ``Columns``."""
+
+    add: Callable[..., None]
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A slice as steps, before its matrices are numbered for the native program.
+
+    Attributes:
+        widths: of all matrices.
+        steps: in order. until_query: the number of steps after which q exists.
+        inputs: matrices that the slice takes: results of the prelude, attention, context, rows of the embedding.
+        results: whole matrices that the slice returns.
+        embedding: weight [vocab, d] whose rows are the last input; None without one.
+    """
+
+    widths: list[int]
+    steps: list[Step]
+    until_query: int
+    inputs: list[int]
+    results: list[Columns]
+    embedding: Tensor | None
+
+
+class SliceProgram:
+    """A slice that runs as a native program.
+
+    The native program holds only the weights' addresses, so ``weights`` are kept alive with it.
+    """
+
+    def __init__(self, steps: Steps, weights: Sequence[object]) -> None:
+        self._weights = weights
+        self._shapes = tuple(result.shape for result in steps.results)
+        self._widths = [steps.widths[matrix] for matrix in steps.inputs]
+        self._embedding = steps.embedding
+        joined, _ = _join_products(steps.steps, len(steps.steps))
+        apart, self._until_query = _join_products(steps.steps, steps.until_query)
+        self._joined, self._apart = _assemble(steps, joined), _assemble(steps, apart)
+
+    def run(
+        self, ids: Tensor, inputs: Sequence[Tensor], workspace: Workspace, on_query: Callable[[Tensor], None] | None
+    ) -> SliceOutput:
+        """The slice's results for ``workspace.rows`` rows; they live in ``workspace``.
+
+        Args:
+            ids: int64 [rows].
+            inputs: bfloat16 [rows, ...]: what the prelude gave, attention, context.
+            on_query: called with q before the steps that only k and v need.
+
+        Raises ValueError for an input of another size or element type.
+        """
+        rows, threads = workspace.rows, torch.get_num_threads()
+        if self._embedding is not None:
+            inputs = (*inputs, torch.embedding(self._embedding, ids))
+        results = workspace.results(self._shapes)
+        addresses = [_address(tensor, rows * width) for tensor, width in zip(inputs, self._widths, strict=True)]
+        addresses += results.addresses
+        program = self._joined if on_query is None else self._apart
+        scratch = workspace.scratch(program.scratch_elements(rows))
+        if on_query is None:
+            program.run(0, program.steps, rows, addresses, scratch, threads)
+            return results.output
+        program.run(0, self._until_query, rows, addresses, scratch, threads)
+        on_query(results.output.q)
+        program.run(self._until_query, program.steps, rows, addresses, scratch, threads)
+        return results.output
+
+
+def _address(tensor: Tensor, elements: int) -> int:
+    if tensor.numel() != elements or tensor.dtype != torch.bfloat16 or not tensor.is_contiguous():
+        raise ValueError(
+            f"a slice got {tensor.dtype} of shape {list(tensor.shape)} and strides {tensor.stride()}; it takes "
+            f"{elements} contiguous elements of bfloat16"
+        )
+    return tensor.data_ptr()
+
+
+def _join_products(steps: Sequence[Step], barrier: int) -> tuple[list[Step], int]:
+    """Join products of the same input into one step, at the first of them; none moves across index ``barrier``.
+
+    Returns the steps and the index of the barrier among them.
+    """
+    joined: list[Step] = []
+    place = 0
+    for number, step in enumerate(steps):
+        if number == barrier:
+            place = len(joined)
+        siblings = [
+            earlier
+            for earlier in joined[place:]
+            if earlier.add is step.add is Program.add_products and earlier.arguments[:2] == step.arguments[:2]
+        ]
+        if siblings:
+            siblings[0].arguments[2].extend(step.arguments[2])
+        elif step.add is Program.add_products:
+            joined.append(Step(step.add, (*step.arguments[:2], list(step.arguments[2]))))
+        else:
+            joined.append(step)
+    return joined, place if barrier < len(steps) else len(joined)
+
+
+def _assemble(steps: Steps, ordered: Sequence[Step]) -> _native.Program:
+    """Number the matrices for the native program: inputs, then results, then scratch."""
+    results = [result.matrix for result in steps.results]
+    given = [*steps.inputs, *results]
+    order = [*given, *(matrix for matrix in range(len(steps.widths)) if matrix not in given)]
+    number = {NOWHERE.matrix: -1} | {matrix: place for place, matrix in enumerate(order)}
+
+    def placed(argument: Any) -> Any:
+        if isinstance(argument, Columns):
+            return number[argument.matrix], argument.column
+        if isinstance(argument, list | tuple):
+            return type(argument)(placed(item) for item in argument)
+        return argument
+
+    widths = [steps.widths[matrix] for matrix in order]
+    program = Program(widths, len(given), native_operators.PATH)
+    for step in ordered:
+        step.add(program, *map(placed, step.arguments))
+    return program

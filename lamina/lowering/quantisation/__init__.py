@@ -1,0 +1,1 @@
+"""Linear layers and experts whose weights stay codes of few bits."""

@@ -1,0 +1,231 @@
+"""Linear layers on a CPU whose weights stay codes of 8 or 4 bits: Lamina's own matrix product, in bfloat16.
+
+torch's products of bfloat16 and codes round scales and zero points to bfloat16, which changes the weights of most
+checkpoints; here they have float32, so that every weight is what its codes say. Native programs have this product too.
+With AVX-512 and bfloat16 it takes 0.5 (8 bits) and 0.35 (4 bits) of the time of bfloat16 for one row, 0.7 to 0.8 for 8,
+and 1.0 to 1.2 for 64; with AVX2 0.9 for one, and 1.2 to 1.6 for more than 4 (``bench/kernels/codes.py``).
+"""
+
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from lamina import _native
+from lamina.kernels.host_memory import allocate
+from lamina.lowering.expert_operators import is_grouped
+from lamina.lowering.native_operators import evenly_spaced_rows, linear_native, linear_onednn
+from lamina.models.quantisation.codes import Codes, ExpertCodes
+
+Linear = Callable[[Tensor, Any, Tensor | None, int | None], Tensor]
+"""(x [..., inputs], weight, bias [outputs] or None, outputs or None) -> [..., outputs]."""
+
+Experts = Callable[[Tensor, Any, Tensor], Tensor]
+"""(x [T, inputs] sorted by expert, weights of all experts, ends int32 [experts]) -> [T, outputs]."""
+
+PRODUCTS = (torch.ops.aten.linear.default, linear_native, linear_onednn)
+"""The linear layers of lowered graphs."""
+
+_BATCHED = torch.ops.aten.bmm.default  # each expert takes all rows of a batch: [experts, rows, inputs]
+_TURNS = "transpose", torch.ops.aten.transpose.int  # on a CPU, and on a GPU
+_PANEL = 32  # outputs
+_LEAST_GROUP = 16
+_MIDDLE = 8.0  # of codes of 4 bits: their zero point if there are no others
+
+
+@dataclass(frozen=True)
+class PackedCodes:
+    """A weight as ``native/include/lamina/linear.h`` describes it.
+
+    Attributes:
+        values: uint8, codes in the order in which they are read. scales, zeros: float32 [panels, groups, 32].
+    """
+
+    outputs: int
+    bits: int
+    group: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a product reads."""
+        return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
+
+    @property
+    def native(self) -> tuple[int, int, int, int]:
+        """(bits, group, address of scales, address of zeros or 0)."""
+        return self.bits, self.group, self.scales.data_ptr(), 0 if self.zeros is None else self.zeros.data_ptr()
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The weights of a layer's experts, all of one shape."""
+
+    each: tuple[PackedCodes, ...]
+
+
+def can_pack(codes: Codes) -> bool:
+    """Whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too short:
+    a group has a scale and maybe a zero point of 4 bytes each."""
+    return codes.values.dtype in (torch.int8, torch.uint8) and codes.group >= _LEAST_GROUP
+
+
+def pack_experts(codes: ExpertCodes) -> PackedExperts:
+    """The form that ``linear_experts`` takes; the original can then be freed."""
+    return PackedExperts(tuple(map(pack_codes, codes.each)))
+
+
+def pack_codes(codes: Codes) -> PackedCodes:
+    """The form that ``linear_codes`` takes; the original can then be freed."""
+    outputs, inputs = codes.values.shape
+    group, bits = codes.group, codes.bits
+    # The product takes codes of 8 bits as signed ones, and those of 4 bits as 0 to 15.
+    shift = 128 * (codes.values.dtype == torch.uint8) if bits == 8 else -8 * (codes.values.dtype == torch.int8)
+    places = codes.columns[::group]
+    zeros = None if codes.zeros is None else codes.zeros[codes.rows][:, places].float() - shift
+    if zeros is not None and bool((zeros == (_MIDDLE if bits == 4 else 0.0)).all()):
+        zeros = None
+    return PackedCodes(
+        outputs,
+        bits,
+        group,
+        _pack_values(codes.values, shift, bits, outputs, inputs),
+        _pack_groups(codes.scales[codes.rows][:, places].float()),
+        None if zeros is None else _pack_groups(zeros),
+    )
+
+
+def _pack_values(values: Tensor, shift: int, bits: int, outputs: int, inputs: int) -> Tensor:
+    """uint8 [panels, inputs, 32], or 16 for codes of 4 bits, on huge pages; panel by panel, to need little besides."""
+    count = -(-outputs // _PANEL)
+    packed = torch.from_numpy(allocate(_native.linear_codes_bytes(bits, outputs, inputs))).view(count, inputs, -1)
+    for panel in range(count):
+        part = values[panel * _PANEL : (panel + 1) * _PANEL].short() - shift
+        columns = torch.zeros(inputs, _PANEL, dtype=torch.int16)
+        columns[:, : len(part)] = part.T
+        if bits == 4:
+            columns = columns[:, : _PANEL // 2] | columns[:, _PANEL // 2 :] << 4
+        packed[panel] = columns.to(torch.int8).view(torch.uint8)
+    return packed.flatten()
+
+
+def _pack_groups(each: Tensor) -> Tensor:
+    """[panels, groups, 32] from [outputs, groups]."""
+    outputs, groups = each.shape
+    count = -(-outputs // _PANEL)
+    full = each.new_zeros(count * _PANEL, groups)
+    full[:outputs] = each
+    return full.view(count, _PANEL, groups).transpose(1, 2).contiguous()
+
+
+def linear_codes(
+    x: Tensor,
+    packed: PackedCodes,
+    bias: Tensor | None,
+    _: int | None = None,
+    *,
+    path: _native.AttentionPath | None = None,
+) -> Tensor:
+    """x bfloat16 [..., inputs] times the weight, plus bias: [..., outputs], summed in float32 and rounded once.
+
+    ``path``: the instruction set; by default this processor's widest.
+    """
+    x, stride = evenly_spaced_rows(x)
+    out = x.new_empty(*x.shape[:-1], packed.outputs)
+    _multiply(x, stride, packed, bias, out, path)
+    return out
+
+
+def _multiply(
+    x: Tensor, stride: int, packed: PackedCodes, bias: Tensor | None, out: Tensor, path: _native.AttentionPath | None
+) -> None:
+    """Write rows of x, ``stride`` elements apart, times the weight to ``out``."""
+    inputs, bias_address = x.shape[-1], 0 if bias is None else bias.data_ptr()
+    sizes = (x.numel() // inputs, inputs, packed.outputs, torch.get_num_threads())
+    addresses = packed.values.data_ptr(), bias_address, out.data_ptr()
+    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, path=path)
+
+
+def linear_experts(
+    x: Tensor, packed: PackedExperts, ends: Tensor, *, path: _native.AttentionPath | None = None
+) -> Tensor:
+    """x bfloat16 [T, inputs], sorted by expert, each row times its expert's weight: [T, outputs], as ``linear_codes``.
+
+    ends: int32 [experts], the row after the last one of each expert.
+    """
+    x, first = x.contiguous(), 0
+    out = x.new_empty(len(x), packed.each[0].outputs)
+    for expert, end in zip(packed.each, ends.tolist(), strict=True):
+        if end > first:
+            _multiply(x[first:end], x.shape[1], expert, None, out[first:end], path)
+        first = end
+    return out
+
+
+def grouped_by(weight: fx.Node) -> list[fx.Node]:
+    """The products that are all that uses the weights of experts; empty if there are others.
+
+    Weights are [experts, outputs, inputs] and transposed first, or [experts, inputs, outputs] (``is_turned``).
+    """
+    sides = {weight} if is_turned(weight) else set(weight.users)
+    products = [user for side in sides for user in side.users]
+    fits = all(side is weight or (side.target in _TURNS and side.args[1:] == (-2, -1)) for side in sides) and all(
+        _multiplies_experts(user) and user.args[1] in sides and user.args[0] not in sides for user in products
+    )
+    return products if fits else []
+
+
+def is_turned(weight: fx.Node) -> bool:
+    """True for the weights of experts that products use as they are, [experts, inputs, outputs]."""
+    return any(_multiplies_experts(user) for user in weight.users)
+
+
+def _multiplies_experts(node: fx.Node) -> bool:
+    return is_grouped(node) or node.target is _BATCHED
+
+
+def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, experts: Experts) -> fx.GraphModule:
+    """A copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its inputs, and
+    whose experts use ``experts``."""
+    changed = copy.deepcopy(module)
+    weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
+    for weight in weights:
+        for product in grouped_by(weight):
+            x, _, ends = (*product.args, None)[:3]
+            if ends is None:
+                _unbatch(product, weight, experts)
+            else:
+                product.target, product.args, product.kwargs = experts, (x, weight, ends), {}
+        for turned in [node for node in weight.users if not node.users]:
+            changed.graph.erase_node(turned)
+    for node in changed.graph.nodes:
+        if node.target in PRODUCTS and node.args[1] in weights:
+            x, weight, bias, outputs = (*node.args, None, None)[:4]
+            node.target, node.args, node.kwargs = linear, (x, weight, bias, outputs), {}
+    changed.recompile()
+    return changed
+
+
+def _unbatch(product: fx.Node, weight: fx.Node, experts: Experts) -> None:
+    """Make a product of a batch with the weights of experts one of rows that are sorted by expert."""
+    x, graph = product.args[0], product.graph
+    with graph.inserting_before(product):
+        rows = graph.call_function(torch.flatten, (x, 0, 1))
+        out = graph.call_function(experts, (rows, weight, graph.call_function(_batch_ends, (x,))))
+    product.target, product.args, product.kwargs = _batch_of, (out, x), {}
+
+
+def _batch_ends(x: Tensor) -> Tensor:
+    """int32 [experts]: the row after the last one of each expert, of x [experts, rows, inputs] without dimensions."""
+    experts, rows, _ = x.shape
+    return torch.arange(1, experts + 1, dtype=torch.int32, device=x.device) * rows
+
+
+def _batch_of(out: Tensor, x: Tensor) -> Tensor:
+    """Rows ``out`` as a batch like x: [experts, rows, outputs]."""
+    return out.view(*x.shape[:2], out.shape[1])

@@ -1,0 +1,68 @@
+"""Requests that a GPU takes out of slots and answers itself: what attention is launched before they arrive."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lamina.core.types import AttentionSpec
+from lamina.kernels.gpu.backend import Backend
+from lamina.memory.device.base import Array, New, Work
+from lamina.memory.device.workspaces import Workspaces
+from lamina.transport.device.inboxes import Inboxes
+from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots, SlotStream
+
+Launch = Callable[..., None]
+"""As ``Gpu.launch``."""
+
+
+class GpuPolled:
+    """``Polled`` of a GPU, or of its emulation."""
+
+    def __init__(
+        self, backend: Backend, workspaces: Workspaces, launch: Launch, slots: PolledSlots, inboxes: Inboxes
+    ) -> None:
+        """``launch``: the GPU's attention. ``inboxes``: of the GPU."""
+        self.slots = slots
+        self._inboxes = inboxes
+        self._backend, self._workspaces, self._launch = backend, workspaces, launch
+
+    def lane(self, records: int, request_nbytes: int, reply_nbytes: int) -> "GpuLane":
+        """See ``Polled``."""
+        self._inboxes.fixed = True
+        empty, floats = self._backend.empty, (reply_nbytes // 4,)
+        results = empty(floats, np.float32), empty(floats, np.float32)
+        request, scratch = empty((request_nbytes,), np.uint8), self._workspaces.lane_scratch()
+        return GpuLane(self.slots.stream(records), request, results, functools.partial(self._launch, scratch=scratch))
+
+
+class GpuLane:
+    """A ``PolledLane``: its memory stays where it is, and its attentions share scratch with no other lane's."""
+
+    def __init__(self, stream: SlotStream, request: Array, results: tuple[Array, Array], launch: Launch) -> None:
+        """``request``, and ``results`` for out and lse: memory of the GPU for the largest message."""
+        self.stream = stream
+        self._request, (self._out, self._lse), self._launch = request, results, launch
+
+    def serve(
+        self, incoming: Incoming, outgoing: Outgoing, record: int, nbytes: int, shape: tuple[int, int, int], work: Work
+    ) -> None:
+        """See ``PolledLane``."""
+        rows, heads, size = shape
+        request = self._request[:nbytes]
+        out = self._out[: rows * heads * size].reshape(shape)
+        lse = self._lse[: rows * heads].reshape(rows, heads)
+
+        def launched() -> None:
+            self.stream.receive(incoming, request, nbytes)
+            work(request, out, lse)
+            self.stream.answer(outgoing, (out, lse), record, incoming.pieces)
+
+        self.stream.launch(launched)
+
+    def attend(
+        self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
+    ) -> None:
+        """See ``PolledLane``; the table is one of this GPU's."""
+        self._launch(layer, table, q, out, lse, spec, new)

@@ -1,0 +1,123 @@
+"""Whether a GPU waits for messages itself or the host does: as requested, or as measured, once for each kind of GPU.
+
+The measurement is kept (``lamina.kernels.tuning_cache``).
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from lamina.core.errors import ConfigError, DeadlineError, TransportError
+from lamina.core.types import Polling
+from lamina.kernels import tuning_cache
+from lamina.kernels.gpu.backend import Backend
+from lamina.transport.device.slots import HEADER_WORDS, SLOTS, Incoming, Outgoing, PolledSlots
+
+logger = logging.getLogger(__name__)
+
+NBYTES = 128 << 10  # of a request, and of its answer: some tens of decoding sequences
+TRIPS, WARM = 40, 10
+TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Trips:
+    """Seconds from a request in host memory to its answer there, without attention."""
+
+    device_s: float
+    host_s: float
+
+
+def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) -> bool:
+    """Whether the device of ``backend`` polls. Without a measurement that says something, the host does.
+
+    The first time on a kind of GPU, "auto" takes a moment. Nothing may run on the GPU meanwhile. Raises ConfigError if
+    it has to poll and its kernels must not run for long.
+    """
+    if polling == "device" and backend.ends_long_kernels:
+        raise ConfigError(
+            f"polling is device, but the driver ends kernels of {backend.name} that run for seconds, as this GPU has a "
+            "display; give polling auto or host, or stop the display server"
+        )
+    if backend.ends_long_kernels:
+        return False
+    if polling != "auto":
+        return polling == "device"
+    if not backend.timed:
+        return False
+    path = tuning_cache.place("polling", backend.name)
+    found = tuning_cache.load(path, Trips)
+    if found is None:
+        try:
+            found = measure(backend, slots())
+        except (DeadlineError, TransportError) as error:
+            logger.warning("the host waits for messages of %s: it cannot poll here: %s", backend.name, error)
+            return False
+        logger.warning(
+            "%s answers a message in %.1f us if it polls, in %.1f us if the host does",
+            backend.name,
+            1e6 * found.device_s,
+            1e6 * found.host_s,
+        )
+        tuning_cache.save(path, found)
+    return found.device_s < found.host_s
+
+
+def measure(backend: Backend, slots: PolledSlots) -> Trips:
+    """Median times of messages that this thread sends to itself. Raises DeadlineError if the device does not answer."""
+    return Trips(_device_trip(backend, slots), _host_trip(backend))
+
+
+def _device_trip(backend: Backend, slots: PolledSlots) -> float:
+    words = backend.pinned((SLOTS + 1, HEADER_WORDS + NBYTES // 8), np.uint64)  # a message in each slot, and an answer
+    bells = backend.pinned((SLOTS + 1, HEADER_WORDS), np.uint64)  # one to a cache line
+    words[:], bells[:] = 0, 0
+    there = backend.empty((NBYTES,), np.uint8)
+    stream, times = slots.stream(TRIPS), []
+    places, doorbells = ([one + row * size for row in range(SLOTS + 1)] for one, size in _strides(words, bells))
+
+    def launch(trip: int) -> None:
+        incoming = Incoming(tuple(places[:SLOTS]), (0,) * SLOTS, tuple(doorbells[:SLOTS]), (trip, trip), 0, 1)
+        body = places[SLOTS] + 8 * HEADER_WORDS
+        outgoing = Outgoing(places[SLOTS], body, doorbells[SLOTS], trip, (0,) * 6)
+
+        def work() -> None:
+            stream.receive(incoming, there, NBYTES)
+            stream.answer(outgoing, (there,), trip - 1, 1)
+
+        stream.launch(work)
+
+    try:
+        for trip in range(1, TRIPS + 1):
+            launch(trip)
+        for trip in range(1, TRIPS + 1):
+            start = time.perf_counter()
+            words[0, 0] = trip << 48
+            bells[0, 0] = trip
+            while bells[SLOTS, 0] != trip:
+                if time.perf_counter() - start > TIMEOUT_S:
+                    raise DeadlineError(f"{backend.name} has not answered a message within {TIMEOUT_S:g} s")
+            times.append(time.perf_counter() - start)
+    finally:
+        stream.close()
+    return statistics.median(times[WARM:])
+
+
+def _strides(*arrays: np.ndarray) -> list[tuple[int, int]]:
+    """Where arrays begin, and bytes from one row to the next."""
+    return [(array.ctypes.data, array.strides[0]) for array in arrays]
+
+
+def _host_trip(backend: Backend) -> float:
+    request, there = np.zeros(NBYTES, np.uint8), backend.empty((NBYTES,), np.uint8)
+    answer, times = backend.pinned((NBYTES,), np.uint8), []
+    for _ in range(TRIPS):
+        start = time.perf_counter()
+        backend.upload(request, there)
+        backend.download((there, answer))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[WARM:])

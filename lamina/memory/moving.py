@@ -1,0 +1,207 @@
+"""Segments, or ranges of them, that move from one memory worker to another while their sequences continue to decode.
+
+Both ends learn of a migration from the same plan and cut it into the same pieces, layer by layer. The source gathers a
+piece into a staging slot of its arena and rings; the target fetches it, copies it into slots of its own and rings back,
+which frees the staging slot. Each does its part in the gaps between messages (``lamina.memory.pulls``).
+
+A source serves its migrations one after another, in the order of their numbers: they share its staging slots. Different
+sources, and a target that several of them serve, work at the same time.
+
+Doorbells count the pieces of all migrations from one worker to another in an epoch, from ``first_use`` of it on: both
+ends learn of these migrations in the same order. The numbers that the engine gives migrations would not do, since
+another engine, which takes over the workers with their doorbells, starts them at 1 again.
+
+A sequence may end at any time: both ends forget it when they are told to release it. Pieces of it that still arrive are
+discarded, since its slots may have other owners by then. Its staging slots need not be given back: a later migration
+may overwrite them, which can only damage pieces that are discarded.
+"""
+
+import collections
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lamina.core.steps import Migration, StepPlan
+from lamina.core.topology import Epoch
+from lamina.dataplane.channel import ARRIVED, FETCHED
+from lamina.dataplane.fetching import Piece
+from lamina.dataplane.hub import Target, first_use
+from lamina.dataplane.leases import STAGING_SLOTS, ArenaPlan, Lease
+from lamina.dataplane.slot import Outbox, Slot
+from lamina.dataplane.wire import migrated_pieces
+from lamina.memory.pulls import Puller
+from lamina.memory.store import KvStore
+from lamina.transport.base import Arena
+
+Open = Callable[[str, Slot], Outbox]
+"""As ``Links.outbox``."""
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    """``next`` is the piece to lay out next; after the last one, the target's word that it has it is awaited.
+    ``before``: what doorbells reach before its first piece."""
+
+    migration: Migration
+    before: int
+    slots: npt.NDArray[np.int32]
+    pieces: list[tuple[int, int, int]]
+    next: int = 0
+
+
+@dataclass(eq=False)
+class _Incoming:
+    """``next`` is the piece to fetch next; ``left`` pieces have not arrived. Not ``wanted``: they are discarded.
+    ``before``: what doorbells reach before its first piece."""
+
+    migration: Migration
+    before: int
+    slots: npt.NDArray[np.int32]
+    pieces: list[tuple[int, int, int]]
+    left: int
+    next: int = 0
+    wanted: bool = True
+
+
+class Migrations:
+    """The migrations from and to this memory worker, as ``lamina.memory.pulls.GapWork``. Its thread owns it."""
+
+    def __init__(
+        self,
+        store: KvStore,
+        puller: Puller,
+        arena: Arena,
+        plan: ArenaPlan,
+        leases: Mapping[str, tuple[Lease, Lease]],
+        outbox: Open,
+        on_done: Callable[[int], None],
+        epoch: Epoch,
+    ) -> None:
+        """``leases``: this worker's to each other memory worker, and theirs to it, in ``epoch``.
+
+        ``on_done`` is called with the number of every migration whose last piece has arrived here.
+        """
+        self._store, self._puller, self._plan, self._on_done = store, puller, plan, on_done
+        self._own, self._outbox = store.worker, outbox
+        self._staging = [
+            arena.view(plan.staging(number), plan.landing_nbytes)
+            for number in range(STAGING_SLOTS if plan.stages else 0)
+        ]
+        self.change(leases)
+        self._outgoing: list[_Outgoing] = []
+        self._incoming: list[_Incoming] = []
+        self._moving: set[int] = set()
+        self._reached = _counts(epoch)
+
+    def change(self, leases: Mapping[str, tuple[Lease, Lease]]) -> None:
+        """The other memory workers from now on, with the leases as at first. None moves from or to one that is left
+        out."""
+        doorbells = {name: theirs.doorbell for name, (_, theirs) in leases.items()}
+        self._staged = {name: self._outbox(name, Slot(0, 0, bell + ARRIVED)) for name, bell in doorbells.items()}
+        self._taken = {name: self._outbox(name, Slot(0, 0, bell + FETCHED)) for name, bell in doorbells.items()}
+        self._bells = {name: (own.doorbell + ARRIVED, own.doorbell + FETCHED) for name, (own, _) in leases.items()}
+
+    @property
+    def active(self) -> bool:
+        """True while a sequence is moving from or to this worker."""
+        return bool(self._moving)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Begin and end migrations as a plan says, after the store has applied it."""
+        self.release(plan.released)
+        for segment in plan.moved:
+            self._drop(segment.sequence)
+        for migration in plan.migrations:
+            if self._own in (migration.source, migration.target):
+                self._begin(migration)
+
+    def release(self, sequences: Sequence[int]) -> None:
+        """End the migrations of these sequences, after the store has forgotten them."""
+        for sequence in sequences:
+            self._drop(sequence)
+
+    def _drop(self, sequence: int) -> None:
+        self._moving.discard(sequence)
+        self._outgoing = [own for own in self._outgoing if own.migration.sequence != sequence]
+        for coming in self._incoming:
+            coming.wanted = coming.wanted and coming.migration.sequence != sequence
+        self._incoming = [coming for coming in self._incoming if coming.wanted]
+
+    def _begin(self, migration: Migration) -> None:
+        self._moving.add(migration.sequence)
+        slots = self._store.held.slots_of(migration)
+        specs = self._store.attentions
+        pieces = migrated_pieces(specs, self._store.element, len(slots), self._plan.landing_nbytes)
+        pair = migration.source, migration.target
+        before = self._reached[pair]
+        self._reached[pair] += len(pieces)
+        if migration.source == self._own:
+            self._outgoing.append(_Outgoing(migration, before, slots, pieces))
+        else:
+            self._incoming.append(_Incoming(migration, before, slots, pieces, len(pieces)))
+
+    @property
+    def awaited(self) -> list[Target]:
+        """What allows the next piece: of the first outgoing migration, then of every incoming one."""
+        return [self._free_staging(own) for own in self._outgoing[:1]] + [
+            (self._bells[coming.migration.source][0], coming.before + coming.next + 1)
+            for coming in self._incoming
+            if coming.next < len(coming.pieces)
+        ]
+
+    def _free_staging(self, own: _Outgoing) -> Target:
+        ended = own.next == len(own.pieces)
+        doorbell, before = self._bells[own.migration.target][1], own.next - (1 if ended else STAGING_SLOTS)
+        return doorbell, 0 if before < 0 else own.before + before + 1
+
+    def serve(self, index: int) -> None:
+        """Lay out or fetch one piece, as number ``index`` of ``awaited`` allows. Raises PeerLostError."""
+        leaving = self._outgoing[:1]
+        if index < len(leaving):
+            self._lay_out(leaving[0])
+        else:
+            unfetched = [coming for coming in self._incoming if coming.next < len(coming.pieces)]
+            self._fetch(unfetched[index - len(leaving)])
+
+    def _lay_out(self, own: _Outgoing) -> None:
+        if own.next == len(own.pieces):  # the next migration may use the staging slots
+            self._outgoing.remove(own)
+            return
+        layer, first, last = own.pieces[own.next]
+        self._store.device.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
+        self._staged[own.migration.target].send([], own.before + own.next + 1)
+        own.next += 1
+
+    def _fetch(self, coming: _Incoming) -> None:
+        layer, first, last = coming.pieces[coming.next]
+        nbytes = (last - first) * self._store.attentions[layer].slab_bytes_per_token(self._store.element)
+        keep = functools.partial(self._keep, coming, coming.next)
+        self._puller.add_piece(Piece(coming.migration.source, self._plan.staging(coming.next), nbytes, keep))
+        coming.next += 1
+
+    def _keep(self, coming: _Incoming, number: int, content: memoryview) -> None:
+        if not coming.wanted:
+            return
+        layer, first, last = coming.pieces[number]
+        self._store.device.restore(layer, coming.slots[first:last], content)
+        self._taken[coming.migration.source].send([], coming.before + number + 1)
+        coming.left -= 1
+        if coming.left == 0:
+            self._incoming.remove(coming)
+            self._on_done(coming.migration.number)
+
+    def drop(self, epoch: Epoch) -> None:
+        """Forget all migrations, before ``epoch`` begins: no sequence moves any more."""
+        self._outgoing.clear()
+        self._incoming.clear()
+        self._moving.clear()
+        self._reached = _counts(epoch)
+
+
+def _counts(epoch: Epoch) -> collections.defaultdict[tuple[str, str], int]:
+    """What the doorbells between two workers, by (source, target), are to have reached so far."""
+    first = first_use(epoch)
+    return collections.defaultdict(lambda: first)

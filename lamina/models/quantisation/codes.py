@@ -1,0 +1,301 @@
+"""Weights as codes of few bits: made of dense weights, cut for ranks, made dense again."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol, Union
+
+import torch
+from torch import Tensor
+
+from lamina.core.errors import ConfigError
+from lamina.core.types import Quantization
+from lamina.splitter.split_model import Shard, cut
+
+GROUPS = (128, 64, 32)
+"""Inputs that share a scale and a zero point in int4: the first of these that divides a matrix."""
+
+Weight = Union[Tensor, "Codes", "ExpertCodes", "StackedCodes", "Held"]
+"""A weight as a device holds it."""
+
+_ELEMENTS_AT_ONCE = 1 << 24  # that are made dense: bounds what that takes besides
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight [outputs, inputs] = (values - zeros) * scales, with a zero point and a scale for each group.
+
+    Attributes:
+        bits: of a code, 8 or 4.
+        values: [outputs, inputs], int8, uint8 or fp8.
+        scales: floating point [R, C]. zeros: [R, C], or None for 0.
+        rows: int64 [outputs]: the row of ``scales`` of each output. columns: int64 [inputs]: the column of each input.
+    """
+
+    bits: int
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    rows: Tensor
+    columns: Tensor
+
+    @property
+    def group(self) -> int:
+        """How many neighbouring inputs share a scale: the largest number such that all inputs are runs of so many; 1
+        where groups are scattered."""
+        return _runs(self.columns)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Codes":
+        """The same with other tensors of equal values."""
+        zeros = None if self.zeros is None else change(self.zeros)
+        parts = (change(part) for part in (self.rows, self.columns))
+        return Codes(self.bits, change(self.values), change(self.scales), zeros, *parts)
+
+    def cut(self, shard: Shard) -> "Codes":
+        """The part that a rank holds; groups may be divided."""
+        return replace(
+            self,
+            values=cut(self.values, shard),
+            rows=cut(self.rows, {0: shard[0]} if 0 in shard else {}),
+            columns=cut(self.columns, {0: shard[1]} if 1 in shard else {}),
+        )
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weight, computed in float32 and rounded to ``dtype``."""
+        outputs, inputs = self.values.shape
+        result = torch.empty(outputs, inputs, dtype=dtype, device=self.values.device)
+        for block in _row_blocks(outputs, inputs):
+            part, rows = self.values[block].float(), self.rows[block]
+            if self.zeros is not None:
+                part -= self.zeros[rows].float()[:, self.columns]
+            result[block] = part * self.scales[rows].float()[:, self.columns]
+        return result
+
+
+def _runs(columns: Tensor) -> int:
+    """The largest number such that ``columns`` is runs of so many equal ones."""
+    starts = (columns[1:] != columns[:-1]).nonzero().flatten() + 1
+    return math.gcd(len(columns), *starts.tolist())
+
+
+@dataclass(frozen=True)
+class ExpertCodes:
+    """Weights [experts, outputs, inputs] of a layer with experts: the codes of each."""
+
+    each: tuple[Codes, ...]
+
+    def cut(self, shard: Shard) -> "ExpertCodes":
+        """The part that a rank holds."""
+        here = cut(torch.arange(len(self.each)), {0: shard[0]} if 0 in shard else {})
+        of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
+        return ExpertCodes(tuple(self.each[expert].cut(of_each) for expert in here.tolist()))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
+        """The same with other tensors of equal values."""
+        return ExpertCodes(tuple(one.map(change) for one in self.each))
+
+
+@dataclass(frozen=True)
+class StackedCodes:
+    """Weights of a layer's experts as a GPU multiplies by them; also that of a linear layer, as the only expert.
+
+    Attributes:
+        values: int8 or fp8 (e4m3) [experts, outputs, inputs]; or uint8 [experts, outputs, inputs / 2], where the first
+            inputs of each group are the low halves of its bytes, and the others the high ones.
+        scales, zeros: float32 [experts, outputs, inputs / group]; zeros None: all are 0. A weight is
+            (value - zero) * scale.
+        group: inputs that share a scale, see ``stacked_group``.
+        order: int64 [experts, inputs], or [1, inputs] for all experts: which input of x each of these is; None: the
+            same. It makes runs of scattered groups.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+    order: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that it holds."""
+        return self.values, self.scales, self.zeros, self.order
+
+    @classmethod
+    def of(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
+        """Codes with a ``stacked_group``, the same for all; taken one by one, as all would need much memory besides."""
+        stacks: tuple[Tensor, ...] = ()
+        group: int | None = None
+        for number, one in enumerate(codes):
+            group = stacked_group(one)
+            assert group is not None
+            parts = _stacked(one, group)
+            stacks = stacks or tuple(part.new_empty(experts, *part.shape) for part in parts)
+            for stack, part in zip(stacks, parts, strict=True):
+                stack[number] = part
+        assert group is not None
+        values, scales, zeros, order = stacks
+        return cls(values, scales, zeros if bool(zeros.any()) else None, group, _least_order(order))
+
+
+def stacked_group(codes: Codes) -> int | None:
+    """The inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be, even
+    with their inputs in another order."""
+    group, inputs = _runs(codes.columns.sort().values), codes.values.shape[1]
+    if codes.bits == 8 and codes.zeros is None and group == inputs:
+        return inputs
+    return next((size for size in GROUPS if group % size == 0), None)
+
+
+def _least_order(order: Tensor) -> Tensor | None:
+    """[1, inputs], or None, if that says as much as ``order`` [experts, inputs]."""
+    if not torch.equal(order, order[:1].expand_as(order)):
+        return order
+    return None if torch.equal(order[0], torch.arange(order.shape[1], device=order.device)) else order[:1].clone()
+
+
+def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The values, scales, zeros and order of one expert, see ``StackedCodes``."""
+    columns, order = codes.columns.sort(stable=True)
+    places = columns[::group]
+    values = codes.values if torch.equal(columns, codes.columns) else codes.values[:, order]
+    scales = codes.scales[codes.rows][:, places].float()
+    zeros = torch.zeros_like(scales) if codes.zeros is None else codes.zeros[codes.rows][:, places].float()
+    if codes.bits == 4:
+        middle = 8 if values.dtype == torch.int8 else 0
+        halves = (values + middle).to(torch.uint8).view(len(values), -1, 2, group // 2)
+        return (halves[:, :, 0] | halves[:, :, 1] << 4).flatten(1), scales, zeros + middle, order
+    if values.dtype == torch.uint8:
+        values, zeros = (values ^ 128).view(torch.int8), zeros - 128
+    return values, scales, zeros, order
+
+
+@dataclass(frozen=True)
+class Held:
+    """A quantised weight in a library's own form: of a subclass of Tensor that must not be taken for a tensor."""
+
+    weight: Tensor
+
+
+def plain(weight: Weight) -> Tensor:
+    """A weight that is not held as codes."""
+    assert isinstance(weight, Tensor)
+    return weight
+
+
+class Form(Protocol):
+    """How a device holds the weights of a model.
+
+    Attributes:
+        names: of the weights to quantise. experts: of those [experts, outputs, inputs] that may be held as codes.
+    """
+
+    @property
+    def names(self) -> frozenset[str]:
+        """See above."""
+
+    @property
+    def experts(self) -> frozenset[str]:
+        """See above."""
+
+    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
+        """The part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
+
+    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
+        """A weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in ``dtype``."""
+
+    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
+        """The same of one of ``experts``."""
+
+
+class Dense:
+    """A ``Form``: tensors."""
+
+    names: frozenset[str] = frozenset()
+    experts: frozenset[str] = frozenset()
+
+    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
+        """See ``Form``; nothing is quantised."""
+        return cut(weight, shard)
+
+    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
+        """See ``Form``; nothing is held as codes."""
+
+    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> None:
+        """See ``Form``."""
+
+
+DENSE = Dense()
+
+
+def turned(weight: Tensor, shard: Shard) -> tuple[Tensor, Shard]:
+    """The whole weights [experts, inputs, outputs] of a layer, and the part of them, as [experts, outputs, inputs]."""
+    return weight.mT, {(0, 2, 1)[dim]: ranges for dim, ranges in shard.items()}
+
+
+def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Iterator[Codes]:
+    """As ``quantise``, for each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises
+    ConfigError."""
+    of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
+    here = cut(weight, {0: shard[0]} if 0 in shard else {})
+    return (quantise(name, one, to, of_each) for one in here)
+
+
+def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes:
+    """The part ``shard`` of codes of a whole weight [outputs, inputs].
+
+    int8 and fp8 (e4m3): a scale for each output, of its largest weight. int4: a scale and a zero point for each group
+    of inputs (``group_size``), of its smallest and largest weight and 0. All round to nearest even. ``name``: for
+    messages. Raises ConfigError.
+    """
+    codes = _to_int4(weight, group_size(name, weight.shape[1], shard)) if to == "int4" else _to_bytes(weight, to)
+    return codes.cut(shard)
+
+
+def group_size(name: str, inputs: int, shard: Shard) -> int:
+    """The inputs of a weight that share a scale in int4: the first of ``GROUPS`` that divides them, and cuts none among
+    ranks. Raises ConfigError if none of them does."""
+    bounds = [inputs, *(bound for part in shard.get(1, ()) for bound in part)]
+    size = next((size for size in GROUPS if all(bound % size == 0 for bound in bounds)), None)
+    if size is None:
+        among = f" at input {' and '.join(map(str, bounds[1:]))}, where ranks cut them," if len(bounds) > 1 else ""
+        raise ConfigError(
+            f"{name} has {inputs} inputs, which{among} cannot be divided into groups of "
+            f"{', '.join(map(str, GROUPS))} for int4: give --quantization int8, or leave it out"
+        )
+    return size
+
+
+def _to_bytes(weight: Tensor, to: Quantization) -> Codes:
+    outputs, inputs = weight.shape
+    place = weight.device
+    most, kind = (127.0, torch.int8) if to == "int8" else (448.0, torch.float8_e4m3fn)
+    scales = weight.abs().amax(1, keepdim=True).float().clamp_min(_LEAST_SCALE) / most
+    values = torch.empty(outputs, inputs, dtype=kind, device=place)
+    for part in _row_blocks(outputs, inputs):
+        codes = weight[part].float() / scales[part]
+        values[part] = (codes.round() if kind == torch.int8 else codes).to(kind)
+    rows, columns = torch.arange(outputs, device=place), torch.zeros(inputs, dtype=torch.int64, device=place)
+    return Codes(8, values, scales, None, rows, columns)
+
+
+def _to_int4(weight: Tensor, group: int) -> Codes:
+    outputs, inputs = weight.shape
+    place = weight.device
+    grouped = weight.reshape(outputs, -1, group)
+    least, largest = grouped.amin(2).float().clamp_max(0), grouped.amax(2).float().clamp_min(0)
+    scales = ((largest - least) / 15).clamp_min(_LEAST_SCALE)
+    zeros = -least / scales
+    values = torch.empty(outputs, inputs, dtype=torch.uint8, device=place)
+    for part in _row_blocks(outputs, inputs):
+        codes = grouped[part].float() / scales[part].unsqueeze(2) + zeros[part].unsqueeze(2)
+        values[part] = codes.round().clamp(0, 15).to(torch.uint8).flatten(1)
+    rows, columns = torch.arange(outputs, device=place), torch.arange(inputs, device=place) // group
+    return Codes(4, values, scales, zeros, rows, columns)
+
+
+_LEAST_SCALE = 1e-30  # of rows of zeros
+
+
+def _row_blocks(outputs: int, inputs: int) -> list[slice]:
+    step = max(1, _ELEMENTS_AT_ONCE // max(1, inputs))
+    return [slice(start, start + step) for start in range(0, outputs, step)]

@@ -1,0 +1,317 @@
+"""Finds the weights that a checkpoint stores as codes of few bits, from its config and the headers of its files.
+
+Formats: GPTQ, AWQ, compressed-tensors, and fp8 as DeepSeek and Qwen store it. All mean the same: a weight is its codes,
+less a zero point, times a scale that a group of them shares. ``codes`` reads them. transformers reads these formats
+with libraries that need a GPU or other versions of torch (gptqmodel, optimum, compressed-tensors), or not at all.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from lamina.core.errors import ModelError, UnsupportedModelError
+from lamina.models.checkpoint import TensorEntry
+
+SUPPORTED = (
+    "GPTQ and AWQ (gemm) in 4 bits, GPTQ in 8, compressed-tensors (pack-quantized, int-quantized, float-quantized) and "
+    "fp8 with scales of blocks or tensors"
+)
+"""What Lamina reads, for messages."""
+
+_WHOLE = -1
+"""A block of all outputs, or of all inputs."""
+
+Block = tuple[int, int]
+"""Outputs and inputs that share a scale."""
+
+
+class Layout(Enum):
+    """How codes lie in their tensor.
+
+    GPTQ: int32 [inputs / n, outputs], n codes in each, the first in the lowest bits. AWQ: int32 [inputs, outputs / 8],
+    the codes of 8 outputs in an order of its own. ROWS: int32 [outputs, inputs / n], in order. PLAIN: one code in each
+    element, int8 or fp8 (e4m3), [outputs, inputs].
+    """
+
+    GPTQ = "gptq"
+    AWQ = "awq"
+    ROWS = "rows"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A weight [outputs, inputs] that is stored as codes.
+
+    Attributes:
+        layout, bits: of the codes.
+        codes, scales: names of the tensors. zeros: zero points; None: 0. groups: the group of each input; None: runs.
+        zero_offset: what is added to stored zero points.
+        shape: of the weight. block: outputs and inputs that share a scale.
+        nbytes: of all these tensors.
+    """
+
+    layout: Layout
+    bits: int
+    codes: str
+    scales: str
+    zeros: str | None
+    groups: str | None
+    zero_offset: int
+    shape: tuple[int, int]
+    block: Block
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a config says of quantised weights.
+
+    Attributes:
+        method: its name in configs. bits: of a code. zero_offset: what is added to stored zero points.
+        blocks: outputs and inputs that share a scale; parts of a model may differ. -1: all.
+        activations: quantised too, when the model is run as it was meant to be; Lamina leaves them as they are.
+        floats: codes are 8-bit floats.
+    """
+
+    method: str
+    bits: int
+    blocks: tuple[Block, ...]
+    zero_offset: int = 0
+    activations: bool = False
+    floats: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.method} in {self.bits} bits"
+
+
+def scheme(where: object, config: Mapping[str, Any]) -> Scheme | None:
+    """The scheme in a config.json; None for weights that are not quantised. ``where``: for messages.
+
+    Raises UnsupportedModelError for one that Lamina does not read.
+    """
+    text = config.get("text_config")
+    places = [config, *([text] if isinstance(text, dict) else [])]
+    keys = ("quantization_config", "compression_config")
+    found = next((place[key] for place in places for key in keys if place.get(key)), None)
+    if found is None:
+        return None
+    method = found.get("quant_method", "unknown") if isinstance(found, dict) else str(found)
+    read = _METHODS.get(method)
+    why = "" if read is not None else f"the method {method!r} is not known"
+    try:
+        if read is not None:
+            return read(found)
+    except _RefusedError as error:
+        why = str(error)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        why = f"its quantization_config is not valid ({error!r})"
+    raise UnsupportedModelError(
+        f"{where} holds weights quantised with {method}, and {why}. Lamina reads {SUPPORTED}; give such a checkpoint "
+        "of the model, or the original one"
+    )
+
+
+class _RefusedError(ValueError):
+    """A scheme that Lamina does not read; says why."""
+
+
+def _require(holds: bool, why: str) -> None:
+    if not holds:
+        raise _RefusedError(why)
+
+
+def _group(config: Mapping[str, Any]) -> int:
+    size = config["group_size"]
+    _require(isinstance(size, int) and (size > 0 or size == _WHOLE), f"its group_size is {size}")
+    return int(size)
+
+
+def _gptq(config: Mapping[str, Any]) -> Scheme:
+    bits, form = config["bits"], config.get("checkpoint_format") or "gptq"
+    _require(bits in (4, 8), f"it has {bits} bits")
+    _require(form in ("gptq", "gptq_v2"), f"its checkpoint_format is {form}")
+    others = [name for name in config.get("dynamic") or {} if not name.startswith("-:")]
+    _require(not others, f"some modules have settings of their own (dynamic: {', '.join(others)})")
+    return Scheme("gptq", bits, ((1, _group(config)),), zero_offset=int(form == "gptq"))
+
+
+def _awq(config: Mapping[str, Any]) -> Scheme:
+    bits, form = config["bits"], str(config.get("version") or config.get("format") or "gemm").lower()
+    _require(bits == 4, f"it has {bits} bits")
+    _require(form == "gemm", f"its version is {form}")
+    _require(config.get("zero_point", True) is True, "it has no zero points")
+    return Scheme("awq", bits, ((1, _group(config)),))
+
+
+def _fp8(config: Mapping[str, Any]) -> Scheme:
+    activations, form = config.get("activation_scheme") or "dynamic", config.get("fmt") or "e4m3"
+    _require(activations == "dynamic", f"its activations have fixed scales (activation_scheme {activations})")
+    _require(form == "e4m3", f"its fmt is {form}")
+    block = config.get("weight_block_size")
+    blocks: tuple[Block, ...] = ((_WHOLE, _WHOLE), (1, _WHOLE)) if block is None else ((block[0], block[1]),)
+    return Scheme("fp8", 8, blocks, activations=True, floats=True)
+
+
+def _compressed(config: Mapping[str, Any]) -> Scheme:
+    sparsity = config.get("sparsity_config") or {}
+    _require(sparsity.get("format", "dense") == "dense", f"it is sparse ({sparsity.get('format')})")
+    _require(not config.get("transform_config"), "it transforms activations (transform_config)")
+    groups = list(config["config_groups"].values())
+    _require(bool(groups), "it has no config_groups")
+    for form in {config.get("format"), *(group.get("format") for group in groups)} - {None, "mixed-precision"}:
+        _require(form in _COMPRESSED_FORMATS, f"its format is {form}")
+    blocks = tuple(_compressed_block(group) for group in groups)
+    sizes = {group["weights"]["num_bits"] for group in groups}
+    _require(len(sizes) == 1, f"its parts have {' and '.join(map(str, sorted(sizes)))} bits")
+    quantised = any(group.get("input_activations") for group in groups)
+    floats = any(group["weights"].get("type") == "float" for group in groups)
+    return Scheme("compressed-tensors", sizes.pop(), blocks, activations=quantised, floats=floats)
+
+
+_COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+
+
+def _compressed_block(group: Mapping[str, Any]) -> Block:
+    """The block of one of the config's groups of modules."""
+    weights = group["weights"]
+    bits, kind, strategy = weights["num_bits"], weights.get("type", "int"), weights.get("strategy")
+    _require((kind, bits) in (("int", 4), ("int", 8), ("float", 8)), f"its weights are {kind} of {bits} bits")
+    _require(not weights.get("dynamic"), "the scales of its weights are not stored (dynamic)")
+    activations = group.get("input_activations") or {"dynamic": True}
+    _require(bool(activations.get("dynamic")), "its activations have fixed scales")
+    _require(not group.get("output_activations"), "it quantises the results of layers (output_activations)")
+    size, structure = weights.get("group_size"), weights.get("block_structure")
+    if strategy is None:
+        strategy = "group" if size and size > 0 else "channel" if size == _WHOLE else "tensor"
+    if strategy == "block" and isinstance(structure, list):
+        return structure[0], structure[1]
+    known = {
+        "tensor": (_WHOLE, _WHOLE),
+        "channel": (1, _WHOLE),
+        "group": (1, _group(weights) if strategy == "group" else 0),
+    }
+    _require(strategy in known, f"its strategy is {strategy}")
+    return known[strategy]
+
+
+_METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _compressed}
+
+
+def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, Packed]:
+    """The weights that are stored as codes, by the names that they have otherwise. Others are stored as they are.
+
+    Raises ModelError: tensors that belong to a weight are missing, or their shapes do not fit.
+    """
+    find = {"gptq": _find_gptq, "awq": _find_awq}.get(known.method, _find_plain)
+    return dict(find(tensors, known))
+
+
+def part_names(packed: Mapping[str, Packed]) -> set[str]:
+    """The tensors in which weights are stored as codes."""
+    return {
+        name for one in packed.values() for name in (one.codes, one.scales, one.zeros, one.groups) if name is not None
+    }
+
+
+def _find_gptq(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[tuple[str, Packed]]:
+    for base in _with_suffix(tensors, ".qweight"):
+        parts = _entries(tensors, base, ("qweight", "scales", "qzeros"))
+        words, outputs = _matrix(parts[0])
+        shape = outputs, words * 32 // known.bits
+        groups = f"{base}.g_idx" if f"{base}.g_idx" in tensors else None
+        yield (
+            f"{base}.weight",
+            _packed(tensors, Layout.GPTQ, known, base, ("qweight", "scales", "qzeros"), shape, groups),
+        )
+
+
+def _find_awq(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[tuple[str, Packed]]:
+    for base in _with_suffix(tensors, ".qweight"):
+        inputs, words = _matrix(_entries(tensors, base, ("qweight",))[0])
+        shape = words * 32 // known.bits, inputs
+        yield f"{base}.weight", _packed(tensors, Layout.AWQ, known, base, ("qweight", "scales", "qzeros"), shape)
+
+
+def _find_plain(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[tuple[str, Packed]]:
+    """compressed-tensors and fp8."""
+    for base in _with_suffix(tensors, ".weight_packed"):
+        outputs, words = _matrix(tensors[f"{base}.weight_packed"])
+        names = ["weight_packed", "weight_scale"]
+        names += ["weight_zero_point"] if f"{base}.weight_zero_point" in tensors else []
+        groups = f"{base}.weight_g_idx" if f"{base}.weight_g_idx" in tensors else None
+        yield (
+            f"{base}.weight",
+            _packed(tensors, Layout.ROWS, known, base, names, (outputs, words * 32 // known.bits), groups),
+        )
+    for base in _with_suffix(tensors, ".weight"):
+        entry = tensors[f"{base}.weight"]
+        if entry.dtype not in ("I8", "F8_E4M3"):
+            if f"{base}.weight_scale" in tensors:
+                raise ModelError(
+                    f"{entry.file}: {base}.weight is {entry.dtype} with scales beside it, to be rounded when used; "
+                    "Lamina reads weights stored as codes. Save the model compressed (save_compressed=True)"
+                )
+            continue
+        scale = next((one for one in ("weight_scale_inv", "weight_scale") if f"{base}.{one}" in tensors), None)
+        if scale is None:
+            raise ModelError(f"{entry.file}: {base}.weight is {entry.dtype} without a scale: copy it again")
+        names = ["weight", scale]
+        names += ["weight_zero_point"] if f"{base}.weight_zero_point" in tensors else []
+        yield f"{base}.weight", _packed(tensors, Layout.PLAIN, known, base, names, _matrix(entry))
+
+
+def _with_suffix(tensors: Mapping[str, TensorEntry], suffix: str) -> list[str]:
+    return [name.removesuffix(suffix) for name in tensors if name.endswith(suffix)]
+
+
+def _entries(tensors: Mapping[str, TensorEntry], base: str, names: Sequence[str]) -> list[TensorEntry]:
+    missing = [f"{base}.{name}" for name in names if f"{base}.{name}" not in tensors]
+    if missing:
+        present = next(entry.file for name, entry in tensors.items() if name.startswith(f"{base}."))
+        raise ModelError(f"{present.parent}: there is no {missing[0]}, which {base} needs: copy the checkpoint again")
+    return [tensors[f"{base}.{name}"] for name in names]
+
+
+def _matrix(entry: TensorEntry) -> tuple[int, int]:
+    if len(entry.shape) != 2:
+        raise ModelError(f"{entry.file}: codes of shape {list(entry.shape)}; Lamina reads those of matrices")
+    return entry.shape[0], entry.shape[1]
+
+
+def _packed(
+    tensors: Mapping[str, TensorEntry],
+    layout: Layout,
+    known: Scheme,
+    base: str,
+    names: Sequence[str],
+    shape: tuple[int, int],
+    groups: str | None = None,
+) -> Packed:
+    """``names``: of codes, scales and, if there are, zero points, without ``base``."""
+    entries = _entries(tensors, base, names)
+    codes, scales, zeros, *_ = (*(f"{base}.{name}" for name in names), None)
+    assert codes is not None and scales is not None
+    held = entries if groups is None else [*entries, tensors[groups]]
+    turned = layout in (Layout.GPTQ, Layout.AWQ)
+    block = _block(base, shape, entries[1], known, turned)
+    nbytes = sum(entry.nbytes for entry in held)
+    return Packed(layout, known.bits, codes, scales, zeros, groups, known.zero_offset, shape, block, nbytes)
+
+
+def _block(base: str, shape: tuple[int, int], scales: TensorEntry, known: Scheme, turned: bool) -> Block:
+    """Outputs and inputs that share a scale: one of the scheme's, for which there are as many scales as there should
+    be. ``turned``: scales are [groups, outputs]."""
+    for block in dict.fromkeys(known.blocks):
+        sizes = [size if part == _WHOLE else part for size, part in zip(shape, block, strict=True)]
+        wanted = [math.ceil(size / part) for size, part in zip(shape, sizes, strict=True)]
+        found = [size for size in (scales.shape[::-1] if turned else scales.shape) if size != 1]
+        if found == [size for size in wanted if size != 1]:
+            return sizes[0], sizes[1]
+    raise ModelError(
+        f"{scales.file}: {base} has {list(scales.shape)} scales for a weight {list(shape)}, which do not fit groups of "
+        f"{' or '.join(str(block) for block in dict.fromkeys(known.blocks))} (outputs, inputs; -1: all) as in "
+        "config.json. Weights and config.json are from different models"
+    )

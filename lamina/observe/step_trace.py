@@ -1,0 +1,84 @@
+"""Shows where steps spend their time: a trace for Perfetto or chrome://tracing, and shares by worker and stage."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from lamina.control.timeline import Span
+
+OTHER = "other"
+IDLE = {"wait", OTHER}
+"""Stages in which a worker is idle; all others are work."""
+
+
+def write_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> None:
+    """Write spans by worker in Chrome's trace format: a process per worker, a row per lane, in microseconds."""
+    start = min((span.begin_ns for own in spans.values() for span in own), default=0)
+    events: list[dict[str, object]] = []
+    for pid, (worker, own) in enumerate(spans.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": worker}})
+        for lane in sorted({span.lane for span in own}):
+            name = "all lanes" if lane < 0 else f"lane {lane}"
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": lane + 1, "args": {"name": name}})
+        events += (
+            {
+                "ph": "X",
+                "name": span.stage,
+                "pid": pid,
+                "tid": span.lane + 1,
+                "ts": (span.begin_ns - start) / 1000,
+                "dur": (span.end_ns - span.begin_ns) / 1000,
+            }
+            for span in own
+        )
+    path.write_bytes(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+@dataclass(frozen=True)
+class Share:
+    """Time that one worker spent in one stage: in seconds, and as a share of the observed time."""
+
+    worker: str
+    stage: str
+    seconds: float
+    share: float
+
+
+def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[Share]:
+    """Time of every stage inside [begin_ns, end_ns), by worker, longest first; ``OTHER`` is time without a span."""
+    total = (end_ns - begin_ns) / 1e9
+    result = []
+    for worker, own in spans.items():
+        seconds: dict[str, float] = {}
+        for span in own:
+            inside = (min(span.end_ns, end_ns) - max(span.begin_ns, begin_ns)) / 1e9
+            if inside > 0:
+                seconds[span.stage] = seconds.get(span.stage, 0.0) + inside
+        seconds[OTHER] = max(0.0, total - sum(seconds.values()))
+        ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
+        result += [Share(worker, stage, value, value / total) for stage, value in ordered]
+    return result
+
+
+def bottleneck(parts: Sequence[Share]) -> Share:
+    """The work stage that takes the most time: the first one to make faster."""
+    return max((part for part in parts if part.stage not in IDLE), key=lambda part: part.seconds)
+
+
+def turnarounds(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> list[int]:
+    """Nanoseconds from the end of each draw inside [begin_ns, end_ns) to the next slice of its lane, on any worker.
+
+    With one lane, this is the cost of planning and starting the next step on the critical path; with several, other
+    lanes run meanwhile.
+    """
+    own = sorted((span for each in spans.values() for span in each), key=lambda span: span.begin_ns)
+    drawn: dict[int, int] = {}  # when the latest draw ended, by lane
+    result = []
+    for span in own:
+        if span.stage == "draw" and begin_ns <= span.begin_ns < end_ns:
+            drawn[span.lane] = span.end_ns
+        elif span.stage == "slice" and span.lane in drawn:
+            result.append(span.begin_ns - drawn.pop(span.lane))
+    return result

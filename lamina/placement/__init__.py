@@ -1,1 +1,0 @@
-"""Where KV lives. Pure: no clock, no sockets, no tensors."""

@@ -1,0 +1,1 @@
+"""Plans before anything runs: cost model, planner, simulator, measurements."""

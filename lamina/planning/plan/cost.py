@@ -1,0 +1,386 @@
+"""The cost model: seconds of every part of a step, from a model's shape and a catalogue entry.
+
+``CostModel(shape, hardware, fits)`` gives, for one kind of device:
+
+* ``slice_seconds(rows, tp)``: the dense work of one layer (one slice) of ``rows`` token rows on ``tp`` devices;
+* ``ends_seconds(rows, tp)``: embedding and output head; ``pass_seconds`` is all layers and both ends;
+* ``attention_seconds(kv_tokens, rows)``: one layer's decode attention over the KV on one device;
+* ``chunk_attention_seconds(chunk, prefix, tp)``: one layer's attention of a prompt chunk;
+* ``link_seconds(nbytes)``: a message between a compute and a memory worker, one way;
+* ``exchange_bytes(rows)``: what a layer of ``rows`` decode rows sends and receives.
+
+Sizes may be numpy arrays; the results then are arrays too. ``docs/cost-model.md`` derives the formulas.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from lamina.core.errors import ConfigError
+from lamina.planning.plan.experts import Experts
+from lamina.planning.plan.fit_store import Fit, ProfileStore, packaged_fit
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.kernel_times import (
+    DecodeAttentionFit,
+    Floats,
+    GemmFit,
+    PeerReadFit,
+    PrefillAttentionFit,
+    RingFit,
+    gemm_seconds,
+)
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.profile_curves import AS_PUBLISHED, ROUND_TRIP_S, RuntimeFit, SliceCurve
+
+NETWORK_SHARE = 0.914
+"""Share of the NIC's line rate that is reached (second Lamina paper: 45.7 of 50 GB/s; the first: 96.8% of 25)."""
+
+MEMORY_SHARE_USABLE = 0.9
+"""Share of a device's memory for weights or KV; the rest holds activations, arenas and the driver's data."""
+
+CODES_ON_CPU = 0.6
+"""Bytes of int8 or fp8 codes and scales that attention on a CPU reads per second, over those of bfloat16: it converts
+them (``bench.kernels.attention --only codes``). GPUs are taken to read both at one rate; no GPU was measured."""
+
+T = TypeVar("T")
+Gemm = Callable[[ModelShape, int], tuple[float, float]]
+
+GEMMS: dict[str, Gemm] = {
+    "attn_pre_proj": lambda s, tp: ((s.query_heads + 2 * s.kv_heads) * s.head_size / tp, s.hidden),
+    "attn_post_proj": lambda s, tp: (s.hidden, s.query_heads * s.head_size / tp),
+    "mlp_up_proj": lambda s, tp: ((2 if s.gated else 1) * s.intermediate / tp, s.hidden),
+    "mlp_down_proj": lambda s, tp: (s.hidden, s.intermediate / tp),
+}
+"""Matrix products of a layer: operator -> (columns, depth) of its weight on one of ``tp`` devices."""
+
+_OF_EXPERTS = ("mlp_up_proj", "mlp_down_proj", "mlp_act")
+"""Operators that a layer with experts runs for each expert's rows."""
+
+POINTWISE: dict[str, Callable[[ModelShape, int], float]] = {
+    "input_layernorm": lambda s, tp: 2 * s.hidden,
+    "attn_rope": lambda s, tp: 2 * (s.query_heads + s.kv_heads) * s.head_size / tp,
+    "post_attention_layernorm": lambda s, tp: 2 * s.hidden,
+    "mlp_act": lambda s, tp: (3 if s.gated else 2) * s.intermediate / tp,
+    "add": lambda s, tp: 3 * s.hidden,
+}
+"""The other operators of a layer: operator -> elements read and written for each row on one of ``tp`` devices."""
+
+LAYER_ADDS = 2
+"""Residual additions in a layer; every other operator runs once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PointwiseFit:
+    """``(fixed^overlap + (bytes / rate)^overlap)^(1 / overlap)``; rate = min(memory, per_clock processors clock).
+
+    An operator is bound by memory, or by the bytes that its kernel processes per clock cycle on each processor. The
+    addition is always bound by memory. The fixed time, with few rows, is that of the kernel itself: several times a
+    launch for norms, whose processors wait for each other.
+    """
+
+    norm_s: float
+    rope_s: float
+    activation_s: float
+    add_s: float
+    overlap: float
+    memory_share: float
+    norm_per_clock: float
+    rope_per_clock: float
+    activation_per_clock: float
+
+    def seconds(self, operator: str, nbytes: ArrayLike, hardware: Hardware) -> Floats:
+        """Seconds of ``operator``, one of ``POINTWISE``, that reads and writes ``nbytes``."""
+        fixed: float = getattr(self, f"{_SORTS[operator]}_s")
+        moving = np.asarray(nbytes, dtype=np.float64) / self._bytes_s(operator, hardware) / fixed
+        return np.asarray(fixed * (1 + moving**self.overlap) ** (1 / self.overlap))
+
+    def _bytes_s(self, operator: str, hardware: Hardware) -> float:
+        memory = self.memory_share * hardware.memory_bytes_s
+        if operator == "add":
+            return memory
+        per_clock: float = getattr(self, f"{_SORTS[operator]}_per_clock")
+        return min(memory, per_clock * hardware.processors * hardware.clock_hz)
+
+
+_SORTS = {
+    "input_layernorm": "norm",
+    "post_attention_layernorm": "norm",
+    "attn_rope": "rope",
+    "mlp_act": "activation",
+    "add": "add",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFit:
+    """``latency_s + bytes / (link_share * link)``: to a peer in the same machine."""
+
+    latency_s: float
+    link_share: float
+
+    def seconds(self, nbytes: ArrayLike, link_bytes_s: float) -> Floats:
+        """Seconds of one transfer."""
+        return self.latency_s + np.asarray(nbytes, dtype=np.float64) / (self.link_share * link_bytes_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fits:
+    """All fitted parts of the cost model for one kind. ``slices`` takes precedence over ``gemm`` and ``pointwise``."""
+
+    gemm: GemmFit
+    pointwise: PointwiseFit
+    decode: DecodeAttentionFit
+    prefill: PrefillAttentionFit
+    nvlink: RingFit
+    pcie: RingFit
+    peer_read: PeerReadFit
+    send_recv: TransferFit
+    slices: SliceCurve | None = None
+    runtime: RuntimeFit = AS_PUBLISHED
+
+    @classmethod
+    def load(cls, hardware: Hardware, measured: ProfileStore | None = None) -> "Fits":
+        """The fits for a kind: from ``measured`` where it has them, else the package's for it or the kind it is like.
+
+        Raises:
+            ConfigError: a store lacks a part, or was written by another version.
+        """
+
+        def own(name: str) -> Fit | None:
+            return measured.fit(name, hardware.kind) if measured else None
+
+        def part(build: Callable[..., T], name: str) -> T:
+            return _build(build, own(name) or packaged_fit(name, hardware.like or hardware.kind))
+
+        slices, runtime = own("slices"), own("runtime")
+        return cls(
+            slices=_build(SliceCurve, slices) if slices else None,
+            runtime=_build(RuntimeFit.stored, runtime) if runtime else AS_PUBLISHED,
+            gemm=part(GemmFit, "gemm"),
+            pointwise=part(PointwiseFit, "pointwise"),
+            decode=part(DecodeAttentionFit, "decode"),
+            prefill=part(PrefillAttentionFit, "prefill"),
+            nvlink=part(RingFit, "nvlink"),
+            pcie=part(RingFit, "pcie"),
+            peer_read=part(PeerReadFit, "peer_read"),
+            send_recv=part(TransferFit, "send_recv"),
+        )
+
+
+def _build(part: Callable[..., T], fit: Fit) -> T:
+    try:
+        return part(**fit.parameters)
+    except TypeError as error:
+        raise ConfigError(
+            f"the fit {fit.name!r} of {fit.kind} was written by another version ({error}); repeat lamina plan "
+            "--measure or, for the package's fits, python -m lamina.planning.profiling.fit"
+        ) from error
+
+
+class CostModel:
+    """Seconds on devices of one kind. See the module docstring."""
+
+    def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
+        """Raises ConfigError for quantised weights on hardware whose slices were measured: those had 16 or 32."""
+        if shape.weight_dtype != "auto" and fits.slices is not None:
+            raise ConfigError(
+                f"the profile of {hardware.kind} was measured with weights in 16 or 32 bits; leave out --weight-dtype"
+            )
+        self.shape = shape
+        self.hardware = hardware
+        self.fits = fits
+
+    def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:
+        """Seconds of one operator named in ``GEMMS`` or ``POINTWISE``; the mean of all layers, if only some have
+        experts."""
+        count, tp, shape = np.asarray(rows, dtype=np.float64), np.asarray(tensor_parallel), self.shape
+        if shape.experts is None or operator not in _OF_EXPERTS:
+            return self._operator(operator, count, tp, shape)
+        sparse = shape.experts.layers / shape.layers
+        seconds = sparse * self._of_experts(operator, count, tp, shape.experts)
+        if sparse < 1:
+            seconds = seconds + (1 - sparse) * self._operator(operator, count, tp, shape)
+        return seconds
+
+    def _operator(self, operator: str, rows: Floats, tp: Any, shape: ModelShape) -> Floats:
+        if operator in GEMMS:
+            columns, depth = GEMMS[operator](shape, tp)
+            return self._product(rows, columns, depth)
+        moved = rows * POINTWISE[operator](shape, tp) * shape.dtype.itemsize
+        return self.fits.pointwise.seconds(operator, moved, self.hardware)
+
+    def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
+        """Of some rows and a part of the layers' weights."""
+        shape = self.shape
+        kinds = shape.dtype, shape.fp8, shape.weight_itemsize
+        return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, *kinds)
+
+    def _of_experts(self, operator: str, rows: Floats, tp: Any, experts: Experts) -> Floats:
+        """An operator on the experts that the rows touch, each with its share of the rows, as one grouped product: of
+        these shares and the touched experts' columns side by side. Besides, the experts that all rows take."""
+        shape = self.shape
+        always = replace(shape, intermediate=experts.shared)
+        each = replace(shape, intermediate=experts.intermediate)
+        if operator in POINTWISE:
+            return self._operator(operator, rows * (experts.active + experts.shared / experts.intermediate), tp, each)
+        touched = experts.touched(rows)
+        columns, depth = GEMMS[operator](each, tp)
+        share = rows * experts.active / touched
+        seconds = self._product(share, touched * columns, depth)
+        if operator == "mlp_up_proj":  # the router's product, and gathering each expert's rows
+            seconds = seconds + gemm_seconds(
+                self.fits.gemm, self.hardware, rows, experts.count, shape.hidden, shape.dtype
+            )
+            seconds = seconds + self._operator("add", rows * experts.active, tp, shape)
+        return seconds + (self._operator(operator, rows, tp, always) if experts.shared else 0.0)
+
+    def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
+        rows = np.asarray(rows, dtype=np.float64)
+        if self.fits.slices is not None and tensor_parallel == 1:
+            return self.fits.slices.seconds(rows, self._touched_weights(rows))
+        total = sum(self.operator_seconds(operator, rows, tensor_parallel) for operator in (*GEMMS, *POINTWISE))
+        total = total + (LAYER_ADDS - 1) * self.operator_seconds("add", rows, tensor_parallel)
+        return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
+
+    def _touched_weights(self, rows: Floats) -> ArrayLike:
+        """Weights of a layer that a step of ``rows`` reads, on average."""
+        shape, experts = self.shape, self.shape.experts
+        if experts is None:
+            return shape.layer_parameters
+        idle = (experts.count - experts.touched(rows)) * experts.intermediate * experts.layers / shape.layers
+        return shape.layer_parameters - shape.hidden * (3 if shape.gated else 2) * idle
+
+    def ends_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of reading ``rows`` embeddings and of the output head, whose vocabulary is split."""
+        rows = np.asarray(rows, dtype=np.float64)
+        columns = self.shape.vocabulary / tensor_parallel
+        if self.fits.slices is not None and tensor_parallel == 1:
+            return self.fits.slices.seconds(rows, columns * self.shape.hidden)
+        head = gemm_seconds(self.fits.gemm, self.hardware, rows, columns, self.shape.hidden, self.shape.dtype)
+        return head + self.operator_seconds("input_layernorm", rows, tensor_parallel)
+
+    def pass_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of all slices of a step, without attention."""
+        return self.shape.layers * self.slice_seconds(rows, tensor_parallel) + self.ends_seconds(rows, tensor_parallel)
+
+    def decode_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds for which a decode step occupies a compute worker: slices, messages, sampling."""
+        rows, runtime = np.asarray(rows, dtype=np.float64), self.fits.runtime
+        exchange = self.shape.layers * (runtime.exchange_s + runtime.exchange_row_s * rows)
+        sampling = runtime.step_s + runtime.step_row_s * rows
+        return self.pass_seconds(rows, tensor_parallel) + exchange + sampling
+
+    def attention_seconds(self, kv_tokens: ArrayLike, rows: ArrayLike, heads_share: float = 1.0) -> Floats:
+        """Seconds of one layer's decode attention on one device.
+
+        Args:
+            kv_tokens: cached tokens of all sequences together.
+            rows: number of sequences.
+            heads_share: share of the KV heads that the device holds.
+        """
+        shape, rows = self.shape, np.asarray(rows, dtype=np.float64)
+        tokens = np.asarray(kv_tokens, dtype=np.float64) * heads_share
+        read = tokens * self._kv_bytes
+        runtime = self.fits.runtime
+        if runtime.attend is None or runtime.kv_bytes_s is None or runtime.chunks is None:
+            return self.fits.decode.seconds(self.hardware, read, rows * shape.kv_heads * heads_share)
+        flops = tokens * 4 * shape.query_heads * shape.head_size
+        busy = np.maximum(read / runtime.kv_bytes_s, flops / runtime.chunks.flops_s)
+        return np.asarray(busy + runtime.attend.at(rows, shape.query_heads * heads_share))
+
+    def attention_line(self, rows: ArrayLike) -> tuple[float, Floats]:
+        """Decode attention as a line in the cached tokens: (seconds per token, seconds at none by ``rows``).
+
+        Exact for kernels well above the ramp; shorter ones are up to the ramp too slow.
+        """
+        count = np.asarray(rows, dtype=np.float64)
+        runtime = self.fits.runtime
+        if runtime.attend is not None:
+            many = 2.0**20
+            at_none = self.attention_seconds(0, count)
+            return (float(self.attention_seconds(many, 1)) - float(self.attention_seconds(0, 1))) / many, at_none
+        fit = self.fits.decode
+        per_token = self._kv_bytes / (fit.memory_share * self.hardware.memory_bytes_s)
+        return per_token, np.where(count > 0, fit.fixed_s + fit.ramp_s(self.hardware), 0.0)
+
+    def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
+        """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
+        shape = self.shape
+        heads = shape.query_heads / tensor_parallel, shape.kv_heads / tensor_parallel
+        if (measured := self.fits.runtime.chunks) is not None:
+            return measured.seconds(chunk, prefix, heads[0], shape.head_size)
+        return self.fits.prefill.seconds(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
+
+    def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:
+        """Seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one device."""
+        tokens, shape = np.asarray(prefix, dtype=np.float64), self.shape
+        if self.fits.runtime.chunks is not None:
+            arithmetic = self.chunk_attention_seconds(chunk, tokens) - self.chunk_attention_seconds(chunk, 0)
+        else:
+            heads = shape.query_heads, shape.kv_heads
+            arithmetic = self.fits.prefill.prefix_seconds(
+                self.hardware, shape.dtype, chunk, tokens, *heads, shape.head_size
+            )
+        return np.where(tokens > 0, np.maximum(arithmetic, self.attention_seconds(tokens, 1)), 0.0)
+
+    def prefill_seconds(self, prompt: int, chunk: int, tensor_parallel: int = 1) -> float:
+        """Seconds of a whole prompt on one replica, in chunks of at most ``chunk`` tokens."""
+        starts = np.arange(0, prompt, chunk, dtype=np.float64)
+        sizes = np.minimum(chunk, prompt - starts)
+        attention = self.shape.layers * self.chunk_attention_seconds(sizes, starts, tensor_parallel)
+        dense = self.shape.layers * self.slice_seconds(sizes, tensor_parallel)
+        return float((attention + dense).sum() + self.ends_seconds(1, tensor_parallel))
+
+    def all_reduce_seconds(self, nbytes: ArrayLike, devices: int) -> Floats:
+        """Seconds of summing ``nbytes`` over devices of one machine, by the fastest kernel for their link."""
+        sizes = np.asarray(nbytes, dtype=np.float64)
+        if devices == 1:
+            return np.zeros_like(sizes)
+        fits, link = self.fits, self.hardware.link_bytes_s
+        if not self.hardware.link.startswith("PCIe"):
+            return np.minimum(fits.nvlink.seconds(sizes, devices, link), fits.peer_read.seconds(sizes, devices, link))
+        return fits.pcie.seconds(sizes, devices, link)
+
+    def send_recv_seconds(self, nbytes: ArrayLike) -> Floats:
+        """Seconds of a transfer to a peer in the same machine."""
+        return self.fits.send_recv.seconds(nbytes, self.hardware.link_bytes_s)
+
+    def link_seconds(self, nbytes: ArrayLike) -> Floats:
+        """Seconds of one message over this device's NIC, one way."""
+        return ROUND_TRIP_S / 2 + self.wire_seconds(nbytes)
+
+    def wire_seconds(self, nbytes: ArrayLike) -> Floats:
+        """Seconds for which ``nbytes`` occupy this device's NIC."""
+        return np.asarray(nbytes, dtype=np.float64) / (NETWORK_SHARE * self.hardware.nic_bytes_s)
+
+    def exchange_bytes(self, rows: ArrayLike) -> Floats:
+        """Bytes of q, k, v sent and attention received for one layer of ``rows`` decode rows: (2 + 2/G) e d B."""
+        width = 2 * (self.shape.query_heads + self.shape.kv_heads) * self.shape.head_size
+        return np.asarray(rows, dtype=np.float64) * width * self.shape.dtype.itemsize
+
+    def weights_fit(self, tensor_parallel: int) -> bool:
+        """Whether a replica's share of the weights fits one device."""
+        return self.shape.weight_bytes / tensor_parallel <= self.usable_bytes
+
+    @property
+    def usable_bytes(self) -> float:
+        """Bytes of the device's memory for weights or KV."""
+        return MEMORY_SHARE_USABLE * self.hardware.memory_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose KV, for all layers and heads, fits on one device."""
+        return int(self.usable_bytes / self.shape.kv_bytes_per_token)
+
+    @property
+    def _kv_bytes(self) -> float:
+        """Bytes of one token's cached keys and values of one layer; more where codes are read at a lower rate."""
+        slower = self.shape.kv_element.scaled and self.fits.runtime.attend is not None
+        return self.shape.kv_bytes_per_token / self.shape.layers / (CODES_ON_CPU if slower else 1.0)
+
+    def _row_bytes(self, rows: Floats) -> Floats:
+        return rows * self.shape.hidden * self.shape.dtype.itemsize

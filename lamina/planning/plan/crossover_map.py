@@ -1,0 +1,215 @@
+"""Where a second kind of device pays: the cheapest ways to serve on one kind and on two, over grids of workloads.
+
+Pure. Every cell is a workload whose requests all have one prompt and one output length. Both sides may use the same
+devices and keep the same SLOs, and are compared by dollars for a request, so at equal cost. On one kind: one pool, or
+prefill and decoding apart. On two: attention offloaded, or prefill on one kind and decoding on the other. Offloading
+to memory workers of the same kind as the compute workers counts as one kind.
+
+Three grids: prompts and outputs; sessions that are idle between turns, whose KV waits in whatever memory is left; and
+prompts that begin with the same tokens.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.reuse import Sessions
+from lamina.planning.plan.serving import Server
+from lamina.planning.plan.ways import SEGMENT, Capacity, Kind, Slo, Way, ways
+from lamina.planning.plan.workload import Workload, of_lengths
+
+PROMPTS = (256, 1024, 4096, 16384, 65536)
+OUTPUTS = (128, 512, 2048, 8192, 32768)
+
+IDLE = (0.0, 0.5, 0.9, 0.98)
+EARLIER = 0.9
+"""Share of a prompt that earlier turns of its session had, in the grid of idle sessions."""
+
+SHARED = (0.0, 0.5, 0.9)
+OUTPUT = 512
+"""Output tokens in the grids of idle sessions and of shared prefixes."""
+
+_CHUNKS = (512, 2048)
+_MOST_LANES = 2  # of a replica
+PAYS = 0.05
+"""A gain below this is within what the closed form is off, and counts as none."""
+
+NEAR, SECONDS = 2.0, 2
+"""Ways on one kind that cost up to NEAR times the cheapest may be cheaper in the simulator; so many are kept."""
+
+SIDES = ("alone", "offloaded", "apart")
+"""What a cell compares: one kind; two, with attention offloaded; two, with prefill apart."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Workloads, row by row. rows, columns: their labels, below ``heading``: "rows | columns"."""
+
+    title: str
+    heading: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    workloads: Sequence[Workload]
+
+
+def grids() -> list[Grid]:
+    """What a map shows."""
+    columns = [f"{prompt}" for prompt in PROMPTS]
+    return [
+        Grid(
+            "prompts and outputs",
+            "output | prompt",
+            [f"{output}" for output in OUTPUTS],
+            columns,
+            [of_lengths(prompt, output) for output in OUTPUTS for prompt in PROMPTS],
+        ),
+        Grid(
+            f"sessions with {EARLIER:.0%} of the prompt from earlier turns, outputs of {OUTPUT}",
+            "idle | prompt",
+            [f"{idle:.0%}" for idle in IDLE],
+            columns,
+            [
+                of_lengths(prompt, OUTPUT, Sessions(resumed=round(EARLIER * prompt), idle=idle))
+                for idle in IDLE
+                for prompt in PROMPTS
+            ],
+        ),
+        Grid(
+            f"a prefix that all prompts share, outputs of {OUTPUT}",
+            "shared | prompt",
+            [f"{share:.0%}" for share in SHARED],
+            columns,
+            [
+                of_lengths(prompt, OUTPUT, Sessions(shared=round(share * prompt)))
+                for share in SHARED
+                for prompt in PROMPTS
+            ],
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The cheapest ways for one workload, on one kind, and on two with attention offloaded or with prefill apart; None
+    where none holds it within the SLOs.
+
+    Attributes:
+        simulated: whether their rates are the simulator's, not the closed form's.
+        seconds: on one kind, the cheapest ways of other systems or degrees of tensor parallelism that are ``NEAR``.
+    """
+
+    workload: Workload
+    alone: Capacity | None
+    offloaded: Capacity | None
+    apart: Capacity | None
+    simulated: bool = False
+    seconds: tuple[Capacity, ...] = ()
+
+    @property
+    def together(self) -> Capacity | None:
+        """The cheapest on two kinds."""
+        return _cheapest([one for one in (self.offloaded, self.apart) if one])
+
+    @property
+    def gain(self) -> float | None:
+        """Requests per dollar on two kinds over those on one, less 1; None unless both serve it."""
+        return _gain(self.alone, self.together)
+
+    @property
+    def offloading(self) -> float | None:
+        """The same of offloading alone."""
+        return _gain(self.alone, self.offloaded)
+
+
+def cells(
+    shape: ModelShape,
+    workloads: Iterable[Workload],
+    pools: tuple[Sequence[tuple[Hardware, int]], Sequence[tuple[Hardware, int]]],
+    models: Mapping[str, CostModel],
+    prices: Prices,
+    slo: Slo,
+) -> Iterable[Cell]:
+    """A cell for every workload, in order."""
+    candidates = [way for way in ways(shape, *pools, (None, SEGMENT)) if _coarse(way)]
+    server: Server | None = None
+    for workload in workloads:
+        server = server.serving(workload) if server else Server(shape, workload, models, prices, slo)
+        sides: dict[str, list[Capacity]] = {name: [] for name in SIDES}
+        for way in candidates:
+            if (found := server.evaluate(way)) is not None:
+                sides[side(way)].append(found)
+        alone, offloaded, apart = (_cheapest(sides[name]) for name in SIDES)
+        yield Cell(workload, alone, offloaded, apart, seconds=_seconds(sides["alone"]))
+
+
+def side(way: Way) -> str:
+    """The attribute of a cell that a way is for."""
+    if way.memory is None or way.memory.kind == way.compute.kind:
+        return "alone"
+    return "offloaded" if way.kind is Kind.OFFLOADED else "apart"
+
+
+def crossover(found: Sequence[Cell]) -> str:
+    """In words, where two kinds pay in a grid, and by which of the two ways."""
+    compared = [cell for cell in found if cell.gain is not None]
+    if not compared:
+        return "No cell can be served both on one kind and on two."
+    only = sum(cell.alone is None and cell.together is not None for cell in found)
+    offloading = _best("Offloading attention", found, "offloading")
+    text = f"Two kinds cost less per request in {_count(compared, 'gain')}. {offloading}."
+    return text + (f" On one kind alone, nothing serves {only} more." if only else "")
+
+
+def _count(found: Sequence[Cell], name: str) -> str:
+    """How many cells gain, and between which outputs and prompts."""
+    paying = [cell for cell in found if (getattr(cell, name) or 0) > PAYS]
+    text = f"{len(paying)} of {len(found)} cells"
+    if not paying:
+        return text
+    lengths = (_span([getattr(cell.workload, part) for cell in paying]) for part in ("prompt", "output"))
+    return text + ", with prompts of {} tokens and outputs of {}".format(*lengths)
+
+
+def _best(what: str, found: Sequence[Cell], name: str) -> str:
+    compared = [cell for cell in found if getattr(cell, name) is not None]
+    if not compared:
+        return f"{what} cannot be compared in any cell"
+    best = max(compared, key=lambda cell: float(getattr(cell, name)))
+    gain = getattr(best, name)
+    how = " (simulated)" if best.simulated else ""
+    return f"{what}: cheaper in {_count(compared, name)}; at best {gain:+.0%}{how}, with {best.workload.name}"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.0f}", f"{max(values):.0f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
+    return min(found, key=lambda one: one.usd_per_request, default=None)
+
+
+def _seconds(found: Sequence[Capacity]) -> tuple[Capacity, ...]:
+    """The cheapest way of each system and degree of tensor parallelism, without the very cheapest."""
+    layouts: dict[tuple[Kind, int], Capacity] = {}
+    for one in sorted(found, key=lambda one: one.usd_per_request):
+        layouts.setdefault((one.way.kind, one.way.tensor_parallel), one)
+    ranked = list(layouts.values())
+    return tuple(one for one in ranked[1:] if one.usd_per_request <= NEAR * ranked[0].usd_per_request)[:SECONDS]
+
+
+def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:
+    return alone.usd_per_request / together.usd_per_request - 1 if alone and together else None
+
+
+def _coarse(way: Way) -> bool:
+    """Whether a map has this way: counts that are powers of two, two lengths of chunks, no rotation."""
+    counts = (way.compute_workers, way.memory_workers or 1)
+    if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):
+        return False
+    if way.kind is Kind.APART:
+        return True
+    return way.chunk in _CHUNKS and way.lanes <= _MOST_LANES * way.replicas

@@ -1,0 +1,137 @@
+"""Stores fits of the cost model: the package's in a text file, a user's own in SQLite with their samples.
+
+``fits.json`` in this directory comes with the package and is only read; ``python -m lamina.planning.profiling.fit``
+writes it. A kind without a fit of its own uses the first one in the file, with its own catalogue entry.
+
+A user's store has the tables ``fits`` (parameters as JSON, error summary, source of the samples) and ``samples``
+(measured and predicted times in whole nanoseconds).
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina.core.errors import ConfigError
+
+PACKAGED = Path(__file__).parent / "fits.json"
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS fits (
+    id INTEGER PRIMARY KEY, name TEXT, kind TEXT, source TEXT, parameters TEXT, median_error REAL, p95_error REAL,
+    UNIQUE (name, kind));
+CREATE TABLE IF NOT EXISTS samples (
+    fit INTEGER REFERENCES fits (id), operator TEXT, size INTEGER, devices INTEGER,
+    measured_ns INTEGER, predicted_ns INTEGER);
+"""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One measurement and its prediction. ``size`` is in token rows, or in bytes for transfers."""
+
+    operator: str
+    size: int
+    devices: int
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        """Relative error: predicted / measured - 1."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Fitted parameters of one part of the cost model, with the errors on the samples."""
+
+    name: str
+    kind: str
+    source: str
+    parameters: Mapping[str, Any]
+    median_error: float
+    p95_error: float
+
+
+def packaged_fit(name: str, kind: str = "") -> Fit:
+    """The package's fit of a part of the cost model for ``kind``, else its first fit for another kind."""
+    fits = [fit for stored in json.loads(PACKAGED.read_text()) if (fit := Fit(**stored)).name == name]
+    return next((fit for fit in fits if fit.kind == kind), fits[0])
+
+
+def write_fits(fits: Iterable[Fit], file: Path) -> None:
+    """Write fits to a JSON file in the package's format."""
+    file.write_text(json.dumps([asdict(fit) for fit in fits], indent=2) + "\n")
+
+
+class ProfileStore:
+    """A user's fits and their samples in one SQLite file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @classmethod
+    def beside(cls, hardware: Path | None) -> "ProfileStore | None":
+        """The store that ``lamina plan --measure`` wrote next to a hardware file; None if it does not exist."""
+        store = cls(hardware.with_suffix(".sqlite")) if hardware else None
+        return store if store and store.file.is_file() else None
+
+    def fit(self, name: str, kind: str) -> Fit | None:
+        """The fit called ``name`` for ``kind``, None if the store has none.
+
+        Raises:
+            ConfigError: the file does not exist or is not a profile store.
+        """
+        query = "SELECT name, kind, source, parameters, median_error, p95_error FROM fits WHERE name = ? AND kind = ?"
+        rows = self._read(query, (name, kind))
+        if not rows:
+            return None
+        stored = rows[0]
+        return Fit(stored[0], stored[1], stored[2], json.loads(stored[3]), stored[4], stored[5])
+
+    def samples(self, name: str, kind: str) -> list[Sample]:
+        """The samples of a fit, in the order they were written."""
+        query = (
+            "SELECT operator, size, devices, measured_ns, predicted_ns FROM samples "
+            "WHERE fit = (SELECT id FROM fits WHERE name = ? AND kind = ?) ORDER BY rowid"
+        )
+        return [Sample(row[0], row[1], row[2], row[3] / 1e9, row[4] / 1e9) for row in self._read(query, (name, kind))]
+
+    def write(self, fit: Fit, samples: Iterable[Sample]) -> None:
+        """Store a fit with its samples, replacing an earlier one of the same name and kind."""
+        with closing(sqlite3.connect(self.file)) as connection, connection:
+            connection.executescript(_SCHEMA)
+            same = "SELECT id FROM fits WHERE name = ? AND kind = ?"
+            connection.execute(f"DELETE FROM samples WHERE fit = ({same})", (fit.name, fit.kind))
+            connection.execute("DELETE FROM fits WHERE name = ? AND kind = ?", (fit.name, fit.kind))
+            written = connection.execute(
+                "INSERT INTO fits (name, kind, source, parameters, median_error, p95_error) VALUES (?, ?, ?, ?, ?, ?)",
+                (fit.name, fit.kind, fit.source, json.dumps(dict(fit.parameters)), fit.median_error, fit.p95_error),
+            )
+            connection.executemany(
+                "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)",
+                [
+                    (
+                        written.lastrowid,
+                        s.operator,
+                        s.size,
+                        s.devices,
+                        round(s.measured_s * 1e9),
+                        round(s.predicted_s * 1e9),
+                    )
+                    for s in samples
+                ],
+            )
+
+    def _read(self, query: str, values: tuple[str, ...]) -> list[tuple[Any, ...]]:
+        if not self.file.is_file():
+            raise ConfigError(f"the profile store {self.file} does not exist; create it with lamina plan --measure")
+        try:
+            with closing(sqlite3.connect(f"{self.file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+                return connection.execute(query, values).fetchall()
+        except sqlite3.DatabaseError as error:
+            raise ConfigError(f"{self.file} is not a profile store: {error}") from error

@@ -1,0 +1,273 @@
+"""Predicts the time of kernels from shapes: matrix products, attention, all-reduce."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lamina.core.types import DType
+from lamina.planning.plan.hardware import Hardware
+
+Floats = NDArray[np.float64]
+
+TILES = (
+    (256, 128),
+    (128, 256),
+    (128, 128),
+    (256, 64),
+    (64, 256),
+    (128, 64),
+    (64, 128),
+    (64, 64),
+)
+"""Rows x columns of the output that one processor computes at a time, as in kernels of cuBLAS and CUTLASS."""
+
+CUTS = (1, 2, 3)
+"""Parts of K that different processors compute (split-K); more than one only if every part gets its own processor."""
+
+_KERNELS = np.array([(*tile, cuts) for tile in TILES for cuts in CUTS], dtype=np.float64).T
+"""Rows, columns and cuts of every kernel."""
+
+DEPTH = 32
+"""A tile advances along K in steps of this many elements."""
+
+PARTIAL_BYTES = 4
+"""Bytes per element of a partial sum, in float32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmFit:
+    """Parameters that ``lamina.planning.profiling.fit`` fits to measured matrix products. Shares are of the catalogue's
+    peak.
+
+    Attributes:
+        share: reached share of a processor's FLOP/s while it works on a tile.
+        memory_share: reached share of the memory bandwidth.
+        activation_weight: bytes moved per byte of the two activation matrices.
+        overlap: exponent that combines compute and memory time; 1 adds them, infinity takes the larger.
+        quantisation: 1 if a partial last wave costs a whole one, 0 if it costs in proportion.
+        choice: exponent, above 1, of the mean over kernels; infinity takes the fastest.
+        launch_s: fixed time per kernel. tile_s: fixed time per wave of tiles.
+    """
+
+    share: float
+    memory_share: float
+    activation_weight: float
+    overlap: float
+    quantisation: float
+    choice: float
+    launch_s: float
+    tile_s: float
+
+
+def gemm_seconds(
+    fit: GemmFit,
+    hardware: Hardware,
+    rows: ArrayLike,
+    columns: ArrayLike,
+    depth: ArrayLike,
+    dtype: DType,
+    fp8: bool = False,
+    weight_itemsize: float | None = None,
+) -> Floats:
+    """Seconds of the product of ``[rows, depth]`` activations and ``[depth, columns]`` weights, element by element.
+
+    Args:
+        rows, columns, depth: M, N and K; arrays that broadcast together.
+        weight_itemsize: bytes of a weight; None: those of ``dtype``, or 1 with ``fp8``.
+        fp8: weights take a byte, and so do the activations where the hardware multiplies 8-bit floats; elsewhere
+            weights are converted on the way to its processors. Outputs have ``dtype``.
+    """
+    m, n, k = np.broadcast_arrays(*(np.asarray(size, dtype=np.float64) for size in (rows, columns, depth)))
+    stored = weight_itemsize or (1 if fp8 else dtype.itemsize)
+    times = _kernel_seconds(fit, hardware, m, n, k, dtype, fp8, stored)
+    fastest = times.min(axis=0)
+    ratios = fastest / times
+    return np.asarray(fastest * (ratios ** (fit.choice - 1)).sum(axis=0) / (ratios**fit.choice).sum(axis=0))
+
+
+def _kernel_seconds(
+    fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, fp8: bool, weight: float
+) -> Floats:
+    """Seconds of every kernel, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where the library would not split K."""
+    processors = hardware.processors
+    rows, columns, cuts = (size.reshape(-1, *[1] * m.ndim) for size in _KERNELS)
+    tiles = np.ceil(m / rows) * np.ceil(n / columns) * cuts
+    waves = np.where(
+        tiles <= processors,
+        1.0,
+        fit.quantisation * np.ceil(tiles / processors) + (1 - fit.quantisation) * tiles / processors,
+    )
+    products = rows * columns * np.ceil(k / cuts / DEPTH) * DEPTH
+    native = fp8 and hardware.fp8_flops > 0
+    peak = hardware.fp8_flops if native else hardware.flops[dtype]
+    entry = 1 if native else dtype.itemsize
+    compute = waves * (2 * products / (peak / processors * fit.share) + fit.tile_s)
+    moved = n * k * weight + fit.activation_weight * (m * k * entry + m * n * dtype.itemsize)
+    partials = np.where(cuts > 1, 2 * PARTIAL_BYTES * cuts * m * n, 0.0)  # written and read again
+    memory = (moved + partials) / (hardware.memory_bytes_s * fit.memory_share)
+    seconds = _joined(fit.overlap, compute, memory) + fit.launch_s
+    return np.where((tiles <= processors) | (cuts == 1), seconds, np.inf)
+
+
+def _joined(exponent: float, *seconds: Floats) -> Floats:
+    """The smooth maximum ``(a^p + b^p + ...)^(1/p)``, scaled so that it neither overflows nor vanishes."""
+    largest = np.maximum.reduce(seconds)
+    return np.asarray(largest * sum((part / largest) ** exponent for part in seconds) ** (1 / exponent))
+
+
+TILE = 128
+"""Rows of a chunk that one processor attends with at a time."""
+
+CACHE_STEEPNESS = 4
+"""How fast the share of reads that the last-level cache serves falls once KV outgrows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeAttentionFit:
+    """Parameters of attention that reads each sequence's keys and values once, for one new token.
+
+    Attributes:
+        fixed_s: launch, and the sum of the parts of a sequence.
+        ramp_cycles: time, in clock cycles, that a long enough kernel loses to filling the memory system.
+        unit_cycles: cycles of one processor for one KV head of one sequence, whatever its length.
+        overlap: exponent that combines reading and that work; 1 adds them, infinity takes the larger.
+        cached_gain: how much faster KV that fits the last-level cache is read, less one.
+        memory_share: reached share of the memory bandwidth; published, not fitted.
+    """
+
+    fixed_s: float
+    ramp_cycles: float
+    unit_cycles: float
+    overlap: float
+    cached_gain: float
+    memory_share: float
+
+    def seconds(self, hardware: Hardware, nbytes: ArrayLike, units: ArrayLike) -> Floats:
+        """Seconds of one kernel that reads ``nbytes`` of keys and values of ``units`` (sequences x KV heads)."""
+        read, count = np.asarray(nbytes, dtype=np.float64), np.asarray(units, dtype=np.float64)
+        served = np.minimum(1.0, (hardware.cache_bytes / np.maximum(read, 1.0)) ** CACHE_STEEPNESS)
+        memory = read / (self.memory_share * hardware.memory_bytes_s)
+        memory = memory * (1 - served * (1 - 1 / (1 + self.cached_gain)))
+        work = count * self.unit_cycles / (hardware.processors * hardware.clock_hz)
+        largest = np.maximum(np.maximum(memory, work), 1e-12)
+        busy = largest * ((memory / largest) ** self.overlap + (work / largest) ** self.overlap) ** (1 / self.overlap)
+        ramp = max(self.ramp_s(hardware), 1e-12)
+        return np.asarray((self.fixed_s + busy + ramp * (1 - np.exp(-busy / ramp))) * (count > 0))
+
+    def ramp_s(self, hardware: Hardware) -> float:
+        """Seconds that a kernel much longer than this loses at its ends."""
+        return self.ramp_cycles / hardware.clock_hz
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillAttentionFit:
+    """Parameters of causal attention of a chunk of a prompt.
+
+    Attributes:
+        fixed_s: launch. share: reached share of peak FLOP/s.
+        tail: share of a tile's time by which the processors' last tiles end one after another.
+        memory_share: reached share of the memory bandwidth; published, not fitted.
+    """
+
+    fixed_s: float
+    share: float
+    tail: float
+    memory_share: float
+
+    def seconds(
+        self,
+        hardware: Hardware,
+        dtype: DType,
+        chunk: ArrayLike,
+        prefix: ArrayLike,
+        query_heads: ArrayLike,
+        kv_heads: ArrayLike,
+        head_size: int,
+        batch: ArrayLike = 1,
+    ) -> Floats:
+        """Seconds of ``batch`` chunks, each after ``prefix`` cached tokens. No file has times with a prefix: keys of
+        the prefix are taken to be divided evenly over the processors."""
+        own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
+        queries, kept, many = (np.asarray(part, dtype=np.float64) for part in (query_heads, kv_heads, batch))
+        rows = np.ceil(own / TILE) * TILE
+        rate = self.share * hardware.flops[dtype]
+        flops = 4 * many * queries * head_size * rows * (before + (rows + TILE) / 2)
+        moved = 2 * many * head_size * (queries * own + kept * (own + before)) * dtype.itemsize
+        last_tile = 4 * TILE * head_size * own / (rate / hardware.processors)
+        return np.asarray(
+            self.fixed_s + flops / rate + moved / (self.memory_share * hardware.memory_bytes_s) + self.tail * last_tile
+        )
+
+    def prefix_seconds(
+        self,
+        hardware: Hardware,
+        dtype: DType,
+        chunk: ArrayLike,
+        prefix: ArrayLike,
+        query_heads: float,
+        kv_heads: float,
+        head_size: int,
+    ) -> Floats:
+        """Seconds of a chunk's attention to ``prefix`` cached tokens alone, by kernels that divide the prefix over the
+        processors and pack the query heads of a KV head into one tile, as ``lamina.kernels.gpu`` does."""
+        own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
+        packed = kv_heads * np.ceil(own * query_heads / kv_heads / TILE) * TILE
+        flops = 4 * packed * head_size * before
+        moved = 2 * head_size * kv_heads * before * dtype.itemsize
+        memory = moved / (self.memory_share * hardware.memory_bytes_s)
+        return np.asarray(flops / (self.share * hardware.flops[dtype]) + memory)
+
+
+CUSTOM_BYTES, CUSTOM_DEVICES = 8 * 2**20, 8
+"""vLLM leaves all-reduces of fewer bytes to its own kernel, on up to so many devices: its defaults, as on the A100 that
+was measured. On Hopper, another kernel takes over from smaller sizes on, which was not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingFit:
+    """NCCL's ring, whose volume is 2 (n - 1) / n of the bytes:
+
+        latency_s + (n - 1) hop_s + volume / (link_share link (2 / n)^sharing) + ramp_s (1 - exp(-volume / ramp_bytes))
+
+    Attributes:
+        sharing: 0 where every device has a link of its own (NVLink), more where all cross one bus (PCIe).
+        ramp_s, ramp_bytes: what a long transfer loses to the protocol of long transfers, and from what volume on.
+    """
+
+    latency_s: float
+    hop_s: float
+    link_share: float
+    ramp_s: float
+    ramp_bytes: float
+    sharing: float
+
+    def seconds(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
+        """Seconds of summing ``nbytes`` over ``devices``."""
+        volume = 2 * (devices - 1) / devices * np.asarray(nbytes, dtype=np.float64)
+        rate = self.link_share * link_bytes_s * (2 / devices) ** self.sharing
+        ramp = self.ramp_s * (1 - np.exp(-volume / self.ramp_bytes))
+        return np.asarray(self.latency_s + (devices - 1) * self.hop_s + volume / rate + ramp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerReadFit:
+    """vLLM's kernel: every device reads all others' data at once, or, in two phases, a share each:
+
+        latency_s + (n - 1) hop_s + min((n - 1) bytes / rate, 2 (n - 1) / n bytes / rate + phase_s)
+
+    with rate = link_share link, and phase_s the synchronisation between the phases.
+    """
+
+    latency_s: float
+    hop_s: float
+    link_share: float
+    phase_s: float
+
+    def seconds(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
+        """Seconds of summing ``nbytes`` over ``devices``; infinite where vLLM does not use this kernel."""
+        sizes, rate = np.asarray(nbytes, dtype=np.float64), self.link_share * link_bytes_s
+        once = (devices - 1) * sizes / rate
+        twice = 2 * (devices - 1) / devices * sizes / rate + self.phase_s
+        found = self.latency_s + (devices - 1) * self.hop_s + np.minimum(once, twice)
+        return np.where((sizes < CUSTOM_BYTES) & (devices <= CUSTOM_DEVICES), found, np.inf)

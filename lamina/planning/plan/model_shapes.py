@@ -1,0 +1,277 @@
+"""Finds the shape of a model for the cost model, from a config.json or by the name of one of the papers' models.
+
+``experts`` reads mixtures of experts.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lamina.core.errors import ModelError, UnsupportedModelError
+from lamina.core.types import DType, KvCacheDType, KvElement
+from lamina.models.directory import CONFIG, max_model_len, read_json
+from lamina.models.quantisation.formats import scheme
+from lamina.planning.plan.experts import COUNTS, Experts
+
+WeightDType = Literal["auto", "fp8", "int8", "int4"]
+"""Element type of the layers' matrices; auto is the model's own. Embeddings keep that in any case."""
+
+_WEIGHT_BYTES: dict[WeightDType, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 8 / 128}
+"""Of a weight; in int4 with a scale and a zero point of 4 bytes for each 128."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only transformer, dense or with a mixture of experts.
+
+    Attributes:
+        hidden: d. intermediate: width of the feed-forward network. gated: whether that has a third matrix.
+        layers: L. query_heads, kv_heads: G = query_heads / kv_heads query heads share one KV head.
+        head_size: of q, k and v. max_tokens: the longest sequence, or None where the config does not say.
+        kv_cache_dtype: element type of cached K and V; messages have ``dtype``. weight_dtype: of the layers' weights.
+        experts: of the layers that have them instead of one feed-forward network; None: a dense model.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    gated: bool = True
+    tied_embeddings: bool = False
+    dtype: DType = DType.BFLOAT16
+    max_tokens: int | None = None
+    kv_cache_dtype: KvCacheDType = "auto"
+    weight_dtype: WeightDType = "auto"
+    experts: Experts | None = None
+
+    def stored_as(self, kv_cache_dtype: KvCacheDType, weight_dtype: WeightDType) -> "ModelShape":
+        """The model with K and V, and weights, of other types; auto leaves them as they are."""
+        kept = weight_dtype if self.weight_dtype == "auto" else self.weight_dtype
+        return replace(self, kv_cache_dtype=kv_cache_dtype, weight_dtype=kept)
+
+    @property
+    def group(self) -> int:
+        """G: query heads that share one key/value head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the layers' weights are 8-bit floats, which some hardware multiplies as they are."""
+        return self.weight_dtype == "fp8"
+
+    @property
+    def weight_itemsize(self) -> float:
+        """Bytes of one of the layers' weights."""
+        return _WEIGHT_BYTES.get(self.weight_dtype, float(self.dtype.itemsize))
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrices; the mean, if not all layers have experts."""
+        attention = self.hidden * self.head_size * 2 * (self.query_heads + self.kv_heads)
+        matrices, width = 3 if self.gated else 2, float(self.intermediate)
+        if self.experts is not None:
+            sparse = self.experts.layers / self.layers
+            width = (1 - sparse) * width + sparse * self.experts.width
+        return attention + round(self.hidden * width * matrices)
+
+    @property
+    def parameters(self) -> int:
+        """All weights except norms, biases and routers, which are below 0.1%."""
+        return self.layers * self.layer_parameters + self._embeddings
+
+    @property
+    def _embeddings(self) -> int:
+        return self.vocabulary * self.hidden * (1 if self.tied_embeddings else 2)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of one replica."""
+        layers = round(self.layers * self.layer_parameters * self.weight_itemsize)
+        return layers + self._embeddings * self.dtype.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of cached keys and values of one token in all layers, with the scales of codes."""
+        return 2 * self.kv_heads * self.kv_element.row_nbytes(self.head_size) * self.layers
+
+    @property
+    def kv_element(self) -> KvElement:
+        """How K and V are cached."""
+        return KvElement.of(self.kv_cache_dtype, self.dtype)
+
+
+def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> ModelShape:
+    values = {"kv_heads": heads, "vocabulary": 32000, "max_tokens": 2048, "head_size": hidden // heads, **others}
+    return ModelShape(
+        name=name,
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        query_heads=heads,
+        **values,
+    )
+
+
+def _experts(count: int, active: int, intermediate: int, layers: int) -> Experts:
+    return Experts(count=count, active=active, intermediate=intermediate, layers=layers)
+
+
+KNOWN = {
+    shape.name.lower(): shape
+    for shape in (
+        _llama("LLaMA-7B", 32, 4096, 11008, 32),
+        _llama("LLaMA-13B", 40, 5120, 13824, 40),
+        _llama("LLaMA-33B", 60, 6656, 17920, 52),
+        _llama("LLaMA-65B", 80, 8192, 22016, 64),
+        _llama("Llama-2-7B", 32, 4096, 11008, 32, max_tokens=4096),
+        _llama("Llama-2-13B", 40, 5120, 13824, 40, max_tokens=4096),
+        _llama("Llama-2-70B", 80, 8192, 28672, 64, kv_heads=8, max_tokens=4096),
+        _llama("Llama-3-8B", 32, 4096, 14336, 32, kv_heads=8, vocabulary=128256, max_tokens=8192),
+        _llama("Llama-3-70B", 80, 8192, 28672, 64, kv_heads=8, vocabulary=128256, max_tokens=8192),
+        _llama("Mixtral-8x7B", 32, 4096, 14336, 32, kv_heads=8, max_tokens=32768, experts=_experts(8, 2, 14336, 32)),
+        _llama(
+            "Qwen3-30B-A3B",
+            48,
+            2048,
+            6144,
+            32,
+            kv_heads=4,
+            head_size=128,
+            vocabulary=151936,
+            max_tokens=40960,
+            experts=_experts(128, 8, 768, 48),
+        ),
+        _llama("InternLM-20B", 60, 5120, 13824, 40, vocabulary=103168, max_tokens=4096),
+    )
+}
+"""The papers' models and two mixtures of experts, from their published configs; lower-case name -> shape."""
+
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "query_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "vocabulary": ("vocab_size",),
+}
+_NOT_GATED = {
+    *("gpt2", "gpt_neo", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom"),
+    *("mpt", "falcon", "phi", "starcoder2", "nemotron", "arcee", "apertus", "persimmon", "codegen"),
+}
+_REFUSED = {
+    "kv_lora_rank": "latent attention (MLA)",
+    "mamba_d_state": "layers with a state of their own",
+    "state_size": "layers with a state of their own",
+}
+_ATTENTION = "attention"
+"""Suffix in ``layer_types`` of layers that keep K and V: full, sliding or chunked attention."""
+
+
+def find(model: str) -> ModelShape:
+    """The shape of a model directory, a config.json, or a name in ``KNOWN`` in any case.
+
+    Raises:
+        ModelError: the file or name does not exist, or the config lacks a size.
+        UnsupportedModelError: the cost model does not cover this architecture.
+    """
+    if model.lower() in KNOWN:
+        return KNOWN[model.lower()]
+    path = Path(model).expanduser()
+    file = path / CONFIG if path.is_dir() else path
+    if not file.is_file():
+        near = difflib.get_close_matches(model.lower(), KNOWN, n=2)
+        hint = f"; did you mean {' or '.join(KNOWN[name].name for name in near)}?" if near else "."
+        names = ", ".join(shape.name for shape in KNOWN.values())
+        raise ModelError(f"{model!r} is not a model directory, a config.json or a known name{hint} Known: {names}")
+    return from_config(file.parent.resolve().name if file.name == CONFIG else file.stem, read_json(file))
+
+
+def directory_to_launch(model: str) -> str:
+    """Return the directory of a model that was planned for, for ``lamina launch --model``.
+
+    Where only a name or a configuration is known, it is a placeholder: PATH_TO_Llama-3-8B.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return model
+    if path.is_file() and path.name == CONFIG:
+        return str(path.parent)
+    return f"PATH_TO_{find(model).name}"
+
+
+def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a parsed config.json describes. Raises like ``find``."""
+    nested = config.get("text_config")
+    text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
+    weight_dtype = _require_covered(name, config, text)
+    sizes = {size: _integer(name, text, keys) for size, keys in _KEYS.items()}
+    hidden, heads = sizes["hidden"], sizes["query_heads"]
+    multi_query = bool(text.get("multi_query")) and not text.get("new_decoder_architecture")
+    kv_heads = 1 if multi_query else _first(text, ("num_key_value_heads", "num_kv_heads", "n_head_kv")) or heads
+    head_size = _first(text, ("head_dim",)) or hidden // heads
+    if heads % kv_heads or not head_size:
+        raise ModelError(
+            f"the config of {name} has {heads} query heads, {kv_heads} key/value heads and a hidden size of {hidden}; "
+            "query heads must be a multiple of key/value heads, and the head size at least 1"
+        )
+    return ModelShape(
+        name=name,
+        layers=sizes["layers"],
+        hidden=hidden,
+        query_heads=heads,
+        vocabulary=sizes["vocabulary"],
+        intermediate=_first(text, ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")) or 4 * hidden,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        gated=text.get("model_type") not in _NOT_GATED,
+        tied_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", True))),
+        dtype=_dtype(text, config),
+        max_tokens=max_model_len(config),
+        weight_dtype=weight_dtype,
+        experts=Experts.of(name, text, sizes["layers"]),
+    )
+
+
+def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> WeightDType:
+    """How the weights are stored. Raises UnsupportedModelError for what the cost model does not cover."""
+    stored = scheme(name, config)
+    nested = [value for value in text.values() if isinstance(value, dict)]
+    for inner in nested:
+        if any(inner.get(key) not in (None, 0, 1) for key in COUNTS):
+            raise UnsupportedModelError(f"{name} describes a mixture of experts in a part of its config, not on top")
+    parts: list[Mapping[str, Any]] = [text, *nested]
+    for part in parts:
+        for key, what in _REFUSED.items():
+            if part.get(key) not in (None, 0, 1):
+                raise UnsupportedModelError(
+                    f"{name} has {what} ({key} {part[key]}), which the cost model does not cover"
+                )
+    kinds = text.get("layer_types")
+    for kind in kinds if isinstance(kinds, list) else ():
+        if not str(kind).endswith(_ATTENTION) or str(kind).startswith("linear"):
+            raise UnsupportedModelError(
+                f"{name} has layers of type {kind}; the cost model covers layers with K and V only"
+            )
+    if stored is None:
+        return "auto"
+    return "int4" if stored.bits == 4 else "fp8" if stored.floats else "int8"
+
+
+def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
+    value = _first(config, keys)
+    if value is None:
+        raise ModelError(f"the config of {name} has none of {', '.join(keys)}; give the model's own config.json")
+    return value
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int) and config[key] > 0), None)
+
+
+def _dtype(*configs: Mapping[str, Any]) -> DType:
+    stated = next((c[key] for c in configs for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)), "")
+    return DType(stated) if stated in {dtype.value for dtype in DType} else DType.BFLOAT16

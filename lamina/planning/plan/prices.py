@@ -1,0 +1,175 @@
+"""What an hour of each kind of hardware costs in one market, with the source and date of every price.
+
+A plan is priced in one market: a file of ``markets`` beside this module, by its name, or a user's file of that form.
+A market either rents (``usd_per_hour`` of a kind) or sells (``usd``, spread over ``years``, with the electricity at
+``usd_per_kwh`` for the board power in the hardware catalogue). A kind without a price is refused by name: prices of two
+markets are never added.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lamina.core.errors import ConfigError
+from lamina.planning.plan.hardware import ALIASES, Hardware
+
+MARKETS = Path(__file__).parent / "markets"
+DEFAULT = "own"
+HOURS_PER_YEAR = 365 * 24
+
+_OF_MARKET = ("market", "includes", "years", "usd_per_kwh", "network_usd", "network", "kinds")
+_OF_KIND = ("usd", "usd_per_hour", "source", "date")
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars of one device, per hour where the market rents; where the price is from, and its date as text."""
+
+    usd: float
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """One market.
+
+    Attributes:
+        name: as given to ``load``. market, includes: what it is and what its prices cover, for display.
+        entries: price by kind.
+        years: over which a purchase is spread; None where the market rents.
+        usd_per_kwh: of electricity, where the market sells.
+        network_usd: the network of one worker of pools that exchange data, where the market sells. network: what that
+            is, and where its price is from.
+    """
+
+    name: str
+    entries: Mapping[str, Price]
+    market: str = ""
+    includes: str = ""
+    years: float | None = None
+    usd_per_kwh: float = 0.0
+    network_usd: float = 0.0
+    network: str = ""
+
+    def has(self, kind: str) -> bool:
+        """Whether the market has a price for a kind."""
+        return kind in self.entries
+
+    def usd_per_hour(self, hardware: Hardware, networked: bool = False) -> float:
+        """Cost of an hour of one device, with its share of the network if ``networked``.
+
+        Raises:
+            ConfigError: the market has no price for it; says which have one.
+        """
+        self.require([hardware.kind])
+        usd = self.entries[hardware.kind].usd
+        if self.years is None:
+            return usd
+        bought = usd + (self.network_usd if networked else 0.0)
+        return bought / (self.years * HOURS_PER_YEAR) + hardware.watts / 1000 * self.usd_per_kwh
+
+    def require(self, kinds: Iterable[str]) -> None:
+        """Raise ConfigError if a kind has no price; the error names the markets that price all of them."""
+        kinds = list(dict.fromkeys(kinds))
+        missing = [kind for kind in kinds if kind not in self.entries]
+        if not missing:
+            return
+        others = [f"--prices {name}" for name in names() if all(map(load(name).has, kinds))]
+        remedy = (
+            f"Give {' or '.join(others)}, which price{'s' * (len(others) == 1)} {' and '.join(kinds)}"
+            if others
+            else f"No market of the package prices {' and '.join(kinds)}; {self.name} has {', '.join(self.entries)}. "
+            "Name other hardware"
+        )
+        raise ConfigError(
+            f"the market {self.name} has no price for {' and '.join(missing)}, and prices of two markets are not "
+            f"mixed. {remedy}, or give --prices FILE with usd_per_hour, source and date in [kinds.KIND] for each of "
+            "them"
+        )
+
+    def describe(self, kinds: Iterable[str]) -> str:
+        """The market, and the price of each kind with source and date."""
+        unit = "/h" if self.years is None else f" over {self.years:g} years, ${self.usd_per_kwh:g}/kWh"
+        listed = "; ".join(
+            f"{kind} ${price.usd:,.2f}{unit} ({price.source}; {price.date})"
+            for kind in dict.fromkeys(kinds)
+            if (price := self.entries.get(kind))
+        )
+        network = f"; ${self.network_usd:,.0f} of network for each worker of two pools" if self.network_usd else ""
+        network += f" ({self.network})" if network and self.network else ""
+        return f"{self.name} ({self.market}; included: {self.includes}{network}): {listed}"
+
+
+UNPRICED = Prices(name="none", entries={})
+"""A market without prices, for questions that money has no part in."""
+
+
+def names() -> list[str]:
+    """The package's markets."""
+    return sorted(file.stem for file in MARKETS.glob("*.toml"))
+
+
+def load(text: str = DEFAULT) -> Prices:
+    """The market called ``text``, or that of the TOML file ``text``.
+
+    Raises:
+        ConfigError: there is no such market or file, or the file has a missing, unknown or out-of-range value.
+    """
+    file = MARKETS / f"{text}.toml" if text in names() else Path(text).expanduser()
+    try:
+        table = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"{text!r} is not a market ({', '.join(names())}) and, as a file, cannot be read: {error.strerror}"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the prices {file} are not TOML: {error}") from error
+    return _market(text if file.parent == MARKETS else file.stem, table, file)
+
+
+def _market(name: str, table: Mapping[str, Any], file: Path) -> Prices:
+    _check_keys(table, _OF_MARKET, f"{file}")
+    kinds = table.get("kinds")
+    if not isinstance(kinds, dict) or not kinds or not all(isinstance(entry, dict) for entry in kinds.values()):
+        raise ConfigError(f"{file} has no prices; give tables such as [kinds.h100] with usd_per_hour, source and date")
+    sells = {"usd" in entry for entry in kinds.values()}
+    if len(sells) == 2:
+        raise ConfigError(f"{file} has purchase prices (usd) and rents (usd_per_hour); give each in a file of its own")
+    bought = sells == {True}
+    if bought != ("years" in table and "usd_per_kwh" in table):
+        raise ConfigError(f"{file}: purchase prices (usd) need years and usd_per_kwh, and rents have neither")
+    return Prices(
+        name=name,
+        market=str(table.get("market", name)),
+        includes=str(table.get("includes", "what the file does not say")),
+        entries={ALIASES.get(kind.lower(), kind.lower()): _price(kind, entry, file) for kind, entry in kinds.items()},
+        years=_number(table, "years", f"{file}", least=0.1) if bought else None,
+        usd_per_kwh=_number(table, "usd_per_kwh", f"{file}") if bought else 0.0,
+        network_usd=_number(table, "network_usd", f"{file}") if "network_usd" in table else 0.0,
+        network=str(table.get("network", "")),
+    )
+
+
+def _price(kind: str, entry: Mapping[str, Any], file: Path) -> Price:
+    where = f"{file}: [kinds.{kind}]"
+    _check_keys(entry, _OF_KIND, where)
+    if missing := [name for name in ("source", "date") if not entry.get(name)]:
+        raise ConfigError(f"{where} lacks {' and '.join(missing)}: every price says where and when it is from")
+    return Price(
+        _number(entry, "usd" if "usd" in entry else "usd_per_hour", where), str(entry["source"]), str(entry["date"])
+    )
+
+
+def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
+    if unknown := [name for name in table if name not in known]:
+        raise ConfigError(f"{where} has the unknown key {unknown[0]!r}; known: {', '.join(known)}")
+
+
+def _number(table: Mapping[str, Any], name: str, where: str, least: float = 0.0) -> float:
+    value = table.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < 1e9:
+        raise ConfigError(f"{where} {name} is {value!r}; give a number of at least {least:g}")
+    return float(value)

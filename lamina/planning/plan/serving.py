@@ -1,0 +1,284 @@
+"""Ranks ways to serve whole requests, prompts and decoding together, by a closed form.
+
+In a steady state with b decoding sequences in a batch, every step generates b tokens, and per generated token P / O
+prompt tokens arrive that must be computed (P, O: means of both; what a prefix cache finds is not in P). Chunks come in
+steps of their own size c; a share f = b P / (O c) of the steps has one. With T0 and T1 the seconds of a step without
+and with a chunk,
+
+    requests per second = batches b / (O ((1 - f) T0 + f T1))
+
+at the largest b for which KV has room, and the 99th percentiles of a step and of the time to a first token are within
+the SLOs. Prompts wait for chunks as in a queue that is busy for the share f (``_Prompts``).
+``lamina.planning.simulate.trial`` measures the best few.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from lamina.kv.placement import AHEAD, WATERMARK
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.kernel_times import Floats
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.offloaded import OffloadedSteps
+from lamina.planning.plan.planner import MOST_ROWS
+from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.prompts import PERCENTILE, Prompts
+from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
+from lamina.planning.plan.workload import Workload
+
+MARGIN = 0.9
+"""Share of the SLO on TBT that a step of the mean batch may take: batches and lengths vary."""
+
+SEATED = 0.97
+"""The same for workers that only decode: ``Capacity.seats`` bounds their batch, and only lengths vary."""
+
+POINTS = 80
+"""Batches to try. Near the SLOs, a fraction of a sequence more counts: batches are means."""
+
+LEAST_LOAD = 0.1
+"""Share of what workers that prefill could do at which prompts are tried: workers that may do less keep no SLO."""
+
+_EVERY_ROW = np.arange(1.0, 2 * MOST_ROWS + 1)
+
+
+class Server:
+    """Evaluates ways for one model and workload. Times of slices and of prompts are kept by kind and TP."""
+
+    def __init__(
+        self, shape: ModelShape, workload: Workload, models: Mapping[str, CostModel], prices: Prices, slo: Slo
+    ) -> None:
+        self.shape = shape
+        self.workload = workload
+        self.models = models
+        self.prices = prices
+        self.slo = slo
+        self._prompts = Prompts(workload)
+        self._passes: dict[tuple[str, int], Floats] = {}
+
+    def serving(self, workload: Workload) -> "Server":
+        """The same for another workload; both keep the times of slices, which do not depend on it, together."""
+        other = Server(self.shape, workload, self.models, self.prices, self.slo)
+        other._passes = self._passes
+        return other
+
+    def evaluate(self, way: Way) -> Capacity | None:
+        """The capacity of a way; None if weights, the longest request, an SLO or the budget rule it out."""
+        usd = sum(way.usd_per_hour(self.prices))
+        if self.slo.usd_per_hour is not None and usd > self.slo.usd_per_hour + 1e-6:
+            return None
+        if self.unfit(way) is not None:
+            return None
+        if way.kind is Kind.OFFLOADED:
+            return self._two_pools(way)
+        return self._apart(way) if way.kind is Kind.APART else self._one_pool(way)
+
+    def unfit(self, way: Way) -> str | None:
+        """Why the weights or the longest request of the workload do not fit; None if they do."""
+        shape, longest = self.shape, self.workload.longest
+        degree = way.tensor_parallel
+        holders = [way.compute] if way.kind is not Kind.APART or way.memory is None else [way.compute, way.memory]
+        for kind in holders:
+            if not self.models[kind.kind].weights_fit(degree):
+                held = degree * self.models[kind.kind].usable_bytes / 1e9
+                return f"{shape.weight_bytes / 1e9:.0f} GB of weights do not fit {degree} {kind.kind} ({held:.0f} GB)"
+        if way.kind is Kind.OFFLOADED:
+            assert way.memory is not None
+            room = self.models[way.memory.kind].kv_tokens * way.memory_workers
+            if longest > room:
+                return f"the longest request has {longest} tokens; {way.memory_workers} {way.memory.kind} hold {room}"
+            return None
+        for kind in holders:
+            room = int(0.98 * self._free(kind, degree))
+            if longest > room:
+                return f"the longest request has {longest} tokens; {degree} {kind.kind} hold {room} beside the weights"
+        return None
+
+    def _free(self, kind: Hardware, degree: int) -> float:
+        """Tokens of KV that fit beside the weights of one copy."""
+        free = degree * self.models[kind.kind].usable_bytes - self.shape.weight_bytes
+        return free / self.shape.kv_bytes_per_token
+
+    # -- the three systems ---------------------------------------------------------------------------------------
+
+    def _two_pools(self, way: Way) -> Capacity | None:
+        assert way.memory is not None
+        compute, memory = self.models[way.compute.kind], self.models[way.memory.kind]
+        workers, lanes, degree = way.memory_workers, way.lanes, way.tensor_parallel
+        # Requests are admitted with room for the tokens that they have, and slots left for all to grow. A sequence
+        # whose worker is full goes on elsewhere, so that the pool is one.
+        room = (1 - WATERMARK) * memory.kv_tokens * workers
+        rows, found = self._rows(room, lanes, way.chunk, copies=workers, ahead=AHEAD)
+        if not len(rows):
+            return None
+        chunk, share = self._chunks(rows, way.chunk, found)
+        attends = self._prompts.attention(compute, memory, way, found)
+        live, dense = self.workload.live, self._pass(compute, degree, rows)
+        model = OffloadedSteps(
+            way=way,
+            compute=compute,
+            memory=memory,
+            rows=rows,
+            live=live,
+            parts=min(workers, math.ceil(live / (way.segment or memory.kv_tokens))),
+            dense_s=dense,
+            attends=attends,
+        )
+        added = self._pass(compute, degree, rows + chunk) + chunk * attends.own_s - dense
+        times = model.steps(chunk, share, added)
+        average = times.average
+        prompts = share * added / (dense + share * added)
+        busy = model.together / model.replicas * (dense + share * added) / average
+        memory_busy = lanes * (model.attention_s + share * chunk * attends.prefix_load_s / workers) / average
+        waiting = np.minimum(share * times.with_chunk / average, 1.0)
+        first = self._prompts.first_token_s(chunk, found, waiting, times.with_chunk, times.longest, lanes)
+        steps = _Steps(times.plain, times.longest, average, first)
+        return self._best(way, rows * lanes, share, steps, found, prompts, busy, memory_busy)
+
+    def _one_pool(self, way: Way) -> Capacity | None:
+        model, degree = self.models[way.compute.kind], way.tensor_parallel
+        local = way.kind is Kind.LOCAL  # Lamina keeps slots free for sequences to grow; vLLM preempts
+        room = (1 - WATERMARK if local else 1) * self._free(way.compute, degree)
+        rows, found = self._rows(room, 1, way.chunk, ahead=AHEAD if local else 0)
+        if not len(rows):
+            return None
+        chunk, share = self._chunks(rows, way.chunk, found)
+        attends = self._prompts.attention(model, model, way, found)
+        plain = self._group_step(model, degree, rows)
+        attention = plain - self._pass(model, degree, rows)
+
+        def with_chunk(tokens: Floats, token_s: Floats) -> Floats:
+            return np.asarray(self._pass(model, degree, rows + tokens) + attention + tokens * token_s)
+
+        mixed = with_chunk(chunk, attends.own_s)
+        average = (1 - share) * plain + share * mixed
+        prompts = share * (mixed - plain) / average
+        late = with_chunk(way.chunk - rows, attends.late_own_s)
+        longest = np.where(share < 1 - PERCENTILE, plain, late)
+        ones = np.ones_like(rows)
+        waiting = np.minimum(share * mixed / average, 1.0)
+        first = self._prompts.first_token_s(chunk, found, waiting, mixed, longest, way.replicas)
+        steps = _Steps(plain, longest, average, first)
+        return self._best(way, rows * way.replicas, share, steps, found, prompts, ones, ones)
+
+    def _apart(self, way: Way) -> Capacity | None:
+        assert way.memory is not None
+        degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
+        prefill, decode = self.models[way.compute.kind], self.models[way.memory.kind]
+        rows, _ = self._rows(self._free(way.memory, degree), 1, 2 * MOST_ROWS, copies=0)  # of what is sent, all is kept
+        if not len(rows):
+            return None
+        steps = self._group_step(decode, degree, rows)
+        within = steps <= SEATED * self.slo.tbt_s
+        rates = np.where(within, groups * rows / (self.workload.output * steps), 0.0)
+        most = rates.max()
+        if not most:
+            return None
+        # Prompts are cached where they are computed, and nothing else is kept there.
+        room = way.replicas * self._free(way.compute, degree)
+        found = float(self.workload.reuse.found(np.array([room]), np.array([rows.max() * groups]))[0])
+        found = min(found, self.workload.prompt - 1)
+        limit, first_s = self._prompts.whole(prefill, degree, way.replicas, way.chunk, found)
+        loads = np.linspace(LEAST_LOAD, 1.0, 46)
+        kept = loads[first_s(loads) <= self.slo.ttft_s]
+        if not len(kept):
+            return None
+        rate = min(limit * float(kept[-1]), float(most))
+        # The smallest batch that draws as many tokens: it is what the rate leads to.
+        best = int(np.argmax(rates >= rate - 1e-12)) if rate < most else int(rates.argmax())
+        usd = way.usd_per_hour(self.prices)
+        return Capacity(
+            way=way,
+            requests_s=rate,
+            batch=max(1, round(float(rows[best]) * groups)),
+            step_s=float(steps[best]),
+            chunk_step_s=float(steps[best]),
+            prompt_share=1.0,
+            compute_busy=rate / limit,
+            memory_busy=rate / float(most),
+            usd_per_hour=sum(usd),
+            prompt_usd=usd[0] / sum(usd),
+            found=found,
+            seats=max(1, int(rows[within].max())),
+        )
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _best(
+        self,
+        way: Way,
+        sequences: Floats,
+        share: Floats,
+        steps: "_Steps",
+        found: Floats,
+        prompts: Floats,
+        busy: Floats,
+        memory_busy: Floats,
+    ) -> Capacity | None:
+        """The batch of the highest rate within the SLOs."""
+        allowed = (share <= 1) & (steps.longest <= MARGIN * self.slo.tbt_s) & (steps.first <= self.slo.ttft_s)
+        rates = np.where(allowed, sequences / (self.workload.output * steps.average), 0.0)
+        best = int(rates.argmax())
+        if not rates[best]:
+            return None
+        compute_usd, memory_usd = way.usd_per_hour(self.prices)
+        return Capacity(
+            way=way,
+            requests_s=float(rates[best]),
+            batch=max(1, round(float(sequences[best]))),
+            step_s=float(steps.plain[best]),
+            chunk_step_s=float(steps.longest[best]),
+            prompt_share=float(prompts[best]),
+            compute_busy=float(busy[best]),
+            memory_busy=float(memory_busy[best]) if way.memory else 0.0,
+            usd_per_hour=compute_usd + memory_usd,
+            prompt_usd=float(prompts[best]) * compute_usd / (compute_usd + memory_usd),
+            found=float(found[best]),
+        )
+
+    def _rows(self, room: float, lanes: int, chunk: int, copies: int = 1, ahead: int = 0) -> tuple[Floats, Floats]:
+        """Decode rows of a batch to try, and the prompt tokens that a cache in the rest of ``room`` finds.
+
+        Args:
+            room: tokens of KV. lanes: batches that share it.
+            copies: of what all sequences have in common; 0: each has its own.
+            ahead: tokens kept free for each sequence.
+        """
+        reuse = self.workload.reuse
+        common = copies * reuse.shared
+        each = self.workload.live - (reuse.shared if copies else 0) + ahead
+        most = min((room - common) / each / lanes, chunk - 1, MOST_ROWS)
+        if most * lanes < 1:
+            return np.zeros(0), np.zeros(0)
+        full = np.arange(128, most, 128)  # these fill the tiles of matrix products
+        rows = np.union1d(np.geomspace(min(most, 0.25), most, POINTS), full)
+        left = room - common - rows * lanes * each
+        return rows, np.minimum(reuse.found(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
+
+    def _chunks(self, rows: Floats, chunk: int, found: Floats) -> tuple[Floats, Floats]:
+        """Prompt tokens of a step that has some, and the share of steps that do."""
+        size = chunk - rows  # near capacity, prompts wait and fill the step
+        return size, rows * (self.workload.prompt - found) / self.workload.output / size
+
+    def _group_step(self, model: CostModel, degree: int, rows: Floats) -> Floats:
+        attention = model.attention_seconds(rows * self.workload.live, rows, 1 / degree)
+        return np.asarray(self._pass(model, degree, rows) + self.shape.layers * attention)
+
+    def _pass(self, model: CostModel, degree: int, rows: Floats) -> Floats:
+        key = (model.hardware.kind, degree)
+        if key not in self._passes:
+            self._passes[key] = model.decode_seconds(_EVERY_ROW, degree)
+        return np.interp(rows, _EVERY_ROW, self._passes[key])
+
+
+@dataclass(frozen=True)
+class _Steps:
+    """Seconds by batch: of a step without a chunk, at PERCENTILE, on average; and to a first token at PERCENTILE."""
+
+    plain: Floats
+    longest: Floats
+    average: Floats
+    first: Floats

@@ -1,0 +1,241 @@
+"""Ways to serve a model on given devices, and what one of them can serve: the layouts that compete, and their names.
+
+Four systems compete: attention offloaded to a second pool (Lamina), Lamina with the KV in the memory of its compute
+workers, one pool with chunked prefill, and one or two pools with prefill and decoding apart. A ``Way`` is one layout of
+one of them.
+"""
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.planner import TENSOR_PARALLEL, Partition, Pools, layouts
+from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.workload import Workload
+
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)
+"""Rows of a step (max_num_batched_tokens) to try: more prompts at once, or shorter steps."""
+
+SEGMENT = 8192
+"""Tokens of one sequence on a memory worker (kv_tokens_per_worker) to try where requests are several times as long:
+memory workers then share the attention of a long sequence."""
+
+LONG = 4
+"""... so many times."""
+
+
+class Kind(enum.Enum):
+    """The systems that compete."""
+
+    OFFLOADED = "lamina"
+    LOCAL = "local"
+    ONE_POOL = "chunked-prefill"
+    APART = "disaggregated"
+
+    @property
+    def system(self) -> str:
+        """The simulator's name of it: Lamina serves from local memory too."""
+        return Kind.OFFLOADED.value if self is Kind.LOCAL else self.value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to serve.
+
+    Attributes:
+        kind: the system. chunk: rows of a step (max_num_batched_tokens).
+        compute, compute_workers: of the pool that holds weights and, with ``APART``, prefills.
+        memory, memory_workers: of the pool for attention or, with ``APART``, of the one that decodes; None, 0: no pool.
+        tensor_parallel: devices of one copy of the weights, in both pools. lanes: with ``OFFLOADED``; else 1.
+        segment: with ``OFFLOADED``, most tokens of a sequence on one memory worker, if several have room; None: any.
+    """
+
+    kind: Kind
+    chunk: int
+    compute: Hardware
+    compute_workers: int
+    memory: Hardware | None = None
+    memory_workers: int = 0
+    tensor_parallel: int = 1
+    lanes: int = 1
+    segment: int | None = None
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights in the compute pool."""
+        return self.compute_workers // self.tensor_parallel
+
+    @property
+    def rotates(self) -> bool:
+        """Whether lanes move from replica to replica, rather than each staying with one."""
+        return self.kind is Kind.OFFLOADED and self.lanes == self.replicas + 1
+
+    def usd_per_hour(self, prices: Prices) -> tuple[float, float]:
+        """Cost of each pool, and of the network between two."""
+        two = self.memory is not None
+        compute = prices.usd_per_hour(self.compute, networked=two) * self.compute_workers
+        return compute, prices.usd_per_hour(self.memory, networked=True) * self.memory_workers if self.memory else 0.0
+
+    def describe(self) -> str:
+        """The pools in words."""
+        copies = f"{self.replicas} x TP{self.tensor_parallel}"
+        if self.kind is Kind.LOCAL:
+            return f"{self.compute.kind}:{self.compute_workers} with local memory, TP{self.tensor_parallel}"
+        if self.kind is Kind.ONE_POOL:
+            return f"{self.compute.kind}:{self.compute_workers} alone, {copies}"
+        second = f"{self.memory.kind if self.memory else ''}:{self.memory_workers}"
+        if self.kind is Kind.APART:
+            return f"{self.compute.kind}:{self.compute_workers} prefill, {second} decode, TP{self.tensor_parallel}"
+        order = "rotating" if self.rotates else "fixed"
+        parts = f", KV in parts of {self.segment}" if self.segment else ""
+        return (
+            f"{self.compute.kind}:{self.compute_workers} + {second} memory, {copies}, {self.lanes} {order} lanes{parts}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """What a way can serve by the closed form.
+
+    Attributes:
+        requests_s: requests per second. batch: sequences decoding in all copies together.
+        step_s, chunk_step_s: seconds between tokens without and with a chunk in the step.
+        found: tokens of a prompt that a prefix cache has, on average.
+        prompt_share: share of the compute pool's time that prompts take.
+        compute_busy, memory_busy: share of the time for which each pool works at that rate.
+        usd_per_hour: of all pools. usd_per_request: of one request. prompt_usd: the share of it that its prompt costs.
+        seats: sequences of one group that decode at once within the SLO on TBT, if that bounds them; None: it does not.
+    """
+
+    way: Way
+    requests_s: float
+    batch: int
+    step_s: float
+    chunk_step_s: float
+    prompt_share: float
+    compute_busy: float
+    memory_busy: float
+    usd_per_hour: float
+    prompt_usd: float
+    found: float = 0.0
+    seats: int | None = None
+
+    @property
+    def usd_per_request(self) -> float:
+        """Dollars of one request."""
+        return self.usd_per_hour / 3600 / self.requests_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slo:
+    """Limits on 99th percentiles, in seconds, and on dollars an hour."""
+
+    tbt_s: float = 0.2
+    ttft_s: float = 10.0
+    usd_per_hour: float | None = None
+
+
+def segments(workload: Workload) -> tuple[int | None, ...]:
+    """Values of ``Way.segment`` to try for a workload."""
+    return (None, SEGMENT) if workload.longest >= LONG * SEGMENT else (None,)
+
+
+def ways(
+    shape: ModelShape,
+    compute: Sequence[tuple[Hardware, int]],
+    memory: Sequence[tuple[Hardware, int]],
+    segments: Sequence[int | None] = (None,),
+) -> Iterator[Way]:
+    """Every way with at most the given number of devices of each kind. One pool takes as many as there are: half of
+    them would serve half as much for half the money."""
+    kinds = {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
+    yield from _two_pools(shape, compute, memory, segments)
+    for kind, most in kinds.values():
+        yield from _one_pool(shape, kind, most)
+        yield from _local(shape, kind, most)
+    for kind, most in compute:
+        for other, most_other in kinds.values():
+            yield from _apart(shape, (kind, most), (other, most_other))
+
+
+def _two_pools(
+    shape: ModelShape,
+    compute: Sequence[tuple[Hardware, int]],
+    memory: Sequence[tuple[Hardware, int]],
+    segments: Sequence[int | None],
+) -> Iterator[Way]:
+    for pools in layouts(shape, compute, memory):
+        if pools.partition is Partition.REQUEST:
+            for chunk, segment in product(CHUNKS, segments if pools.memory_workers > 1 else (None,)):
+                yield _offloaded(pools, chunk, segment)
+
+
+def _one_pool(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
+    for degree, chunk in product(_degrees(shape), CHUNKS):
+        if groups := most // degree:
+            yield Way(
+                kind=Kind.ONE_POOL,
+                chunk=chunk,
+                compute=kind,
+                compute_workers=groups * degree,
+                tensor_parallel=degree,
+            )
+
+
+def _local(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
+    """One copy of the weights: the runtime has local memory with one so far."""
+    for degree, chunk in product([degree for degree in _degrees(shape) if degree <= most], CHUNKS):
+        yield Way(kind=Kind.LOCAL, chunk=chunk, compute=kind, compute_workers=degree, tensor_parallel=degree)
+
+
+def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardware, int]) -> Iterator[Way]:
+    (kind, most), (other, most_other) = first, second
+    for degree in _degrees(shape):
+        for prefilling in range(1, most // degree + 1):
+            left = most - prefilling * degree if other is kind else most_other
+            for decoding in range(1, left // degree + 1):
+                yield Way(
+                    kind=Kind.APART,
+                    chunk=CHUNKS[-1],
+                    compute=kind,
+                    compute_workers=prefilling * degree,
+                    memory=other,
+                    memory_workers=decoding * degree,
+                    tensor_parallel=degree,
+                )
+
+
+def _degrees(shape: ModelShape) -> list[int]:
+    return [degree for degree in TENSOR_PARALLEL if shape.kv_heads % degree == 0]
+
+
+def _offloaded(pools: Pools, chunk: int, segment: int | None) -> Way:
+    return Way(
+        kind=Kind.OFFLOADED,
+        chunk=chunk,
+        compute=pools.compute,
+        compute_workers=pools.compute_workers,
+        memory=pools.memory,
+        memory_workers=pools.memory_workers,
+        tensor_parallel=pools.tensor_parallel,
+        lanes=pools.lanes,
+        segment=segment,
+    )
+
+
+def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:
+    """The ways worth simulating: the cheapest per request of every system on every pair of kinds, with every
+    number of lanes of a replica, and rotating; at most ``most``, and at least one of every system."""
+    best: dict[tuple[Kind, str, str, bool, int], Capacity] = {}
+    for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):
+        way = one.way
+        offloaded = way.kind is Kind.OFFLOADED
+        memory, each = way.memory.kind if way.memory else "", 0 if way.rotates else way.lanes // way.replicas
+        best.setdefault((way.kind, way.compute.kind, memory, way.rotates, each if offloaded else 0), one)
+    kept = sorted(best.values(), key=lambda one: one.usd_per_request)
+    first = {one.way.kind: one for one in reversed(kept)}.values()
+    others = [one for one in kept if not any(one is chosen for chosen in first)]
+    return sorted([*first, *others[: max(0, most - len(first))]], key=lambda one: one.usd_per_request)

@@ -1,0 +1,198 @@
+"""Describes the requests to serve: their lengths, from a trace or one context length, and the planner's means."""
+
+import csv
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lamina.core.errors import ConfigError
+from lamina.planning.plan.reuse import NOTHING, Content, FromTrace, Reuse, Sessions
+
+SAMPLE = 500
+"""About how many requests of a trace stand for it where every request would take too long."""
+
+MOST_TOKENS = 10**9
+"""Most tokens of one prompt or output: a trace with more is considered corrupt."""
+
+
+MOST_IDS = 2**30
+"""Ids of runs of tokens are below this."""
+
+MOONCAKE_BLOCK = 512
+"""Tokens of the prompt that one of Mooncake's ``hash_ids`` stands for."""
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request of a trace: seconds since the first one, prompt tokens, output tokens.
+
+    Attributes:
+        content: what the prompt says, as runs of tokens (``lamina.planning.plan.reuse``); empty: unlike any other.
+        answer: the id that later prompts give this request's output; None if none repeats it.
+    """
+
+    arrival_s: float
+    prompt: int
+    output: int
+    content: Content = ()
+    answer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Means over requests, in tokens.
+
+    Attributes:
+        name: for display.
+        prompt, output: per request.
+        live: cached tokens of a sequence, averaged over decode steps, so that a long output counts for every step; KV
+            is allocated as it grows, so this is also what a sequence occupies.
+        longest: the longest request, prompt and output together.
+        sample: requests to draw from, in the order of their arrival; empty where only means are known.
+        reuse: what prompts have in common with earlier requests.
+    """
+
+    name: str
+    prompt: float
+    output: float
+    live: float
+    longest: int
+    sample: tuple[TracedRequest, ...] = field(default=(), repr=False)
+    reuse: Reuse = NOTHING
+
+    @property
+    def replayed(self) -> bool:
+        """Whether requests are simulated in the trace's order: prompts have something in common. Then ``sample`` has
+        all of them."""
+        return any(request.content for request in self.sample)
+
+    def summary(self) -> dict[str, Any]:
+        """All figures but the single requests, for JSON; ``reuse`` as the tokens of a prompt found at most."""
+        values = {name: value for name, value in vars(self).items() if name not in ("sample", "reuse")}
+        return values | {"found_at_most": self.reuse.most}
+
+
+def of_context(tokens: int) -> Workload:
+    """Sequences that all have ``tokens`` cached, as in the papers' figures, which do not specify prompts."""
+    if tokens < 1:
+        raise ConfigError(f"the context is {tokens} tokens; give at least 1")
+    return Workload(name=f"context {tokens}", prompt=tokens, output=1, live=tokens, longest=tokens)
+
+
+def of_trace(file: Path) -> Workload:
+    """The means of a trace. Raises ConfigError like ``read_trace``."""
+    return of_requests(file.name, read_trace(file))
+
+
+def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
+    """The means of requests, of which there is at least one."""
+    prompts = np.array([request.prompt for request in requests], dtype=np.float64)
+    outputs = np.array([request.output for request in requests], dtype=np.float64)
+    steps = outputs.sum()
+    replayed = any(request.content for request in requests)
+    every = 1 if replayed else max(1, len(requests) // SAMPLE)
+    return Workload(
+        name=name,
+        prompt=float(prompts.mean()),
+        output=float(outputs.mean()),
+        live=float((outputs * (prompts + outputs / 2)).sum() / steps),
+        longest=int((prompts + outputs).max()),
+        sample=tuple(requests[::every]),
+        reuse=FromTrace.of([(one.content, one.answer, one.output) for one in requests], every) or NOTHING,
+    )
+
+
+def of_lengths(prompt: int, output: int, reuse: Sessions | None = None) -> Workload:
+    """Requests that all have one length. Raises ConfigError for a length below 1, or a prompt that is all ``reuse``."""
+    if min(prompt, output) < 1:
+        raise ConfigError(f"prompts of {prompt} tokens and outputs of {output}; give at least 1 of each")
+    if reuse and reuse.shared + reuse.resumed >= prompt:
+        raise ConfigError(
+            f"{reuse.shared} shared tokens and {reuse.resumed} of earlier turns leave nothing new in a prompt of "
+            f"{prompt}; give a longer prompt"
+        )
+    return Workload(
+        name=f"prompts of {prompt} tokens, outputs of {output}" + (f", {reuse.describe()}" if reuse else ""),
+        reuse=reuse or NOTHING,
+        prompt=prompt,
+        output=output,
+        live=prompt + output / 2,
+        longest=prompt + output,
+    )
+
+
+def read_trace(file: Path) -> list[TracedRequest]:
+    """Requests in the order of the file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON
+    lines (timestamp in ms, input_length, output_length). Requests without prompt or output are left out; time starts
+    with the earliest of the others.
+
+    What prompts have in common is in Mooncake's ``hash_ids``, one for every 512 tokens of the prompt, or in
+    ``content``: a list of [id, tokens], with ``answer``, the id that the output has in later prompts.
+
+    Raises:
+        ConfigError: the file cannot be read, has another format, an invalid value or no request.
+    """
+    try:
+        with file.open(newline="") as opened:
+            if file.suffix == ".jsonl":
+                found = [_mooncake(json.loads(line)) for line in opened if line.strip()]
+            else:
+                found = _azure(list(csv.DictReader(opened)))
+    except OSError as error:
+        raise ConfigError(f"the trace {file} cannot be read: {error.strerror}") from error
+    except (KeyError, ValueError, TypeError, OverflowError, csv.Error) as error:
+        raise ConfigError(
+            f"{file} is not a trace ({type(error).__name__}: {error}); give Azure's CSV with TIMESTAMP, ContextTokens "
+            "and GeneratedTokens, or Mooncake's .jsonl with timestamp, input_length and output_length"
+        ) from error
+    kept = [request for request in found if request.prompt > 0 and request.output > 0]
+    if not kept:
+        raise ConfigError(f"{file} has no request with both a prompt and an output")
+    first_s = min(request.arrival_s for request in kept)
+    return [replace(request, arrival_s=request.arrival_s - first_s) for request in kept]
+
+
+def _mooncake(row: Mapping[str, Any]) -> TracedRequest:
+    seconds = row["timestamp"] / 1000
+    if not math.isfinite(seconds):
+        raise ValueError(f"a timestamp is {row['timestamp']}")
+    prompt, output = _tokens(row["input_length"]), _tokens(row["output_length"])
+    content: Content = tuple((_id(one), _tokens(tokens)) for one, tokens in row.get("content", ()))
+    if not content and row.get("hash_ids"):
+        starts = range(0, prompt, MOONCAKE_BLOCK)
+        content = tuple(
+            (_id(one), min(MOONCAKE_BLOCK, prompt - start)) for one, start in zip(row["hash_ids"], starts, strict=True)
+        )
+    if content and sum(tokens for _, tokens in content) != prompt:
+        raise ValueError(f"the content of a prompt of {prompt} tokens has {sum(tokens for _, tokens in content)}")
+    return TracedRequest(seconds, prompt, output, content, _id(row["answer"]) if "answer" in row else None)
+
+
+def _azure(rows: Sequence[Mapping[str, str]]) -> list[TracedRequest]:
+    # Azure gives seven digits of a second; datetime takes six. A time zone that follows is the same for all rows.
+    moments = [datetime.fromisoformat(row["TIMESTAMP"][:26]).replace(tzinfo=None) for row in rows]
+    return [
+        TracedRequest(
+            (moment - moments[0]).total_seconds(), _tokens(row["ContextTokens"]), _tokens(row["GeneratedTokens"])
+        )
+        for moment, row in zip(moments, rows, strict=True)
+    ]
+
+
+def _id(value: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < MOST_IDS:
+        raise ValueError(f"an id is {value!r}; give a whole number from 0 to below {MOST_IDS}")
+    return value
+
+
+def _tokens(value: str | int) -> int:
+    tokens = int(value)
+    if (isinstance(value, float) and tokens != value) or tokens > MOST_TOKENS:
+        raise ValueError(f"a length is {value!r}; give a whole number of tokens, at most {MOST_TOKENS}")
+    return tokens

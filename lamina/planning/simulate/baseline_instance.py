@@ -1,0 +1,255 @@
+"""Simulates one engine of the baselines: a copy of the weights with a paged KV cache and continuous batching.
+
+As in vLLM, KV is allocated in blocks of 16 tokens as needed; when none is left, the sequence that came last is
+preempted and recomputed later. Two policies: whole prompts first while decoding waits (``chunked`` False); or decoding
+first, with chunks of prompts filling the rest of each step (Sarathi-Serve). Prompts whose content is known share the KV
+of equal prefixes (``lamina.planning.simulate.baseline_prefixes``).
+"""
+
+import collections
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.reuse import Content
+from lamina.planning.simulate.baseline_prefixes import BLOCK, Prefixes
+from lamina.planning.simulate.step_times import slice_times
+
+WATERMARK = 0.01  # share of the blocks that stays free when a request is admitted
+
+
+class Running:
+    """A request in an instance.
+
+    Attributes:
+        index, prompt: of the request. drawn: tokens generated so far.
+        content: what its prompt says, and its answer; empty: unlike any other.
+        cached: tokens with KV in this instance. target: cached tokens needed before the next token can be generated.
+        blocks: KV blocks that it holds. shared: keys of those that other requests may hold too.
+    """
+
+    __slots__ = ("blocks", "cached", "content", "drawn", "index", "prompt", "shared", "target")
+
+    def __init__(self, index: int, prompt: int, content: Content = ()) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.target = prompt
+        self.content = content
+        self.drawn = self.cached = self.blocks = 0
+        self.shared: list[int] = []
+
+
+def blocks_of(tokens: int) -> int:
+    """Blocks needed for ``tokens``."""
+    return -(-tokens // BLOCK)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + length) of a prompt."""
+
+    sequence: Running
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One step: sequences that decode, and chunks of prompts."""
+
+    decoding: Sequence[Running]
+    chunks: Sequence[Chunk]
+
+
+class Instance:
+    """Plans steps, one at a time, and predicts how long they take.
+
+    Attributes:
+        blocks, free: KV blocks in total, and those that no sequence holds; some of these are in ``prefixes``.
+        waiting, running: requests; ``coming``: requests whose KV is being moved here.
+        preempted: number of preemptions. factor: slowdown of everything.
+        busy_s, sent_s: seconds in completed steps, and of its NICs.
+        idle, lost: whether no step runs; whether it has failed.
+    """
+
+    def __init__(
+        self, cost: CostModel, tensor_parallel: int, max_num_seqs: int, max_num_batched_tokens: int, chunked: bool
+    ) -> None:
+        shape = cost.shape
+        free = tensor_parallel * cost.usable_bytes - shape.weight_bytes
+        self.blocks = int(free / shape.kv_bytes_per_token) // BLOCK
+        self.free = self.blocks
+        self.prefixes = Prefixes()
+        self.waiting: collections.deque[Running] = collections.deque()
+        self.running: list[Running] = []
+        self.coming: list[Running] = []
+        self.preempted = 0
+        self.factor = 1.0
+        self.busy_s = self.sent_s = self.sent_until_s = 0.0
+        self.idle, self.lost = True, False
+        self._seats, self._rows, self._chunked = max_num_seqs, max_num_batched_tokens, chunked
+        self._cost, self._tp = cost, tensor_parallel
+        # A prompt longer than the budget runs alone if it is not divided into chunks.
+        self._slices = slice_times(cost, tensor_parallel, max(max_num_batched_tokens, max_num_seqs))
+
+    @property
+    def load(self) -> int:
+        """Requests waiting or running here."""
+        return len(self.waiting) + len(self.running)
+
+    def could_hold(self, tokens: int) -> bool:
+        """Whether a request of ``tokens`` fits at all."""
+        return blocks_of(tokens) <= self.blocks - self._watermark
+
+    def has_room(self, tokens: int, held: int = 0) -> bool:
+        """Whether a request of ``tokens``, ``held`` blocks of which others hold too, could be admitted now."""
+        seats = len(self.running) + len(self.coming) < self._seats
+        return seats and blocks_of(tokens) - held <= self.left - self._watermark
+
+    def found(self, sequence: Running) -> list[int]:
+        """Keys of the longest prefix of a waiting request that is kept here; its last token is computed in any case."""
+        return self.prefixes.find(sequence.content, sequence.target - 1) if sequence.content else []
+
+    @property
+    def left(self) -> int:
+        """Blocks that sequences here may still take."""
+        return self.free
+
+    @property
+    def _watermark(self) -> int:
+        return int(self.blocks * WATERMARK)
+
+    def hold(self, sequence: Running) -> None:
+        """Allocate blocks for the cached or target tokens of a sequence. There must be room."""
+        self.grow(sequence, blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks)
+
+    def grow(self, sequence: Running, blocks: int) -> None:
+        """Allocate so many more blocks for a sequence. There must be room."""
+        sequence.blocks += blocks
+        self.free -= blocks
+        self.prefixes.evict(self.free)
+
+    def let_go(self, sequence: Running) -> None:
+        """Free the blocks of a sequence."""
+        self.give_back(*self.hand_over(sequence))
+
+    def hand_over(self, sequence: Running) -> tuple[int, list[int]]:
+        """The blocks that a sequence has here stay in use until ``give_back``, but are no longer its own."""
+        held = sequence.blocks, sequence.shared
+        sequence.blocks, sequence.shared = 0, []
+        return held
+
+    def give_back(self, blocks: int, shared: list[int]) -> None:
+        """Free what ``hand_over`` returned."""
+        own = blocks - self.prefixes.blocks(shared)
+        self.free += own + self.prefixes.let_go(shared)
+
+    def plan(self) -> Batch | None:
+        """The next step; None if there is nothing to do."""
+        if self._chunked:
+            decoding = self._decoding()
+            batch = Batch(decoding, self._chunks(self._rows - len(decoding)))
+        else:
+            chunks = self._whole_prompts()
+            batch = Batch([] if chunks else self._decoding(), chunks)
+        return batch if batch.decoding or batch.chunks else None
+
+    def _decoding(self) -> list[Running]:
+        """Sequences that can decode, each with room for one more token; the last ones are preempted to make room."""
+        decoding = [sequence for sequence in self.running if sequence.cached >= sequence.target]
+        full = [sequence for sequence in decoding if sequence.cached == sequence.blocks * BLOCK]
+        for sequence in full:
+            while not self.left and sequence.blocks:
+                self._preempt(self.running[-1])
+            if sequence.blocks:
+                self.grow(sequence, 1)
+        return [sequence for sequence in decoding if sequence.blocks]
+
+    def _preempt(self, victim: Running) -> None:
+        self.running.remove(victim)
+        self.let_go(victim)
+        victim.cached, victim.target = 0, victim.prompt + victim.drawn
+        self.waiting.appendleft(victim)
+        self.preempted += 1
+
+    def _whole_prompts(self) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        budget = self._rows
+        while self._next_has_room():
+            first = self.waiting[0]
+            if chunks and first.target - BLOCK * self.prefixes.blocks(self.found(first)) > budget:
+                break
+            sequence = self._admit()
+            chunks.append(Chunk(sequence, sequence.cached, sequence.target - sequence.cached))
+            budget -= chunks[-1].length
+        return chunks
+
+    def _next_has_room(self) -> bool:
+        return bool(self.waiting) and self.has_room(
+            self.waiting[0].target, self.prefixes.held(self.found(self.waiting[0]))
+        )
+
+    def _chunks(self, budget: int) -> list[Chunk]:
+        """Chunks of prompts that have begun, then of new ones."""
+        chunks: list[Chunk] = []
+        begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
+        while budget > 0 and (begun or self._next_has_room()):
+            sequence = begun.pop(0) if begun else self._admit()
+            length = min(budget, sequence.target - sequence.cached)
+            chunks.append(Chunk(sequence, sequence.cached, length))
+            budget -= length
+        return chunks
+
+    def _admit(self) -> Running:
+        sequence = self.waiting.popleft()
+        sequence.shared = self.found(sequence)
+        sequence.blocks = self.prefixes.blocks(sequence.shared)
+        sequence.cached = BLOCK * sequence.blocks
+        self.free -= self.prefixes.take(sequence.shared)
+        self.prefixes.queried += sequence.target if sequence.content else 0
+        self.prefixes.hit += sequence.cached
+        self.hold(sequence)
+        self.running.append(sequence)
+        return sequence
+
+    def seconds(self, batch: Batch) -> float:
+        """Seconds that a step takes."""
+        layers, cost, tp = self._cost.shape.layers, self._cost, self._tp
+        rows = len(batch.decoding) + sum(chunk.length for chunk in batch.chunks)
+        draws = len(batch.decoding) + sum(chunk.start + chunk.length == chunk.sequence.target for chunk in batch.chunks)
+        attention = 0.0
+        if batch.decoding:
+            tokens = sum(sequence.cached for sequence in batch.decoding) + len(batch.decoding)
+            attention += float(cost.attention_seconds(tokens, len(batch.decoding), 1 / tp))
+        for chunk in batch.chunks:
+            attention += float(cost.chunk_attention_seconds(chunk.length, chunk.start, tp))
+        return self.factor * (layers * (self._slice(rows) + attention) + self._slices.ends[draws])
+
+    def _slice(self, rows: int) -> float:
+        inner = self._slices.inner
+        return inner[rows] if rows < len(inner) else float(self._cost.slice_seconds(rows, self._tp))
+
+    def complete(self, batch: Batch) -> list[Running]:
+        """Record that a step has run. Returns the sequences that generated a token."""
+        drew = list(batch.decoding)
+        for sequence in drew:
+            sequence.cached += 1
+        for chunk in batch.chunks:
+            chunk.sequence.cached = chunk.start + chunk.length
+            if chunk.sequence.cached == chunk.sequence.target:
+                drew.append(chunk.sequence)
+                self._publish(chunk.sequence)
+        for sequence in drew:
+            sequence.drawn += 1
+        return drew
+
+    def _publish(self, sequence: Running) -> None:
+        """Others may share what a sequence has computed."""
+        if sequence.content:
+            sequence.shared = self.prefixes.publish(sequence.content, sequence.shared, sequence.cached)
+
+    def leave(self, sequence: Running) -> None:
+        """Remove a running sequence that has ended."""
+        self._publish(sequence)
+        self.running.remove(sequence)
+        self.let_go(sequence)

@@ -1,0 +1,193 @@
+"""Describes what to simulate: a model on pools, with settings, failures and slowdowns."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from lamina.core.errors import ConfigError
+from lamina.core.types import Balance, Pipelining
+from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.fit_store import ProfileStore
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.prices import Prices
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deployment:
+    """A model on ``compute_workers`` devices and, if the system has a second pool, ``memory_workers`` more.
+
+    Attributes:
+        compute, memory: hardware of each pool's workers.
+        local: KV lies beside the weights, as with ``--memory local``: no memory workers, and one copy of the weights.
+        tensor_parallel: devices that together hold one copy of the weights.
+        lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in
+        ``lamina.config.engine_config.EngineConfig``; the
+            last two mean the same for every system: sequences that a copy of the weights decodes at once, rows of a
+            step.
+        kv_tokens_per_worker, prefix_cache, balance: as in ``EngineConfig``; the first and the last have no meaning for
+            other systems.
+        victim: the policy, of ``lamina.kv.preemption``, that names the request whose KV is dropped when a memory
+            worker runs out of slots.
+        profile: measured fits, which replace the package's for the kinds that it has.
+        prices: the market in which it is paid; None leaves out what it costs.
+    """
+
+    model: ModelShape
+    compute: Hardware
+    compute_workers: int
+    memory: Hardware | None = None
+    memory_workers: int = 0
+    local: bool = False
+    tensor_parallel: int = 1
+    lanes: int | None = None
+    pipelining: Pipelining = "auto"
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    slo_tbt_ms: int | None = None
+    kv_tokens_per_worker: int | None = None
+    prefix_cache: bool = True
+    balance: Balance = "off"
+    victim: str = "latest"
+    profile: ProfileStore | None = None
+    prices: Prices | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
+        if self.kv_tokens_per_worker is not None and self.kv_tokens_per_worker < 1:
+            raise ConfigError(f"kv_tokens_per_worker is {self.kv_tokens_per_worker}; give at least 1")
+        if self.local and (self.memory is not None or self.compute_workers != self.tensor_parallel):
+            raise ConfigError(
+                f"local memory works with one copy of the weights and without memory workers; {self.compute_workers} "
+                f"compute workers are {self.replicas} copies of {self.tensor_parallel}. Give memory workers, or "
+                f"{self.tensor_parallel} compute workers"
+            )
+        if self.compute_workers % self.tensor_parallel:
+            raise ConfigError(
+                f"{self.compute_workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "
+                "multiple or another degree of tensor parallelism"
+            )
+        if self.model.kv_heads % self.tensor_parallel:
+            raise ConfigError(
+                f"tensor parallelism of {self.tensor_parallel} does not divide the {self.model.kv_heads} key/value "
+                f"heads of {self.model.name}; give a degree that does"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the weights in the compute pool."""
+        return self.compute_workers // self.tensor_parallel
+
+    @cached_property
+    def compute_cost(self) -> CostModel:
+        """The cost model of one compute worker."""
+        return _cost_model(self.model, self.compute, self.profile)
+
+    @cached_property
+    def memory_cost(self) -> CostModel:
+        """The cost model of one memory worker. Raises ConfigError without a memory pool."""
+        if self.memory is None or self.memory_workers < 1:
+            raise ConfigError("this system has two pools; give --memory KIND:COUNT too")
+        return _cost_model(self.model, self.memory, self.profile)
+
+    @property
+    def memories(self) -> int:
+        """Places that hold KV in Lamina: memory workers, or the compute workers' own memory."""
+        return 1 if self.local else self.memory_workers
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV of each."""
+        if not self.local:
+            return self.memory_cost.kv_tokens
+        free = self.tensor_parallel * self.compute_cost.usable_bytes - self.model.weight_bytes
+        return int(free / self.model.kv_bytes_per_token)
+
+    @property
+    def usd_per_hour(self) -> float | None:
+        """Cost of both pools and of the network between them, in the market of ``prices``; None without one."""
+        if self.prices is None:
+            return None
+        compute = self.prices.usd_per_hour(self.compute, networked=self.memory is not None) * self.compute_workers
+        if self.memory is None:
+            return compute
+        return compute + self.prices.usd_per_hour(self.memory, networked=True) * self.memory_workers
+
+    def require_weights(self, cost: CostModel) -> None:
+        """Raise ConfigError if a copy of the weights does not fit its tensor-parallel group."""
+        tp = self.tensor_parallel
+        if not cost.weights_fit(tp):
+            degrees = (2**power for power in range(1, self.model.kv_heads.bit_length()))
+            fits = next((n for n in degrees if self.model.kv_heads % n == 0 and cost.weights_fit(n)), None)
+            remedy = (
+                f"give --tensor-parallel {fits} with a multiple of {fits} workers" if fits else "give other hardware"
+            )
+            raise ConfigError(
+                f"{self.model.name} has {self.model.weight_bytes / 1e9:.0f} GB of weights; {tp} {cost.hardware.kind} "
+                f"hold {tp * cost.usable_bytes / 1e9:.0f} GB; {remedy}"
+            )
+
+
+@lru_cache(maxsize=32)
+def _cost_model(shape: ModelShape, hardware: Hardware, profile: ProfileStore | None) -> CostModel:
+    """One object for all deployments of a model on a kind, so that what is tabulated of it is tabulated once."""
+    return CostModel(shape, hardware, Fits.load(hardware, profile))
+
+
+Role = Literal["compute", "memory"]
+
+_FAULT = re.compile(
+    r"(?P<role>compute|memory):(?P<worker>\d{1,6})@(?P<at>\d+(\.\d+)?)s(:(?P<factor>\d+(\.\d+)?)x)?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A worker takes ``factor`` times as long, or is lost (None), from ``at_s`` seconds after the first arrival."""
+
+    role: Role
+    worker: int
+    at_s: float
+    factor: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.worker}@{self.at_s:g}s" + ("" if self.factor is None else f":{self.factor:g}x")
+
+
+def parse_failure(text: str) -> Fault:
+    """Parse ``memory:3@120s``: memory worker 3 is lost at that time. Raises ConfigError."""
+    fault = _parse(text)
+    if fault is None or fault.factor is not None:
+        raise ConfigError(f"{text!r} is not a failure; give role:worker@seconds, such as memory:3@120s")
+    return fault
+
+
+def parse_slowdown(text: str) -> Fault:
+    """Parse ``compute:0@60s:2x``: compute worker 0 takes twice as long from then on. Raises ConfigError."""
+    fault = _parse(text)
+    if fault is None or fault.factor is None or fault.factor == 0:
+        raise ConfigError(f"{text!r} is not a slowdown; give role:worker@seconds:factor, such as compute:0@60s:2x")
+    return fault
+
+
+def check_faults(deployment: Deployment, faults: Sequence[Fault]) -> None:
+    """Raise ConfigError for a fault of a worker that does not exist."""
+    workers = {"compute": deployment.compute_workers, "memory": deployment.memory_workers}
+    for fault in faults:
+        if fault.worker >= workers[fault.role]:
+            raise ConfigError(
+                f"{fault}: {fault.role} worker {fault.worker} does not exist; the pool has "
+                f"{workers[fault.role]}, counted from 0"
+            )
+
+
+def _parse(text: str) -> Fault | None:
+    match = _FAULT.fullmatch(text.strip().lower())
+    if match is None:
+        return None
+    role: Role = "compute" if match["role"] == "compute" else "memory"
+    return Fault(role, int(match["worker"]), float(match["at"]), float(match["factor"]) if match["factor"] else None)

@@ -1,0 +1,192 @@
+"""Predicts how long a step's slices, attentions and messages take."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from lamina import _native
+from lamina.core.steps import StepPlan
+from lamina.dataplane.wire import attends_locally
+from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel
+from lamina.planning.simulate.arrivals import Ints
+from lamina.planning.simulate.deployment import Deployment
+
+Places = Sequence[tuple[int, int, int | None]]
+"""The memory worker, first token and end of each segment of a sequence, by ascending token."""
+
+_BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
+"""Operators of a layer that slice k runs before attention k; the others follow it."""
+
+
+@lru_cache(maxsize=32)
+def slice_times(cost: CostModel, tensor_parallel: int, most_rows: int) -> "SliceTimes":
+    """The table of ``SliceTimes``. It takes as long as a short simulation, and the runs of a plan need the same."""
+    return SliceTimes(cost, tensor_parallel, most_rows)
+
+
+class SliceTimes:
+    """Seconds of a step's slices by rows, on ``tensor_parallel`` devices, tabulated because they are needed often."""
+
+    def __init__(self, cost: CostModel, tensor_parallel: int, most_rows: int) -> None:
+        rows = np.maximum(np.arange(most_rows + 1), 1)
+        before = sum(cost.operator_seconds(name, rows, tensor_parallel) for name in _BEFORE_ATTENTION)
+        layer = cost.slice_seconds(rows, tensor_parallel)
+        ends = cost.ends_seconds(rows, tensor_parallel)
+        if (
+            cost.fits.slices is not None and tensor_parallel == 1
+        ):  # measured as a whole: divided by the operators' shares
+            whole = sum(cost.operator_seconds(name, rows, 1) for name in (*GEMMS, *POINTWISE))
+            before = before / whole * layer
+        self.first: list[float] = np.asarray(before).tolist()
+        self.inner: list[float] = layer.tolist()
+        self.after: list[float] = np.asarray(layer - before).tolist()
+        self.ends: list[float] = ends.tolist()
+
+
+def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
+    """Each worker with a part of a sequence, and how many tokens before ``position`` it has: a worker attends to all of
+    its segments at once. The worker of the last segment comes last."""
+    held: dict[int, int] = {}
+    for home, first, stop in places:
+        tokens = max(0, (position if stop is None else min(stop, position)) - first)
+        held[home] = held.pop(home, 0) + tokens
+    return list(held.items())
+
+
+class StepModel:
+    """Times of steps as the runtime runs them (``compute/exchange.py``).
+
+    Memory workers run decode attention and a chunk's attention to earlier chunks; the replica runs a chunk's attention
+    to itself. The time of an attention on a memory worker is linear in the tokens attended to, plus an arbitrary
+    function of the number of rows.
+    """
+
+    def __init__(self, deployment: Deployment) -> None:
+        compute, memory, shape = deployment.compute_cost, deployment.memory_cost, deployment.model
+        tp = deployment.tensor_parallel
+        self._slices = slice_times(compute, tp, deployment.max_num_batched_tokens)
+        self._compute, self._memory = compute, memory
+        self._layers = shape.layers
+        item = shape.dtype.itemsize
+        self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
+        self._asked_bytes = shape.query_heads * shape.head_size * item  # q of a row; the reply has the same size
+        self._context_bytes = shape.hidden * item
+        # Each device of a group sends and receives the data of its heads.
+        self._compute_byte_s = float(compute.wire_seconds(1.0)) / tp
+        self._memory_byte_s = float(memory.wire_seconds(1.0))
+        self.latency_s = memory.fits.runtime.round_trip_s / 2
+        lengths = np.arange(deployment.max_num_batched_tokens + 1)
+        self._chunk_s: list[float] = compute.chunk_attention_seconds(lengths, 0, tp).tolist()
+        token_s, attend_s = memory.attention_line(lengths)
+        self._shares = _native.DecodeShares(
+            deployment.memory_workers,
+            (self._kept_bytes + self._asked_bytes) * self._memory_byte_s,
+            self._asked_bytes * self._memory_byte_s,
+            token_s,
+            attend_s.tolist(),
+        )
+
+    def times(
+        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
+    ) -> tuple[int, _native.StepTimes]:
+        """Rows and times of one step.
+
+        ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk. ``split``: sequences with
+        KV on several memory workers, the last of which is in ``homes``.
+        """
+        starts = plan.decoding.starts
+        chunks = list(zip(plan.chunks, chunk_homes, strict=True))
+        if singles := [pair for pair in chunks if not attends_locally(pair[0])]:  # treated as decode rows
+            chunks = [pair for pair in chunks if attends_locally(pair[0])]
+            starts = starts + [chunk.start for chunk, _ in singles]
+            homes = np.append(homes, [home for _, home in singles])
+        rows = draws = asked = len(starts)
+        if split:  # a row for each worker; K and V of the token count at each of them
+            starts = list(starts)
+            for place, sequence in enumerate(plan.decoding.sequences):
+                if sequence in split:
+                    *others, (_, starts[place]) = _tokens(split[sequence], starts[place])
+                    starts += [tokens for _, tokens in others]
+                    homes = np.append(homes, [home for home, _ in others])
+            asked = len(starts)
+        chunks_s = 0.0
+        more: list[tuple[int, float, float, float]] = []
+        for chunk, home in chunks:
+            length = len(chunk.tokens)
+            rows += length
+            draws += bool(chunk.draws)
+            chunks_s += self._chunk_s[length]
+            places = split.get(chunk.sequence, ((home, 0, None),))
+            before = dict(_tokens(places, chunk.start))
+            for place, tokens in _tokens(places, chunk.start + length):
+                if kept := tokens - before[place]:
+                    more.append((place, kept * self._kept_bytes * self._memory_byte_s, 0.0, 0.0))
+            if chunk.start:
+                there = length * self._asked_bytes * self._memory_byte_s
+                for place, prefix in before.items():
+                    if prefix:
+                        asked += length
+                        more.append((place, there, self._prefix_seconds(length, prefix), there))
+        shares = self._shares.of(homes, starts, more)
+        slices, runtime = self._slices, self._compute.fits.runtime
+        exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
+        sampling_s = runtime.step_s + runtime.step_row_s * draws
+        return rows, _native.StepTimes(
+            first_s=slices.first[rows] + exchange_s,
+            inner_s=slices.inner[rows] + exchange_s,
+            last_s=slices.after[rows] + slices.ends[draws] + sampling_s,
+            chunks_s=chunks_s,
+            send_s=(rows * self._kept_bytes + asked * self._asked_bytes) * self._compute_byte_s,
+            receive_s=asked * self._asked_bytes * self._compute_byte_s,
+            context_s=rows * self._context_bytes * self._compute_byte_s,
+            shares=shares,
+        )
+
+    def migration_seconds(self, tokens: int) -> float:
+        """Seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
+        return 2 * self.latency_s + tokens * self._layers * self._kept_bytes * self._memory_byte_s
+
+    def _prefix_seconds(self, chunk: int, prefix: int) -> float:
+        """Seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or memory."""
+        return float(self._memory.prefix_attention_seconds(chunk, prefix))
+
+
+class LocalStepModel:
+    """As ``StepModel``, without messages: the virtual cluster's memory workers and cards have nothing to do."""
+
+    latency_s = 0.0
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._cost = deployment.compute_cost
+        self._tp = deployment.tensor_parallel
+        self._slices = slice_times(self._cost, self._tp, deployment.max_num_batched_tokens)
+
+    def times(
+        self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
+    ) -> tuple[int, _native.StepTimes]:
+        """Rows and times of one step. All KV is here: ``homes``, ``chunk_homes`` and ``split`` say nothing more."""
+        starts, cost, tp = plan.decoding.starts, self._cost, self._tp
+        rows, attention_s = len(starts), 0.0
+        if starts:
+            attention_s = float(cost.attention_seconds(sum(starts) + rows, rows, 1 / tp))
+        draws = rows
+        for chunk in plan.chunks:
+            rows += len(chunk.tokens)
+            draws += bool(chunk.draws)
+            attention_s += float(cost.chunk_attention_seconds(len(chunk.tokens), chunk.start, tp))
+        slices, runtime = self._slices, cost.fits.runtime
+        return rows, _native.StepTimes(
+            first_s=slices.first[rows],
+            inner_s=slices.inner[rows],
+            last_s=slices.after[rows] + slices.ends[draws] + runtime.step_s + runtime.step_row_s * draws,
+            chunks_s=attention_s,
+            send_s=0.0,
+            receive_s=0.0,
+            context_s=0.0,
+            shares=_native.Shares([]),
+        )
+
+    def migration_seconds(self, tokens: int) -> float:
+        """Nothing moves: there is no other place."""
+        raise AssertionError(f"{tokens} tokens are to move, but only the compute worker has memory")

@@ -1,0 +1,374 @@
+"""The runtime under a virtual clock: the real turn, scheduler, placement and pipeline; workers are models.
+
+``Simulation`` drives the turn as ``Engine._step`` does. Tokens have no values; a request ends when it has drawn as many
+as its arrival specifies. Decisions take no virtual time (``Result.decisions`` has their CPU time), and the control
+plane has no latency. The virtual cluster models the times of workers and of messages between the pools.
+"""
+
+import bisect
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from lamina import _native
+from lamina.cluster import sizing
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import StepDone
+from lamina.control.timeline import Span
+from lamina.core.errors import RequestError
+from lamina.core.requests import Owner
+from lamina.core.segments import grown, moved
+from lamina.core.steps import StepPlan
+from lamina.core.types import Request, SamplingParams, Segment
+from lamina.kv.placement import Placement
+from lamina.kv.preemption import POLICIES
+from lamina.planning.simulate.arrivals import Arrivals, Ints
+from lamina.planning.simulate.deployment import Deployment, Fault
+from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
+from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
+from lamina.schedule.limits import Limits
+from lamina.schedule.turn import Turn
+from lamina.schedule.waiting import MAX_WAITING
+
+TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
+
+
+Sequences = TypeVar("Sequences")
+
+
+class _Numbers(Generic[Sequences]):
+    """Caches one number for each of a lane's sequences until it is given another object of sequences."""
+
+    def __init__(self, look_up: Callable[[Sequences], list[int]]) -> None:
+        self._look_up = look_up
+        self._sequences: Sequences | None = None
+        self._last: Ints = np.zeros(0, np.int64)
+
+    def of(self, sequences: Sequences) -> Ints:
+        """The numbers of ``sequences``, an object that must not be mutated."""
+        if sequences is not self._sequences:
+            self._sequences = sequences
+            self._last = np.array(self._look_up(sequences), np.int64)
+        return self._last
+
+    def forget(self) -> None:
+        """Look the numbers up again the next time."""
+        self._sequences = None
+
+
+def _requests(drawn: Mapping[int, Owner]) -> list[int]:
+    return [int(group.request.request_id) for group, _ in drawn.values()]
+
+
+class _Drawn(list[int]):
+    """The generated tokens of a request: as many as the log says, all with the same value."""
+
+    def __init__(self, log: RequestLog, index: int, value: int = 0) -> None:
+        super().__init__([value])  # for plans that must name the last one
+        self._log, self._index, self._value = log, index, value
+
+    def __len__(self) -> int:
+        return int(self._log.drawn[self._index])
+
+    def __getitem__(self, place: Any) -> Any:
+        return [self._value] * len(range(*place.indices(len(self)))) if isinstance(place, slice) else self._value
+
+
+class Simulation:
+    """One run. ``run`` is called once."""
+
+    def __init__(self, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault], recorded: int) -> None:
+        """Raises ConfigError for an impossible deployment."""
+        self._deployment = deployment
+        self._arrivals = arrivals
+        self._asked = arrivals.asked
+        self._shares = deployment.prefix_cache and len(arrivals.contents) > 0
+        self._arrival_s: list[float] = arrivals.arrival_s.tolist()
+        self._faults = sorted(faults, key=lambda fault: fault.at_s)
+        deployment.require_weights(deployment.compute_cost)
+        self._model = LocalStepModel(deployment) if deployment.local else StepModel(deployment)
+        self._config = EngineConfig(
+            lanes=deployment.lanes,
+            pipelining=deployment.pipelining,
+            max_num_seqs=deployment.max_num_seqs,
+            max_num_batched_tokens=deployment.max_num_batched_tokens,
+        )
+        self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=deployment.local)
+        self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
+        self._places = ["compute0"] if deployment.local else self._memories
+        self._numbers = {name: index for index, name in enumerate(self._places)}
+        self._turn = self._make_turn()
+        self._scheduler = self._turn.scheduler
+        self._cluster = _native.VirtualCluster(
+            deployment.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
+        )
+        self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
+        self._log = RequestLog(arrivals)
+        self._live = set[int]()  # requests with the scheduler
+        self._segments: dict[int, list[Segment]] = {}  # by sequence
+        self._homes: dict[int, int] = {}  # the number of the worker with its last segment
+        self._split: dict[int, Places] = {}  # those with several segments
+        lanes = range(self._pipeline.lanes)
+        self._requests = [_Numbers(_requests) for _ in lanes]
+        self._decoding = [_Numbers(self._homes_of) for _ in lanes]
+        self._rows: dict[int, int] = {}  # by step in flight
+        self._migrations: list[tuple[float, int]] = []  # a heap: when they end, and their numbers
+        self._sources: dict[str, float] = {}  # when each worker has sent all that leaves it
+        self._steps = 0
+        self._queued_s = self._refused_s = 0.0
+        self._next = 0  # of the arrivals
+        self._next_fault = 0
+        self._dead = False
+        self._clock: Callable[[], float] = _stopped
+        self._decisions = Decisions(seconds={"add": 0.0, "plan": 0.0, "complete": 0.0})
+
+    def _make_turn(self) -> Turn:
+        deployment, shape = self._deployment, self._deployment.model
+        longest = int((self._arrivals.prompt + self._asked).max(initial=2))
+        capacity = deployment.kv_tokens
+        sequences = sizing.most_sequences(self._config, self._pipeline)
+        return Turn(
+            Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
+            Placement(
+                dict.fromkeys(self._places, capacity),
+                deployment.kv_tokens_per_worker,
+                local=self._places if deployment.local else (),
+            ),
+            self._pipeline,
+            attentions=shape.layers,
+            kv_heads=shape.kv_heads,
+            plan_ahead=self._config.plan_ahead,
+            policy=POLICIES[deployment.victim],
+            step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
+            prefix_cache=self._shares,
+            balance=deployment.balance,
+        )
+
+    def _orders(self, rotates: bool) -> list[list[list[int]]]:
+        """By lane and by the first turn of a step: the replicas of its slices, in order."""
+        pipeline, slices = self._pipeline, self._deployment.model.layers + 1
+        period = pipeline.replicas if rotates else 1
+        return [
+            [[pipeline.replica(lane, turn + k, rotates) for k in range(slices)] for turn in range(period)]
+            for lane in range(pipeline.lanes)
+        ]
+
+    def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
+        """Simulate to the end. ``on_progress`` is called from time to time with the number of requests that ended."""
+        now, turns = 0.0, 0
+        while self._log.ended < len(self._arrivals):
+            before, queued, refused = now, self._scheduler.waiting > 0, self._scheduler.full
+            self._clock = time.process_time if turns % TIMED == 0 else _stopped
+            finished = self._cluster.advance(self._next_from_outside())
+            if finished is not None:
+                now, lane, step, busy, waited = finished
+                self._take(now, lane, StepDone(step, [], rows=self._rows.pop(step), busy_s=busy, waited_s=waited))
+            else:
+                now = self._next_from_outside()
+                assert now < math.inf, f"{self._scheduler.waiting} requests wait and nothing runs"
+                self._happen(now)
+            self._queued_s += now - before if queued else 0.0
+            self._refused_s += now - before if refused else 0.0
+            self._launch(now)
+            turns += 1
+            if on_progress is not None and turns % 256 == 0:
+                on_progress(self._log.ended)
+        return self._result(now)
+
+    def _next_from_outside(self) -> float:
+        """Time of the next arrival, fault or end of a migration."""
+        arrival = fault = math.inf
+        if self._next < len(self._arrival_s) and self._scheduler.waiting < MAX_WAITING:
+            arrival = self._arrival_s[self._next]
+        if self._next_fault < len(self._faults):
+            fault = self._faults[self._next_fault].at_s
+        return min(arrival, fault, self._migrations[0][0] if self._migrations else math.inf)
+
+    # -- what happens -------------------------------------------------------------------------------------------
+
+    def _happen(self, now: float) -> None:
+        while self._next_fault < len(self._faults) and self._faults[self._next_fault].at_s <= now:
+            self._strike(self._faults[self._next_fault], now)
+            self._next_fault += 1
+        while self._migrations and self._migrations[0][0] <= now:
+            self._scheduler.migrated(heapq.heappop(self._migrations)[1])
+        while (
+            self._next < len(self._arrival_s)
+            and self._arrival_s[self._next] <= now
+            and self._scheduler.waiting < MAX_WAITING
+            and not self._dead
+        ):
+            self._arrive(self._next)
+            self._next += 1
+
+    def _arrive(self, index: int) -> None:
+        prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
+        try:
+            self._scheduler.check(prompt, params)  # before making its tokens, which may exceed the memory
+        except RequestError:
+            self._log.end(index, State.REFUSED, self._arrival_s[index])
+            return
+        request = Request(str(index), None, self._prompt(index, prompt), params)
+        begun = self._clock()
+        group = self._scheduler.add(request)
+        self._decisions.seconds["add"] += self._clock() - begun
+        (completion,) = group.completions
+        completion.generated = _Drawn(self._log, index, self._answer(index))
+        self._live.add(index)
+
+    def _prompt(self, index: int, tokens: int) -> list[int]:
+        """Token ids: equal where the contents of prompts are, unlike all others where a request has none."""
+        content = self._arrivals.contents[index] if self._shares else ()
+        return list(itertools.chain.from_iterable([one] * run for one, run in content)) or [-2 * index - 1] * tokens
+
+    def _answer(self, index: int) -> int:
+        named = self._arrivals.answers[index] if self._shares else None
+        return -2 * index - 2 if named is None else named
+
+    def _homes_of(self, sequences: list[int]) -> list[int]:
+        return [self._homes[sequence] for sequence in sequences]
+
+    def _place(self, sequence: int, segments: list[Segment]) -> None:
+        self._segments[sequence] = segments
+        self._homes[sequence] = self._numbers[segments[-1].worker]
+        self._split.pop(sequence, None)
+        if len(segments) > 1:
+            self._split[sequence] = [(self._numbers[each.worker], *each.tokens) for each in segments]
+
+    def _strike(self, fault: Fault, now: float) -> None:
+        if fault.factor is None:
+            self._die(now)
+        elif fault.role == "compute":
+            self._cluster.slow_replica(fault.worker // self._deployment.tensor_parallel, fault.factor)
+        else:
+            self._cluster.slow_memory(fault.worker, fault.factor)
+
+    def _die(self, now: float) -> None:
+        """A lost worker ends the engine and all requests with an error; later ones are refused."""
+        self._dead = True
+        come = max(self._next, bisect.bisect_left(self._arrival_s, now))
+        for index in (*self._live, *range(self._next, come)):
+            self._log.end(index, State.ERROR, now)
+        for index in range(come, len(self._arrivals)):
+            self._log.end(index, State.REFUSED, self._arrival_s[index])
+        self._live.clear()
+
+    # -- the engine's turn --------------------------------------------------------------------------------------
+
+    def _take(self, now: float, lane: int, answer: StepDone) -> None:
+        """A worker has answered a step of ``lane``."""
+        for done in self._turn.in_order(answer):
+            begun = self._clock()
+            drawn = self._turn.complete(done)
+            self._decisions.seconds["complete"] += self._clock() - begun
+            if drawn and (ended := self._log.draw(now, self._requests[lane].of(drawn))):
+                owners = list(drawn.values())
+                for place in ended:
+                    group, completion = owners[place]
+                    self._scheduler.finish(group, completion)
+                    index = int(group.request.request_id)
+                    self._live.remove(index)
+                    self._log.end(index, State.FINISHED, now)
+
+    def _launch(self, now: float) -> None:
+        """Begin all steps that lanes have room for. Those without sequences are done at once."""
+        if self._dead:
+            return
+        if self._turn.reviews_lanes:
+            for index, name in enumerate(self._memories):
+                self._turn.note_attention(name, self._cluster.memory_work(index)[0])
+        begun = self._clock()
+        planned = list(self._turn.plan(now))
+        self._decisions.seconds["plan"] += self._clock() - begun
+        for plan in planned:
+            self._submit(plan, now)
+        empty = [plan for plan in planned if not plan.runs]
+        for plan in empty:
+            self._take(now, plan.lane, StepDone(plan.step, []))
+        if empty:
+            self._launch(now)
+
+    def _submit(self, plan: StepPlan, now: float) -> None:
+        for segment in (segment for switch in plan.switches for segment in switch.segments):
+            if segment.sequence in self._segments:  # otherwise it is only a cached prefix
+                self._place(segment.sequence, moved(self._segments[segment.sequence], segment))
+        if plan.switches:
+            for numbers in self._decoding:
+                numbers.forget()
+        for sequence in plan.released:
+            if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
+                del self._segments[sequence]
+                self._split.pop(sequence, None)
+        for segment in plan.moved:
+            self._place(segment.sequence, [segment])
+        for migration in plan.migrations:  # a source serves one at a time; it may have been cancelled meanwhile
+            seconds = self._model.migration_seconds(migration.stop - migration.start)
+            end = self._sources[migration.source] = max(now, self._sources.get(migration.source, 0.0)) + seconds
+            heapq.heappush(self._migrations, (end, migration.number))
+        for admission in plan.admitted:
+            self._place(admission.sequence, admission.segments)
+        for segment in plan.grown:
+            self._place(segment.sequence, grown(self._segments[segment.sequence], segment))
+            self._decoding[plan.lane].forget()
+        if not plan.runs:
+            return
+        self._steps += 1
+        self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
+        decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
+        chunk_homes = [self._homes[chunk.sequence] for chunk in plan.chunks]
+        self._rows[plan.step], times = self._model.times(plan, decoding, chunk_homes, self._split)
+        orders = self._replicas[plan.rotates][plan.lane]
+        tick = self._pipeline.tick(plan.lane, plan.turn)
+        ticks = self._pipeline.tick(plan.lane, plan.turn + 1) - tick
+        self._cluster.submit(plan.lane, now, plan.step, orders[plan.turn % len(orders)], tick, ticks, times)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _result(self, now: float) -> Result:
+        deployment = self._deployment
+        self._decisions.steps = self._steps
+        self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
+        replicas = [self._cluster.replica_work(index) for index in range(deployment.replicas)]
+        memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
+        pools = [_use("compute", deployment.compute.kind, deployment.compute_workers, replicas, now)]
+        if not deployment.local:
+            kind = deployment.memory_cost.hardware.kind
+            pools.append(_use("memory", kind, deployment.memory_workers, memories, now))
+        return Result(
+            system="lamina",
+            log=self._log,
+            seconds=now,
+            pools=tuple(pools),
+            usd_per_hour=deployment.usd_per_hour,
+            queued=self._queued_s / now if now else 0.0,
+            refused=self._refused_s / now if now else 0.0,
+            steps=self._steps,
+            preempted=self._scheduler.dropped,
+            prefix_queried=self._scheduler.prefixes.queried,
+            prefix_hit=self._scheduler.prefixes.hit,
+            decisions=self._decisions,
+            spans=self._spans(),
+        )
+
+    def _spans(self) -> dict[str, list[Span]]:
+        spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._deployment.replicas)}
+        spans |= {name: [] for name in self._memories}
+        for stage, worker, lane, begin, end in self._cluster.spans():
+            name = self._memories[worker] if stage == "attention" else f"compute{worker}"
+            spans[name].append(Span(stage, lane, round(begin * 1e9), round(end * 1e9)))
+        return spans
+
+
+def _stopped() -> float:
+    return 0.0
+
+
+def _use(name: str, kind: str, workers: int, work: list[tuple[float, float, float]], seconds: float) -> PoolUse:
+    busy = [own[0] / seconds for own in work] if seconds else [0.0]
+    network = max((max(own[1:]) / seconds for own in work), default=0.0) if seconds else 0.0
+    return PoolUse(name, kind, workers, sum(busy) / len(busy), max(busy), network)

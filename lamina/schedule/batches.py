@@ -1,0 +1,217 @@
+"""The rows of a lane's next step: decoding sequences, and chunks of prompts. Pure."""
+
+import heapq
+from collections.abc import Mapping
+
+from lamina.core.requests import Completion, Group, Owner
+from lamina.core.segments import holding
+from lamina.core.steps import LAST_DRAWN, DecodeRows
+
+
+class DecodeBatch:
+    """The decoding sequences of a lane, and their positions.
+
+    All advance by one token a step, so that a step costs one increment of a counter. Sequences are visited one by one
+    only after one has joined or left. A sequence leaves by itself in the step that draws its last token.
+
+    Segments fill up: at their end, if they are closed, or ``longest`` tokens after their first one, if given.
+
+    Attributes:
+        steps: number of steps of the lane so far, including those without decoding sequences.
+        workers: the tokens that the next step adds to each memory worker.
+    """
+
+    def __init__(self, longest: int | None = None) -> None:
+        self.steps = 0
+        self._longest = longest
+        self.workers: dict[str, int] = {}
+        self._owners: dict[int, Owner] = {}
+        self._joined: dict[int, int] = {}  # by sequence: its position less the steps before it joined
+        self._leaving: dict[int, list[int]] = {}  # by number of steps: sequences that end then
+        self._places: dict[int, str] = {}  # by sequence: the worker that takes its next token
+        self._ends: dict[int, int] = {}  # by sequence: the number of steps at which its segment is full, if ever
+        self._full: dict[int, list[int]] = {}  # by that number: the sequences; some entries are stale
+        self._members: dict[int, Owner] | None = {}  # None: a sequence has joined or left
+        self._sequences: list[int] = []
+        self._offsets: list[int] = []
+        self._resumed: set[int] = set()  # since the last step; their last token was drawn earlier
+
+    def __contains__(self, sequence: int) -> bool:
+        return sequence in self._owners
+
+    @property
+    def members(self) -> Mapping[int, Owner]:
+        """Owners by sequence, in the order of joining. The same object until a sequence joins or leaves."""
+        if self._members is None:
+            self._members = self._owners.copy()
+            self._sequences, self._offsets = list(self._joined), list(self._joined.values())
+        return self._members
+
+    def join(self, group: Group, completion: Completion, position: int) -> None:
+        """Start to decode a completion, if it has a token to draw. Its next row is at ``position``."""
+        rows = group.prompt_length + group.own_tokens - position
+        if rows > 0:
+            self._owners[completion.sequence] = group, completion
+            self._joined[completion.sequence] = position - self.steps
+            self._leaving.setdefault(self.steps + rows, []).append(completion.sequence)
+            self._settle(completion, position, holding(completion.segments, position).tokens[0])
+            self._members = None
+
+    def leave(self, sequence: int) -> None:
+        """Stop decoding a sequence, if it decodes."""
+        if sequence in self._owners:
+            group, completion = self._owners.pop(sequence)
+            completion.until = self.steps
+            completion.own = self._joined.pop(sequence) + self.steps - group.base
+            self._unsettle(sequence)
+            self._members = None
+
+    def _settle(self, completion: Completion, position: int, first: int) -> None:
+        """Send the next tokens of a sequence to the worker that holds this position. ``first``: position from which
+        ``longest`` counts."""
+        segment = holding(completion.segments, position)
+        self._places[completion.sequence] = segment.worker
+        self.workers[segment.worker] = self.workers.get(segment.worker, 0) + 1
+        _, stop = segment.tokens
+        if stop is None and self._longest is not None:
+            stop = first + self._longest
+        if stop is not None:
+            self.postpone(completion.sequence, max(stop - position, 0))
+
+    def _unsettle(self, sequence: int) -> None:
+        worker = self._places.pop(sequence)
+        self.workers[worker] -= 1
+        if not self.workers[worker]:
+            del self.workers[worker]
+        self._ends.pop(sequence, None)
+
+    def turn_over(self, completion: Completion) -> None:
+        """Continue a sequence in that of its segments which holds its position."""
+        self._unsettle(completion.sequence)
+        position = self.position(completion.sequence)
+        self._settle(completion, position, position)  # counts from here, wherever the segment began
+
+    def postpone(self, sequence: int, steps: int) -> None:
+        """Let the segment of a sequence take tokens for ``steps`` more steps."""
+        self._ends[sequence] = self.steps + steps
+        self._full.setdefault(self.steps + steps, []).append(sequence)
+
+    def full(self) -> list[Owner]:
+        """The sequences whose segments are full now. The caller calls ``turn_over`` or ``postpone`` for each."""
+        ended = self._full.pop(self.steps, ())
+        return [self._owners[one] for one in ended if self._ends.get(one) == self.steps]
+
+    def on(self, worker: str) -> list[Owner]:
+        """The sequences whose next tokens go to this worker, in order of arrival there."""
+        return [self._owners[sequence] for sequence, place in self._places.items() if place == worker]
+
+    def pause(self, sequence: int) -> int:
+        """Stop decoding a sequence for a while. Returns the position at which to resume it."""
+        group, _ = self._owners[sequence]
+        position = self.position(sequence)
+        self._leaving[self.steps + group.prompt_length + group.own_tokens - position].remove(sequence)
+        self.leave(sequence)
+        return position
+
+    def resume(self, group: Group, completion: Completion, position: int) -> None:
+        """Continue to decode a paused completion at this position."""
+        self.join(group, completion, position)
+        self._resumed.add(completion.sequence)
+
+    def position(self, sequence: int) -> int:
+        """Position of the next row of a decoding sequence."""
+        return self._joined[sequence] + self.steps
+
+    def let_go(self) -> None:
+        """Remove sequences whose last token is being or has been drawn. Call before using ``workers`` or ``rows``."""
+        for sequence in self._leaving.pop(self.steps, ()):
+            self.leave(sequence)
+
+    def rows(self, still_drawn: bool) -> DecodeRows:
+        """Rows of the lane's next step. ``still_drawn``: the step before is in flight, so its tokens are not known."""
+        members, steps = self.members, self.steps
+        resumed, self._resumed = self._resumed, set()
+        tokens = [
+            completion.generated[-1] if not still_drawn or sequence in resumed else LAST_DRAWN
+            for sequence, (_, completion) in (members.items() if resumed or not still_drawn else ())
+        ]
+        return DecodeRows(self._sequences, [offset + steps for offset in self._offsets], tokens)
+
+
+SMALLEST = 64  # tokens: a smaller chunk is not worth its share of a step's fixed costs
+
+
+class PromptBatch:
+    """Sequences with tokens of a prompt left to run, or with tokens whose KV was dropped.
+
+    Half of a step's prompt budget is the oldest prompt's, so that each takes at most twice as long as in order of
+    arrival; the other half goes to those with fewest tokens left. So a short prompt does not wait for long ones, equal
+    ones run one after the other, and a step has at most two prompts that it does not finish: steps do not fill up with
+    small chunks.
+    """
+
+    def __init__(self) -> None:
+        self._owners: dict[Completion, Group] = {}  # the oldest first
+        self._shortest: list[tuple[int, int, Completion]] = []  # a heap of (left, sequence, ...); some are out of date
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def add(self, group: Group, completion: Completion) -> None:
+        """Run the tokens that a completion has left."""
+        self._owners[completion] = group
+        self._note(completion)
+
+    def discard(self, completion: Completion) -> None:
+        """Do not run this completion's tokens any more. Does nothing if it is not here."""
+        self._owners.pop(completion, None)
+
+    def clear(self) -> None:
+        """Remove all."""
+        self._owners.clear()
+        self._shortest.clear()
+
+    def share(self, budget: int) -> dict[Owner, int]:
+        """Tokens of each in the next step, ``budget`` in total at most. Removes those that it finishes."""
+        shared: dict[Owner, int] = {}
+        for one, tokens in self.split(budget).items():
+            one.cached += tokens
+            shared[self._owners[one], one] = tokens
+            if one.left:
+                self._note(one)
+            else:
+                del self._owners[one]
+        return shared
+
+    def split(self, budget: int) -> dict[Completion, int]:
+        """What ``share`` would give each. Changes nothing."""
+        if budget <= 0 or not self._owners:
+            return {}
+        oldest = next(iter(self._owners))
+        shares = {oldest: min(oldest.left, (budget + 1) // 2)}
+        spare = budget - shares[oldest]
+        smallest, shortest = min(SMALLEST, budget // 2), self._shortest.copy()
+        while spare and (one := self._pop_shortest(shortest)) is not None:
+            if spare < min(smallest, one.left):
+                more = min(spare, oldest.left - shares[oldest])
+                shares[oldest] += more
+                spare -= more
+            tokens = min(spare, one.left - shares.get(one, 0))
+            if tokens:
+                shares[one] = shares.get(one, 0) + tokens
+                spare -= tokens
+        shares[oldest] += min(spare, oldest.left - shares[oldest])
+        return shares
+
+    def _note(self, completion: Completion) -> None:
+        heapq.heappush(self._shortest, (completion.left, completion.sequence, completion))
+        if len(self._shortest) > 4 * len(self._owners) + SMALLEST:
+            self._shortest = [(each.left, each.sequence, each) for each in self._owners]
+            heapq.heapify(self._shortest)
+
+    def _pop_shortest(self, shortest: list[tuple[int, int, Completion]]) -> Completion | None:
+        while shortest:
+            left, _, one = heapq.heappop(shortest)
+            if one in self._owners and left == one.left:
+                return one
+        return None

@@ -1,0 +1,172 @@
+"""The process of a server's engine: ``python -m lamina.serve.engine_process DESCRIPTOR``, which leads to the
+supervisor."""
+
+import _thread
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.config.engine_config import EngineConfig
+from lamina.control.supervisor_messages import (
+    BEAT_S,
+    Beat,
+    Close,
+    Done,
+    EngineBootstrap,
+    Exited,
+    FrontendLost,
+    Leave,
+    Save,
+    Serving,
+    Stopped,
+    receive_from_supervisor,
+)
+from lamina.core.errors import LaminaError
+from lamina.dataplane.transport_choice import summary
+from lamina.engine.engine import Engine
+from lamina.engine.frontends import Frontends
+from lamina.launch import Home, launch
+from lamina.observe.progress import loading_progress
+from lamina.output import start_logging
+from lamina.text.defaults import described
+from lamina.worker.process import exit_with
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 60.0  # for the supervisor to have this process close, once it has been told why the engine has stopped
+
+
+class EngineProcess:
+    """An engine whose workers and frontends belong to the supervisor at the other end of ``line``."""
+
+    def __init__(self, line: Connection, bootstrap: EngineBootstrap) -> None:
+        self._line = line
+        self._bootstrap = bootstrap
+        self._workers = SupervisedWorkers(line, bootstrap.exited)
+        self._frontends: Frontends | None = None
+        self._closing = threading.Event()
+        self._loading = True
+        threading.Thread(target=self._read, name="supervisor", daemon=True).start()
+        # From the start: loading may take longer than the supervisor waits for a process that does not run.
+        threading.Thread(target=self._beat, name="beats", daemon=True).start()
+
+    def run(self) -> None:
+        """Serve until told to close, or until the engine has stopped by itself.
+
+        Raises KeyboardInterrupt if told to close while it loads; the supervisor ends the workers that are left.
+        """
+        try:
+            engine = self._start()
+            self._loading = False
+        except Exception as error:
+            self._loading = False
+            if not isinstance(error, LaminaError):
+                log.exception("the engine cannot start")
+            self._workers.tell(Stopped(type(error).__name__, str(error)))
+            self._closing.wait(CLOSE_S)
+            return
+        given = self._bootstrap
+        self._frontends = Frontends(
+            engine,
+            Path(given.folder),
+            given.supervisor_pid,
+            given.incarnation,
+            given.frontends,
+            self._note_lost,
+            self._note_death,
+        )
+        try:
+            self._workers.tell(Serving(self._frontends.bootstrap, describe(engine)))
+            while not self._closing.wait(BEAT_S):
+                if engine.dead is not None:
+                    self._note_death(engine.dead)  # it may have died before there were frontends
+                    self._closing.wait(CLOSE_S)
+                    break
+        finally:
+            engine.close()
+            self._frontends.close()
+
+    def _start(self) -> Engine:
+        given = self._bootstrap
+        home = Home(
+            given.supervisor_pid,
+            given.secret,
+            given.listener,
+            self._workers,
+            given.saved,
+            lambda state: self._workers.tell(Save(state)),
+        )
+        with loading_progress() as on_progress:
+            return launch(EngineConfig(**given.settings), on_progress, home=home)
+
+    def _note_lost(self, frontend: str, why: str) -> None:
+        self._workers.tell(FrontendLost(frontend, why))
+
+    def _note_death(self, why: str) -> None:
+        self._workers.tell(Stopped("EngineDeadError", why))
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # the supervisor has exited, and this process ends too
+            while not self._closing.wait(BEAT_S):
+                self._workers.tell(Beat())
+
+    def _read(self) -> None:
+        """Take what the supervisor says; it ends this process if it exits."""
+        while True:
+            try:
+                message = receive_from_supervisor(self._line)
+            except (EOFError, OSError):
+                return
+            if isinstance(message, Exited | Done):
+                self._workers.take(message)
+            elif isinstance(message, Leave):
+                if self._frontends is not None:
+                    self._frontends.leave(message.frontend)
+            elif isinstance(message, Close):
+                self._closing.set()
+                if self._loading:  # which may take half an hour, if workers of other machines do not come
+                    _thread.interrupt_main()
+
+
+def describe(engine: Engine) -> str:
+    """What a server says of its engine when it starts."""
+    held = engine.cluster.weights and f" ({engine.cluster.weights})"
+    slots = sum(worker.capacity for worker in engine.stats().memory.values())
+    defaults = described(engine.sampling_defaults)
+    sampling = defaults and f"  sampling {defaults} unless a request says otherwise (generation_config.json)\n"
+    return (
+        f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
+        f"{engine.cluster.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
+        f"  compute  {engine.config.compute}\n"
+        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
+        f"{sampling}"
+        f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"
+    )
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt("the server is stopped")
+
+
+def main() -> None:
+    """Body of the process."""
+    start_logging()
+    line = Connection(int(sys.argv[1]))
+    bootstrap = receive_from_supervisor(line)
+    if not isinstance(bootstrap, EngineBootstrap):
+        raise SystemExit(f"expected EngineBootstrap from the supervisor, got {type(bootstrap).__name__}")
+    exit_with(bootstrap.supervisor_pid)
+    signal.signal(signal.SIGINT, _interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        EngineProcess(line, bootstrap).run()
+
+
+if __name__ == "__main__":
+    main()

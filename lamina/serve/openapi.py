@@ -1,0 +1,249 @@
+"""Builds the OpenAPI description of the HTTP interface, served at /openapi.json.
+
+Bodies are described by what parses and checks them: the types of ``protocol``, the lists of ``fields`` and the ranges
+of ``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory, and
+one that does not is rejected.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from lamina.core.types import (
+    MAX_SALT_LENGTH,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SAMPLING_RANGES,
+)
+from lamina.engine.streams import Runtime
+from lamina.observe.metrics import CONTENT_TYPE
+from lamina.schedule.waiting import MAX_WAITING
+from lamina.serve import request_bodies
+from lamina.serve.request_bodies import (
+    MOST_MESSAGES,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    types_of,
+)
+from lamina.text.chat_template import MAY_LACK_CONTENT
+
+COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+
+Schema = dict[str, Any]
+
+_ERRORS = {
+    400: "The request is invalid; the message says why.",
+    401: "The administrator's key is missing or wrong.",
+    403: "The server has no administrator's key.",
+    404: "This server does not serve that model.",
+    408: "The body arrived too slowly.",
+    413: "The body is too large.",
+    429: "Too many requests are in progress; Retry-After says when to try again.",
+    503: "The engine has stopped, or could not finish the request.",
+}
+_ERROR_SCHEMA = {
+    "title": "Error",
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _range(name: str) -> Schema:
+    low, high = SAMPLING_RANGES[name]
+    return {"minimum": low, "maximum": high}
+
+
+_STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_BOUNDS: Mapping[str, Schema] = {
+    **{name: _range(name) for name in SAMPLING_RANGES},
+    "max_completion_tokens": _range("max_tokens"),
+    "top_logprobs": _range("logprobs"),
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "cache_salt": {"maxLength": MAX_SALT_LENGTH},
+    "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": MAX_STOP_STRINGS}, {"type": "null"}]},
+    "stop_token_ids": {
+        "items": {"type": "integer", **_range("max_tokens"), "minimum": 0},
+        "maxItems": MAX_STOP_TOKEN_IDS,
+    },
+    "early_stopping": {"enum": [True, False, "never", None]},
+}
+"""What the types of fields do not say."""
+
+_TEXT_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+_CONTENT = [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]
+_TOOL_CALL = {
+    "type": "object",
+    "required": ["function"],
+    "properties": {
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "arguments": {"type": ["string", "object", "null"]}},
+        }
+    },
+}
+_MESSAGE = {
+    "type": "object",
+    "required": ["role"],
+    "properties": {
+        "role": {"type": "string"},
+        "content": {"anyOf": [*_CONTENT, {"type": "null"}]},
+        "name": {"type": ["string", "null"]},
+        "tool_call_id": {"type": ["string", "null"]},
+        "tool_calls": {"anyOf": [{"type": "array", "items": _TOOL_CALL}, {"type": "null"}]},
+    },
+    "anyOf": [
+        {"properties": {"role": {"enum": [*MAY_LACK_CONTENT]}}},
+        {"required": ["content"], "properties": {"content": {"anyOf": _CONTENT}}},
+    ],
+}
+
+
+def interface(app: FastAPI, engine: Runtime) -> Schema:
+    """The OpenAPI document: FastAPI's routes, plus the bodies they decode themselves and every error."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+        schemas.clear()  # FastAPI's validation errors, which this server never returns
+        schemas["Error"] = _ERROR_SCHEMA
+        for path, kind in ((COMPLETIONS_PATH, CompletionRequest), (CHAT_PATH, ChatRequest)):
+            schemas[kind.__name__], parts = body_schema(kind, engine)
+            schemas.update(parts)
+            content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+            operation = schema["paths"][path]["post"]
+            operation["requestBody"] = {"required": True, "content": content}
+            operation["responses"]["200"] = _ANSWER
+        metrics = schema["paths"]["/metrics"]["get"]["responses"]["200"]
+        metrics["content"] = {CONTENT_TYPE: {"schema": {"type": "string"}}}
+        for path, methods in schema["paths"].items():
+            for operation in methods.values():
+                operation["responses"].pop("422", None)
+                operation["responses"] |= {str(status): _described(_ERRORS[status]) for status in _statuses(path)}
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+_ANSWER = {
+    "description": "The answer, as one object or as a stream of events.",
+    "headers": {
+        request_bodies.IGNORED_HEADER: {
+            "description": "Fields of the request that have no meaning here.",
+            "schema": {"type": "string"},
+        }
+    },
+    "content": {
+        "application/json": {"schema": {"type": "object", "required": ["id", "choices", "usage"]}},
+        "text/event-stream": {"schema": {"description": "Chunks of the answer; the last event is [DONE]."}},
+    },
+}
+
+
+def body_schema(kind: type[GenerationRequest], engine: Runtime) -> tuple[Schema, Schema]:
+    """The JSON schema of a body, and those that it refers to by name."""
+    types = types_of(kind)
+    found, parts = msgspec.json.schema_components(types.values(), ref_template="#/components/schemas/{name}")
+    properties: Schema = {
+        name: schema | ({} if bool in getattr(hint, "__args__", ()) else _BOUNDS.get(name, {}))
+        for (name, hint), schema in zip(types.items(), found, strict=True)
+    }
+    properties |= {name: _BOUNDS[name] for name in ("stop", "early_stopping")}
+    properties["model"] = {"enum": [engine.model_name, *engine.model_aliases, None]}
+    for name, neutral in kind.unsupported.items():
+        properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
+    for name in sorted(request_bodies.WITHOUT_EFFECT):
+        properties[name] = {"description": "Has no effect."}
+    properties[kind.large] = _prompt(engine) if kind is CompletionRequest else _messages()
+    together = [{"anyOf": branches} for branches in _TOGETHER[kind]]
+    required = [kind.large]
+    return {"type": "object", "required": required, "properties": properties, "allOf": together}, parts
+
+
+def _prompt(engine: Runtime) -> Schema:
+    text: Schema = {"type": "string", "minLength": 0 if engine.tokenizer.encode("") else 1}
+    token = {"type": "integer", "minimum": 0, "maximum": engine.vocab_size - 1}
+    tokens = {"type": "array", "items": token, "minItems": 1, "maxItems": engine.max_model_len - 1}
+    several: Schema = {"type": "array", "minItems": 1, "description": f"At most {MAX_WAITING} prompts."}
+    return {"anyOf": [text, several | {"items": text}, tokens, several | {"items": tokens}]}
+
+
+def _messages() -> Schema:
+    return {"type": "array", "items": _MESSAGE, "minItems": 1, "description": f"At most {MOST_MESSAGES} messages."}
+
+
+def _given(name: str, *values: Any) -> Schema:
+    """A body in which a field is one of several values, and not left out."""
+    return {"required": [name], "properties": {name: {"enum": [*values]}}}
+
+
+def _left_out(**neutral: Sequence[Any]) -> Schema:
+    """A body in which fields are left out, null, or one of their neutral values."""
+    return {"properties": {name: {"enum": [None, *values]} for name, values in neutral.items()}}
+
+
+_STREAM = [_given("stream", True), _left_out(stream_options=())]
+_BEAMS = [
+    _left_out(use_beam_search=[False], length_penalty=[1], early_stopping=[False]),
+    {
+        "required": ["use_beam_search", "n"],
+        "properties": {
+            "use_beam_search": {"const": True},
+            "n": {"type": "integer", "minimum": 2},
+            "stop": {"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]},
+            **_left_out(
+                temperature=[0, 1],
+                top_p=[1],
+                top_k=[0, -1],
+                min_p=[0],
+                presence_penalty=[0],
+                frequency_penalty=[0],
+                repetition_penalty=[1],
+                logprobs=[False],
+            )["properties"],
+        },
+    },
+]
+_TOGETHER: Mapping[type[GenerationRequest], Sequence[Sequence[Schema]]] = {
+    CompletionRequest: (_STREAM, _BEAMS, [_left_out(echo=[False]), _left_out(logprobs=())]),
+    ChatRequest: (_STREAM, _BEAMS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
+}
+"""What fields ask of each other: one of each group of alternatives."""
+
+
+def _statuses(path: str) -> list[int]:
+    """The errors that a path answers with."""
+    if path in (COMPLETIONS_PATH, CHAT_PATH):
+        return [400, 404, 408, 413, 429, 503]
+    return {
+        "/health": [503],
+        "/metrics": [503],
+        "/placement": [503],
+        "/v1/models/{name}": [404],
+        "/admin/scale": [400, 401, 403, 413, 503],
+        "/admin/stop": [401, 403, 404],
+    }.get(path, [])
+
+
+def _described(description: str) -> Schema:
+    content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {"description": description, "content": content}

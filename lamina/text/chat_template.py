@@ -1,0 +1,214 @@
+"""Renders chat messages to a prompt with the model's template, as transformers does, in a sandbox."""
+
+import contextlib
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from lamina.core.errors import RequestError
+
+DEFAULT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+"""Used when a model has no template: one ``role: content`` line per message, then ``assistant:``."""
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}`` marks assistant text for training; here it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - the name and type jinja2 declares
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class ChatTemplate:
+    """A compiled template. ``special_tokens`` (bos_token, eos_token, ...) are variables of the template.
+
+    Raises:
+        RequestError: the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise RequestError(
+                f"the model's chat template is not valid Jinja: {error}. Use completions, or fix chat_template.jinja"
+            ) from error
+        self._special_tokens = dict(special_tokens)
+        self._uses_tools = "tools" in source
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
+
+        Templates get what transformers gives them for the same history with the arguments of tool calls as objects. A
+        template that fails on that is rendered again with an empty string where a message has no content, and last
+        with arguments as JSON text: some templates concatenate them.
+
+        Args:
+            tools: the functions that the model may call, OpenAI style.
+
+        Raises:
+            RequestError: a message is malformed, or the template rejects it or uses no tools.
+        """
+        if tools and not self._uses_tools:
+            raise RequestError("the model's chat template has no place for tools; describe them in a message instead")
+        for index, message in enumerate(messages):
+            check_message(index, message)
+        if not messages:
+            raise RequestError("messages is empty; give at least one message")
+        render = functools.partial(self._render, messages, tools, add_generation_prompt)
+        try:
+            return render()
+        except Exception as error:  # a template is a program from the model's author: it may raise anything
+            if any(message.get("tool_calls") for message in messages):
+                for as_text in (False, True):
+                    with contextlib.suppress(Exception):
+                        return render(fill_content=True, arguments_as_text=as_text)
+            raise RequestError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        fill_content: bool = False,
+        arguments_as_text: bool = False,
+    ) -> str:
+        return self._template.render(
+            messages=[_plain_message(message, fill_content, arguments_as_text) for message in messages],
+            tools=tools,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **self._special_tokens,
+        )
+
+
+MAY_LACK_CONTENT = ("assistant", "tool", "function")
+"""Roles of messages whose content may be null or missing."""
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning. As in transformers, templates find it under each of the first two."""
+
+
+def check_message(index: int, message: Mapping[str, Any]) -> None:
+    """Raise RequestError if a message is malformed. ``index``: its place in the conversation."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"messages[{index}] is {message!r}; give an object with a string role and content")
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(content, list):
+        try:
+            joined_text(content)
+        except RequestError as error:
+            raise RequestError(f"messages[{index}].content: {error}") from None
+    elif content is None:
+        if message["role"] not in MAY_LACK_CONTENT:
+            raise RequestError(f"messages[{index}] has no content; give a string")
+    elif not isinstance(content, str):
+        raise RequestError(f"messages[{index}].content is a {type(content).__name__}; give a string or text parts")
+    if not isinstance(calls, list | None) or not all(map(_is_call, calls or ())):
+        raise RequestError(
+            f"messages[{index}].tool_calls is not a list of calls; give objects such as "
+            '{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}'
+        )
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        return False
+    return isinstance(function.get("arguments"), str | Mapping | None)
+
+
+def _plain_message(message: Mapping[str, Any], fill_content: bool, arguments_as_text: bool) -> dict[str, Any]:
+    """Return a copy of a message for templates, which test whether fields exist: null and empty ones are left out.
+
+    Args:
+        fill_content: Give an empty string as the content of a message that has tool calls alone.
+        arguments_as_text: Give the arguments of tool calls as JSON text, not as objects.
+    """
+    plain = {key: value for key, value in message.items() if value is not None}
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = [_plain_call(call, arguments_as_text) for call in calls]
+    content = plain.get("content")
+    if isinstance(content, list):
+        plain["content"] = joined_text(content)
+    elif content is None and (fill_content or not (calls or "function_call" in plain)):
+        plain["content"] = ""
+    reasoning = next((plain[key] for key in REASONING if key in plain), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _plain_call(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, Any]:
+    function = dict(call["function"])
+    arguments = function.get("arguments")
+    if arguments_as_text:
+        function["arguments"] = arguments if isinstance(arguments, str) else _tojson(arguments or {})
+    elif not arguments:
+        function["arguments"] = {}
+    elif isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # a model may have written what is no JSON: it stays text
+            if isinstance(parsed := json.loads(arguments), dict | list):
+                function["arguments"] = parsed
+    return {**call, "function": function}
+
+
+def joined_text(parts: Sequence[Any]) -> str:
+    """The text of OpenAI style text parts, joined by line breaks. Raises RequestError for any other part."""
+    return "\n".join(map(_text_of, parts))
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise RequestError(f"a content part of type {kind!r} is not supported; give text parts")
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)

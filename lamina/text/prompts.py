@@ -1,0 +1,89 @@
+"""Validates and tokenises prompts and conversations."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from lamina.core.errors import RequestError
+from lamina.text.tokenizer import Tokenizer, check_unicode
+
+Prompt = str | list[int]
+"""Text or token ids."""
+
+Message = Mapping[str, Any]
+"""One turn of a conversation: ``{"role": "user", "content": "..."}``."""
+
+
+def as_prompts(value: Any) -> list[Prompt]:
+    """One prompt or a list of prompts, as a list of prompts.
+
+    Raises:
+        RequestError: ``value`` is neither, or an empty list.
+    """
+    if isinstance(value, str) or (_is_tokens(value) and value):
+        return [value]
+    if not isinstance(value, list | tuple) or not all(isinstance(p, str) or _is_tokens(p) for p in value):
+        raise RequestError("prompt must be a text, a list of texts, a list of token ids or a list of such lists")
+    if not value:
+        raise RequestError("prompt is an empty list; give at least one prompt")
+    return list(value)
+
+
+def plain_prompts(value: Any) -> Any:
+    """``value`` with arrays, tensors, tuples and generators as lists, at any depth; other values are unchanged."""
+    if isinstance(value, str) or _is_tokens(value):
+        return value
+    if hasattr(value, "tolist"):  # NumPy's and PyTorch's arrays and numbers
+        return value.tolist()
+    if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes):
+        return [plain_prompts(each) for each in value]
+    return value
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
+    """Tokenise a prompt. Other threads can run meanwhile.
+
+    Raises:
+        RequestError: the text is not valid Unicode, or so long that it is rejected without being tokenised.
+    """
+    size, per_token = check_unicode(text), tokenizer.most_bytes_per_token
+    if per_token is not None and size > per_token * (max_model_len - 1):
+        raise RequestError(
+            f"the prompt has {size} bytes, at least {-(-size // per_token)} tokens; at most "
+            f"{max_model_len - 1} fit (max_model_len {max_model_len}, one left for the answer). Shorten the prompt or "
+            f"raise max_model_len"
+        )
+    return tokenizer.encode(text, add_special_tokens)
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int, tokenizer: Tokenizer) -> None:
+    """Raises RequestError for a token id without a row in the embedding, which has ``vocab_size`` rows."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            known = tokenizer.token(token)
+            remedy = (
+                f"use ids from 0 to {vocab_size - 1}"
+                if known is None
+                else f"the tokenizer has it ({known!r}), but the embedding has no row for it: leave it out of the "
+                "prompt, or give the tokenizer and the weights of the same model"
+            )
+            raise RequestError(f"token id {token} is outside the vocabulary of {vocab_size} tokens; {remedy}")
+
+
+def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_model_len: int,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> list[int]:
+    """Format a conversation by the model's chat template, up to where the answer begins, and tokenise it.
+
+    Raises:
+        RequestError: there are no messages, the template rejects them or uses no tools, or as in ``encode_prompt``.
+    """
+    # The template includes the special tokens itself.
+    text = tokenizer.apply_chat_template(messages, tools=tools)
+    return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)
+
+
+def _is_tokens(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)  # excludes bool

@@ -1,0 +1,411 @@
+"""Encodes text to tokens and decodes it incrementally, with a model directory's tokenizer.json."""
+
+import codecs
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from lamina.core.errors import ModelError, RequestError
+from lamina.models.directory import TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
+
+if TYPE_CHECKING:
+    from lamina.text.chat_template import ChatTemplate
+
+_NFC_SHRINKS = 9
+"""A text has at most 9 times the bytes of its NFC: its NFD has at most 3 times those of the NFC (Unicode's FAQ on
+normalization, UTF-8), and a character at most 3 times those of its NFD (U+212A, 3 bytes, becomes K)."""
+
+_KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
+_BYTES = 256
+
+
+def most_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The most UTF-8 bytes of text that become a single token; None if they are unbounded.
+
+    A bound exists only if every byte of the text is part of a token: not if text is dropped (whitespace by a
+    pre-tokenizer, accents by a normalizer, unknown characters by a model without tokens for all 256 bytes), or if an
+    added token strips the whitespace around it. Unknown components count as dropping text.
+    """
+    shrinks = _shrinks_by(_state(tokenizer.normalizer))
+    parts = list(_parts(_state(tokenizer.pre_tokenizer), "pretokenizers"))
+    added = tokenizer.get_added_tokens_decoder().values()
+    if shrinks is None or not all(map(_keeps_text, parts)) or any(token.lstrip or token.rstrip for token in added):
+        return None
+    vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+    model = tokenizer.model
+    if not isinstance(model, tokenizers.models.BPE | tokenizers.models.Unigram):
+        return None  # other models replace a whole unknown word by one token
+    byte_level = any(part["type"] == "ByteLevel" for part in parts)
+    if byte_level and set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= vocabulary.keys():
+        longest = max(map(len, vocabulary))  # each character represents a byte
+    elif _falls_back_to_bytes(model) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(_BYTES)):
+        longest = max(len(token.encode()) for token in vocabulary)
+    else:
+        return None
+    return shrinks * max([longest, *(len(token.content.encode()) for token in added)])
+
+
+def _state(part: Any) -> Any:
+    """A normalizer or pre-tokenizer as in tokenizer.json; one implemented in Python cannot be serialized."""
+    try:
+        return None if part is None else json.loads(part.__getstate__())
+    except Exception:  # the library raises plain Exception
+        return {"type": "custom"}
+
+
+def _parts(state: Any, key: str) -> Iterable[dict[str, Any]]:
+    if state is None:
+        return
+    if state["type"] == "Sequence":
+        for part in state[key]:
+            yield from _parts(part, key)
+    else:
+        yield state
+
+
+def _shrinks_by(normalizer: Any) -> int | None:
+    """The factor by which normalization may at most reduce a text's bytes; None if it is unbounded."""
+    factor = 1
+    for part in _parts(normalizer, "normalizers"):
+        if part["type"] == "NFC":
+            factor *= _NFC_SHRINKS
+        elif part["type"] == "Replace" and _grows(part):
+            continue
+        elif part["type"] != "Prepend":
+            return None
+    return factor
+
+
+def _grows(replace: dict[str, Any]) -> bool:
+    literal = replace["pattern"].get("String")
+    return literal is not None and len(replace["content"].encode()) >= len(literal.encode())
+
+
+def _keeps_text(pre_tokenizer: dict[str, Any]) -> bool:
+    return pre_tokenizer["type"] in _KEEPING_PRE_TOKENIZERS and pre_tokenizer.get("behavior") != "Removed"
+
+
+def _falls_back_to_bytes(model: Any) -> bool:
+    if isinstance(model, tokenizers.models.BPE):
+        return bool(model.byte_fallback)
+    return bool(json.loads(model.__getstate__())["byte_fallback"])  # Unigram does not expose it as an attribute
+
+
+CHAT_TEMPLATE = "chat_template.jinja"
+_IDS = 1 << 32  # the library's ids have 32 bits
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that do not form a character
+_PROMPT_CONTEXT = 16  # tokens of the prompt decoded before the first generated one
+_CHARACTER_BYTES = 4  # the maximum in UTF-8
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(0x100 + place): byte for place, byte in enumerate(sorted(set(range(0x100)) - _PRINTABLE))
+}
+"""By character of a token's name in byte-level vocabularies (GPT-2's): the byte that it stands for."""
+
+
+class Tokenizer:
+    """The tokenizer of one model directory; safe to use from several threads.
+
+    Attributes:
+        eos_token_ids: tokens that end a text, by generation_config.json (else config.json) and by the tokenizer.
+        special_texts: how each special token is written, by its id.
+
+    Raises:
+        ModelError: tokenizer.json cannot be read.
+    """
+
+    def __init__(self, directory: ModelDirectory) -> None:
+        file = directory.path / TOKENIZER
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises plain Exception
+            raise ModelError(f"{file} is not a tokenizer ({error}): copy the file again") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config_file = directory.path / TOKENIZER_CONFIG
+        config = read_json(config_file) if config_file.is_file() else {}
+        self._special_tokens = _special_tokens(config)
+        self._template_source = _chat_template(directory.path, config)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
+        self._bytes = self._fallback_bytes()
+        self._texts: dict[int, tuple[str, tuple[int, ...]]] = {}
+        self._encoded: dict[int, bytes] = {token_id: token.content.encode() for token_id, token in added.items()}
+        own_eos = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        self.eos_token_ids = directory.eos_token_ids | ({own_eos} if own_eos is not None else set())
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of ``text``. A prompt made by ``apply_chat_template`` already has its special tokens.
+
+        Releases the GIL. It takes about a second and 100 MB per megabyte of text.
+
+        Raises:
+            RequestError: the text is not valid Unicode.
+        """
+        check_unicode(text)
+        # A batch of one: only batches are encoded without the GIL, and "fast" omits offsets.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; ids beyond the vocabulary have none.
+
+        Raises:
+            RequestError: an id is negative or not an integer.
+        """
+        try:
+            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except (TypeError, OverflowError) as error:
+            raise RequestError(f"token ids must be integers of at least 0 ({error})") from error
+        return text
+
+    def token(self, token_id: int) -> str | None:
+        """The token with this id as tokenizer.json spells it; None if it has none."""
+        found: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < _IDS else None
+        return found
+
+    def has_text(self, token_id: int) -> bool:
+        """False for special tokens and for ids that the tokenizer does not know: ``decode`` skips both."""
+        return token_id not in self.special_texts and self.token(token_id) is not None
+
+    def byte_of(self, token_id: int) -> int | None:
+        """The byte that a byte-fallback token such as ``<0xE2>`` represents; None for any other token."""
+        return self._bytes.get(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of one token inside a text, special tokens included, which may be a part of a character; cached."""
+        encoded = self._encoded.get(token_id)
+        if encoded is None:
+            encoded = self._encoded[token_id] = self._bytes_of(token_id)
+        return encoded
+
+    def token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
+        """Text and bytes of one token inside a text, without an incomplete character in the text; cached."""
+        found = self._texts.get(token_id)
+        if found is None:
+            encoded = self.token_bytes(token_id)
+            found = self._texts[token_id] = complete_text(encoded)[0], tuple(encoded)
+        return found
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if (byte := self._bytes.get(token_id)) is not None:
+            return bytes([byte])
+        name = self._tokenizer.id_to_token(token_id)
+        if name is not None and self._byte_level and all(character in _BYTE_OF for character in name):
+            return bytes(_BYTE_OF[character] for character in name)
+        # Decoders strip spaces at the beginning of a text, so the token is decoded after itself.
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :].encode()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        """Whether the decoder reads each character of a token's name as a byte."""
+        decoder = self._tokenizer.decoder
+        return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+
+    def context(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of ``prompt`` that have text: all that the text of the following tokens can depend on."""
+        found: list[int] = []
+        for token in reversed(prompt):
+            if self.has_text(token):
+                found.append(token)
+                if len(found) == _PROMPT_CONTEXT:
+                    break
+        return found[::-1]
+
+    def _fallback_bytes(self) -> dict[int, int]:
+        """By token: its byte, if the decoder turns ``<0x41>`` into A; in some vocabularies it is ordinary text."""
+        letter = self._tokenizer.token_to_id("<0x41>")
+        if letter is None or self._tokenizer.decode([letter]) != "A":
+            return {}
+        ids = {byte: self._tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in range(256)}
+        return {token: byte for byte, token in ids.items() if token is not None}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
+
+        Raises:
+            RequestError: the template is invalid or uses no tools, a message is malformed, or the template rejects it.
+        """
+        return self._chat_template.render(messages, add_generation_prompt, tools)
+
+    @cached_property
+    def most_bytes_per_token(self) -> int | None:
+        """The most UTF-8 bytes of text that become one token; None if they are unbounded."""
+
+        return most_bytes_per_token(self._tokenizer)
+
+    @cached_property
+    def _chat_template(self) -> "ChatTemplate":
+        from lamina.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate  # saves 20% of the time to import the SDK
+
+        return ChatTemplate(self._template_source or DEFAULT_TEMPLATE, self._special_tokens)
+
+
+class IncrementalDetokenizer:
+    """Decodes a growing sequence incrementally, at a constant cost per token; the concatenated increments are its text.
+
+    A token may be part of a character, and its text may depend on the token before it (a leading space, for one). So
+    each step decodes a short window of the last tokens and returns the new part, holding back an incomplete character.
+    Special tokens have no text unless ``skip_special_tokens`` is False.
+
+    Byte-fallback decoders write one replacement character for every byte of a run of byte tokens that is not valid
+    UTF-8 as a whole, even for valid characters before the error. Here, complete characters are returned and final; from
+    the first invalid byte on, every byte of the run becomes a replacement character.
+
+    Args:
+        prompt_token_ids: the tokens before the first generated one; only the last ones are decoded.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._run = _ByteRun()
+        self._window = tokenizer.context(prompt_token_ids)
+        self._context = 0  # leading tokens of the window whose text had been returned when the window last moved
+        text = self._window_text()
+        self._held = text.endswith(_REPLACEMENT)  # an incomplete character at the end of the window
+        self._sent = len(text.removesuffix(_REPLACEMENT))  # characters of the window's text that have been returned
+        bytes_ = itertools.takewhile(lambda token: tokenizer.byte_of(token) is not None, reversed(self._window))
+        for token in reversed(list(bytes_)):
+            self._next(token)
+
+    def append(self, token_ids: Sequence[int]) -> str:
+        """The text that ``token_ids`` add; empty while a character is incomplete."""
+        return "".join(self._next(token) for token in token_ids if self._has_text(token))
+
+    @property
+    def pending(self) -> bytes:
+        """The bytes of an incomplete character, which later tokens may complete."""
+        if not self._held:
+            return self._run.pending
+        return complete_text(b"".join(map(self._tokenizer.token_bytes, self._window)))[1]
+
+    def flush(self) -> str:
+        """The rest of the text: replacement characters for the bytes of an incomplete character."""
+        text = self._window_text()
+        new = text[self._sent :]
+        self._sent = len(text)
+        return new + self._run.end()
+
+    def _has_text(self, token: int) -> bool:
+        return self._tokenizer.has_text(token) or (not self._skip and token in self._tokenizer.special_texts)
+
+    def _window_text(self) -> str:
+        return self._tokenizer.decode(self._window, self._skip)
+
+    def _next(self, token: int) -> str:
+        byte = self._tokenizer.byte_of(token)
+        if byte is None:
+            return self._run.end() + self._decode(token)
+        self._window, self._context = [token], 1  # an ordinary token that follows is not at the beginning of the text
+        self._sent, self._held = len(self._window_text()), False
+        return self._run.append(byte)
+
+    def _decode(self, token: int) -> str:
+        self._window.append(token)
+        text = self._window_text()
+        self._held = text.endswith(_REPLACEMENT)  # one for an incomplete character; the text before it is final
+        complete = text[:-1] if self._held else text
+        new = complete[self._sent :]
+        if self._held:
+            self._sent = max(self._sent, len(complete))
+            if len(self._window) - self._context > 2 * _CHARACTER_BYTES:
+                self._cut_window()
+        elif new:
+            del self._window[: self._context]
+            self._context = len(self._window)
+            self._sent = len(self._window_text())
+        elif len(self._window) - self._context > 2 * _CHARACTER_BYTES:
+            self._window.pop()  # tokens without text must not grow the window without bound
+        return new
+
+    def _cut_window(self) -> None:
+        """Keep as many tokens as a character can have bytes. Their text may begin with an incomplete character, but its
+        end is the same: the first byte of a character is never mistaken for a continuation of the one before."""
+        del self._window[:-_CHARACTER_BYTES]
+        self._context = 0
+        self._sent = len(self._window_text()) - 1
+
+
+class _ByteRun:
+    """Decodes a run of byte-fallback tokens.
+
+    Attributes:
+        pending: bytes of an incomplete character.
+    """
+
+    def __init__(self) -> None:
+        self.pending = b""
+        self._broken = False
+
+    def append(self, byte: int) -> str:
+        """The character that the next byte completes, replacement characters once the run is invalid, or nothing."""
+        if self._broken:
+            return _REPLACEMENT
+        self.pending += bytes([byte])
+        try:
+            text = self.pending.decode()
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data":
+                return ""
+            self._broken = True
+            text = _REPLACEMENT * len(self.pending)
+        self.pending = b""
+        return text
+
+    def end(self) -> str:
+        """End the run; returns one replacement character for each byte of an incomplete character."""
+        text = _REPLACEMENT * len(self.pending)
+        self.pending, self._broken = b"", False
+        return text
+
+
+def complete_text(encoded: bytes) -> tuple[str, bytes]:
+    """The text of ``encoded``, and the bytes of an incomplete character at its end."""
+    try:
+        return encoded.decode(), b""
+    except UnicodeDecodeError:
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        return decoder.decode(encoded), decoder.getstate()[0]
+
+
+def check_unicode(text: str) -> int:
+    """The length of ``text`` in UTF-8 bytes. Raises RequestError for a lone surrogate, which cannot be encoded."""
+    try:
+        return len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the prompt is not valid Unicode: character {error.start} is {text[error.start]!r}, half of a surrogate "
+            f"pair; remove it or send the whole pair"
+        ) from None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... of tokenizer_config.json, whose values are strings or objects with ``content``."""
+    tokens = {}
+    for key, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(content, str):
+            tokens[key] = content
+    return tokens
+
+
+def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
+    """The model's template, from its own file or tokenizer_config.json (where there may be several, by name)."""
+    if (path / CHAT_TEMPLATE).is_file():
+        return (path / CHAT_TEMPLATE).read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None

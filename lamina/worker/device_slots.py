@@ -1,0 +1,84 @@
+"""The slots of a worker's links, and inboxes beside them, made known to its device.
+
+Over shared memory, the device writes into peers' slots or inboxes itself.
+"""
+
+import logging
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol
+
+from lamina.dataplane.channel import Channel
+from lamina.dataplane.leases import SLOTS
+from lamina.transport.base import Buffer
+from lamina.transport.device.inboxes import Inboxes
+from lamina.worker.links import Links
+
+logger = logging.getLogger(__name__)
+
+_ASTRAY = (
+    "what the device of %s writes into the memory of that of %s does not arrive, so messages go through the host's "
+    "memory. Check whether the IOMMU or PCIe's access control keeps GPUs from writing to each other"
+)
+
+
+class Mapper(Protocol):
+    """A device of this process."""
+
+    @property
+    def inboxes(self) -> Inboxes | None:
+        """Those that it reads and writes; None if it has no memory of its own."""
+
+    def adopt(self, memory: memoryview) -> None:
+        """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from."""
+
+    def map(self, peer: str, memory: memoryview) -> bool:
+        """Let what runs here write messages into ``memory`` of a peer, until ``unmap``. False if it will not."""
+
+    def unmap(self, peer: str) -> None:
+        """This peer's memory is written no more."""
+
+    def arrived(self, array: Any) -> Any:
+        """A part of an own inbox, uint8 [nbytes], as what runs here reads it."""
+
+    def copied(self, body: Any) -> Buffer:
+        """A copy in the host's memory of what has ``arrived``."""
+
+
+class Slots:
+    """Which slots the device has been told of. One thread owns it."""
+
+    def __init__(self, links: Links, device: Mapper) -> None:
+        self._links, self._device = links, device
+        self._mapped = set[str]()
+
+    def add(self, channels: Iterable[Channel]) -> None:
+        """Tell the device of new links. From now on it writes messages where their receivers read them, if it can."""
+        for channel in channels:
+            self._device.adopt(self._links.leased(channel.name))
+            direct, inbox = self._links.direct(channel.name), self._links.inbox(channel.name)
+            if inbox is not None:
+                channel.inbox = [self._device.arrived(part) for part in inbox.parts(SLOTS)]
+                channel.copied = self._device.copied
+                if direct is None:
+                    channel.settle_inbox = inbox.settle
+            if direct is None:
+                continue
+            channel.writes_inbox = direct.their_inbox is not None
+            if channel.writes_inbox:
+                channel.bodies = direct.bodies
+                continue
+            self._warn_if_astray(channel.name)
+            if self._device.map(channel.name, direct.their_memory):
+                self._mapped.add(channel.name)
+                channel.bodies = direct.bodies
+
+    def _warn_if_astray(self, peer: str) -> None:
+        inboxes = self._links.inboxes
+        if inboxes is not None and inboxes.theirs(peer) is not None:
+            logger.warning(_ASTRAY, self._links.name, peer)
+
+    def keep(self, names: Collection[str]) -> None:
+        """The links to all other peers have ended."""
+        for name in self._mapped.difference(names):
+            self._device.unmap(name)
+        self._mapped.intersection_update(names)

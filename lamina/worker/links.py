@@ -1,0 +1,496 @@
+"""A worker's links to its peers: made at the start, for workers that join, and ended."""
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from lamina._native import Arena as NativeArena
+from lamina.control.messages import Connect, Forget, Grant, Granted, Link, Linked, Register, Registered
+from lamina.control.sockets import SETUP_TIMEOUT_S, ControlClient, expect
+from lamina.core.errors import DeadlineError, PeerLostError, TransportError, WorkerError
+from lamina.core.topology import Topology
+from lamina.dataplane.channel import PROOF, Channel
+from lamina.dataplane.direct import Direct
+from lamina.dataplane.hub import Hub
+from lamina.dataplane.leases import DOORBELLS, PROOF_NBYTES, SLOTS, VERDICT, ArenaPlan, Lease, Leases
+from lamina.dataplane.slot import Outbox, Slot
+from lamina.dataplane.transport_choice import Offer, Transport
+from lamina.transport.arena import MappedArena, OwnArena, allocate
+from lamina.transport.base import Buffer, Endpoint, Fetch, Peer, SharesMemory, deadline_error
+from lamina.transport.device.inboxes import Inbox, Inboxes
+from lamina.transport.endpoint import SPIN_S
+from lamina.transport.rdma.endpoint import RdmaEndpoint
+from lamina.transport.shm import ShmEndpoint, ShmPeer, host
+from lamina.transport.tcp import TcpEndpoint
+
+logger = logging.getLogger(__name__)
+
+Wait = Callable[[Sequence[tuple[int, int]], float], int]
+"""As ``Endpoint.wait``."""
+
+AnyEndpoint = ShmEndpoint | TcpEndpoint | RdmaEndpoint
+
+CONNECT_TIMEOUT_S = 10.0
+PROOF_TIMEOUT_S = 5.0
+MIN_NAP_S = 50e-6
+MAX_NAP_S = 2e-3
+NAP_SHARE = 8  # a wait on several transports finds a message late by at most this part of the time waited
+
+
+@dataclass(frozen=True)
+class Member:
+    """A worker as its peers know it.
+
+    Attributes:
+        secret: known to the workers of this cluster alone. address: of this machine, as peers reach it.
+        bind: of this machine, to listen on; empty: ``address``.
+    """
+
+    name: str
+    secret: bytes
+    address: str
+    bind: str = ""
+
+
+@dataclass
+class _Round:
+    """Proofs that are awaited: ``waiting`` has the transport of each peer whose proof has not arrived."""
+
+    number: int
+    waiting: dict[str, Transport]
+    failures: dict[str, str]
+    patience_s: float
+    deadline: float
+
+
+@dataclass(frozen=True)
+class _Link:
+    endpoint: Endpoint
+    peer: Peer
+    lease: Lease  # of the peer's arena
+
+
+def open_links(member: Member, register: Register, inboxes: Inboxes | None = None) -> "Links":
+    """Allocate the arena and let peers in by every requested transport that works here. ``inboxes``: of its device, if
+    that can have any. Raises TransportError."""
+    arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
+    endpoints: dict[Transport, AnyEndpoint] = {}
+    descriptors, obstacles = {}, {}
+    for transport in register.transports:
+        try:
+            endpoint = _open(member, transport, register.tls)
+            endpoint.adopt(arena)
+            endpoints[transport] = endpoint
+            descriptors[transport] = endpoint.descriptor()
+        except TransportError as error:
+            obstacles[transport] = f"{member.name}: {error}"
+    kind = inboxes.kind if inboxes is not None else ""
+    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles, kind), inboxes)
+
+
+def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
+    match transport:
+        case Transport.SHM:
+            return ShmEndpoint(member.name)
+        case Transport.TCP:
+            own = member.bind or member.address
+            return TcpEndpoint(member.name, secret=member.secret, host=own, advertised=member.address, tls=tls)
+        case Transport.RDMA if tls:
+            raise TransportError("rdma cannot be encrypted, which --tls requires")
+        case Transport.RDMA:
+            return RdmaEndpoint(member.name, secret=member.secret)
+
+
+class Links:
+    """The arena of a worker that peers can reach, and its links to them: ``link`` until every pair has proved itself,
+    then ``settle``. Made by ``open_links``.
+
+    A peer's lease lasts from ``grant`` to ``release``, which need not be when it is disconnected: a lost peer may still
+    write.
+
+    Attributes:
+        arena: this worker's. plan: its parts. hub: what its links share. offer: how peers reach it. inboxes: of its
+            device.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        register: Register,
+        arena: OwnArena,
+        endpoints: Mapping[Transport, AnyEndpoint],
+        offer: Offer,
+        inboxes: Inboxes | None = None,
+    ) -> None:
+        self.name = name
+        self.arena = MappedArena(arena.native)
+        self.plan: ArenaPlan = register.arena
+        self.hub = Hub(self.arena, self.plan.pool)
+        self.offer = offer
+        self.inboxes = inboxes
+        self._spin_s, self._open = register.spin_s, register.open
+        self._settled = False
+        self._books = Leases(self.plan)
+        self._leases: dict[str, Lease] = {}
+        self._own = arena
+        self._endpoints = dict(endpoints)
+        self._links: dict[str, _Link] = {}
+        self._members = set[str]()  # the peers that were linked, without those that do not take part any more
+        self._left = set[str]()  # peers without a link whose processes may still run: their leases stay
+        self._round: _Round | None = None
+        self._closed = False
+        self._current = self._choose_wait()
+
+    def grant(self, grant: Grant) -> Granted:
+        """Lease each of these peers a part of the arena; if it has too little room, none of them."""
+        granted: dict[str, Lease] = {}
+        try:
+            for name, slot_nbytes in grant.slots.items():
+                granted[name] = self._books.lease(slot_nbytes)
+        except TransportError as error:
+            for lease in granted.values():
+                self._books.release(lease)
+            return Granted({}, f"{self.name}: {error}")
+        for name in dict.fromkeys((*grant.inboxes, *grant.inbox_keys)):
+            granted[name] = self._with_inbox(name, granted[name], name in grant.inboxes, name in grant.inbox_keys)
+        self._leases |= granted
+        return Granted(granted)
+
+    def _with_inbox(self, name: str, lease: Lease, by_device: bool, by_nic: bool) -> Lease:
+        """A lease with an inbox for a peer's device or NIC, if that is possible."""
+        endpoint = self._sharing() if by_nic else None
+        if self.inboxes is None or not (by_device or endpoint):
+            return lease
+        held = self.inboxes.make(name, SLOTS * lease.body_nbytes)
+        if held is None:
+            return lease
+        if endpoint is None:
+            return msgspec.structs.replace(lease, inbox=held.handle)
+        try:
+            return msgspec.structs.replace(lease, inbox_key=endpoint.share(held.memory))
+        except TransportError as error:
+            logger.warning("messages of %s over rdma go through the host's memory: %s", name, error)
+            self.inboxes.close(name)
+            return lease
+
+    def _sharing(self) -> SharesMemory | None:
+        """The endpoint whose network interface writes into inboxes."""
+        endpoint = self._endpoints.get(Transport.RDMA)
+        return endpoint if isinstance(endpoint, SharesMemory) else None
+
+    def release(self, name: str) -> None:
+        """End a peer's lease: it provably cannot write here any more (its process was reaped, its TCP connection is
+        closed, its RDMA queue pair destroyed). Later peers may get the same part."""
+        self.disconnect(name)
+        lease = self._leases.pop(name)
+        if lease.inbox_key and (endpoint := self._sharing()):
+            endpoint.unshare(lease.inbox_key)
+        if self.inboxes is not None:
+            self.inboxes.close(name)
+        for doorbell in range(lease.doorbell, lease.doorbell + DOORBELLS):
+            self._own.native.reset(doorbell)
+        self._books.release(lease)
+
+    def link(self, link: Link) -> Linked:
+        """Connect to these peers, replacing earlier links to them, and exchange proofs with each."""
+        self.begin(link)
+        while (linked := self.linked(PROOF_TIMEOUT_S)) is None:
+            pass
+        return linked
+
+    def begin(self, link: Link) -> None:
+        """Connect to these peers, replacing earlier links to them, and send each a proof. ``linked`` awaits theirs."""
+        failures: dict[str, str] = {}
+        for name in link.peers:
+            self.disconnect(name)
+        for name, way in link.peers.items():
+            try:
+                if (endpoint := self._endpoints.get(way.transport)) is None:
+                    raise TransportError(f"{self.name} has closed its {way.transport} endpoint, which no link used")
+                peer = endpoint.connect(way.descriptor, CONNECT_TIMEOUT_S)
+                self._links[name], proof = _Link(endpoint, peer, way.lease), _proof(link.round, way.transport)
+                if self.inboxes is not None and isinstance(peer, ShmPeer):
+                    self.inboxes.open(name, way.lease.inbox, SLOTS * way.lease.body_nbytes, proof)
+                self.outbox(name, _place(way.lease)).send([proof], link.round)
+            except TransportError as error:
+                failures[name] = str(error)
+        waiting = {name: way.transport for name, way in link.peers.items() if name not in failures}
+        # Every peer may first time out on all the others.
+        patience_s = PROOF_TIMEOUT_S + CONNECT_TIMEOUT_S * (link.workers - 2)
+        self._round = _Round(link.round, waiting, failures, patience_s, time.monotonic() + patience_s)
+        self._current = self._choose_wait()
+
+    @property
+    def is_linking(self) -> bool:
+        """True from ``begin`` until ``linked`` has answered."""
+        return self._round is not None
+
+    def linked(self, timeout_s: float) -> Linked | None:
+        """Wait for the proofs of the peers given to ``begin``; None if some may still come after ``timeout_s``.
+
+        Raises PeerLostError for any other peer.
+        """
+        current = self._round
+        if current is None:
+            return None
+        waiting, failures, wait = current.waiting, current.failures, self.wait
+        places = {name: _place(self._leases[name]) for name in waiting}
+        until = time.monotonic() + timeout_s
+        while waiting:
+            names = list(waiting)
+            try:
+                targets = [(places[name].doorbell, current.number) for name in names]
+                name = names[wait(targets, min(until, current.deadline) - time.monotonic())]
+            except PeerLostError as error:
+                if error.peer not in waiting:
+                    raise
+                self.disconnect(error.peer)
+                del waiting[error.peer]
+                failures[error.peer] = str(error)
+                continue
+            except DeadlineError:
+                if time.monotonic() < current.deadline:
+                    return None
+                late = f"{self.name} did not see its write within {current.patience_s:g} s"
+                failures |= {name: f"{name} connected, but {late}" for name in names}
+                break
+            expected = _proof(current.number, waiting.pop(name))
+            if bytes(self.arena.view(places[name].offset, len(expected))) != expected:
+                failures[name] = f"the write of {name} reached {self.name} with other bytes"
+            self._judge_inbox(name, expected)
+        self._round = None
+        return Linked(failures)
+
+    def _judge_inbox(self, name: str, proof: bytes) -> None:
+        """Let a peer that shares memory know whether what its device writes arrives in the inbox for it."""
+        arrived = self.inboxes is not None and self.inboxes.has(name, proof)
+        self.arena.view(self._leases[name].offset + VERDICT, 1)[0] = arrived
+
+    def settle(self) -> Wait:
+        """The first links stand: close endpoints that none uses, unless later workers may. Returns how to wait for
+        messages from now on, see ``Endpoint.wait``.
+
+        Without a link, the most preferred endpoint stays open for workers that join."""
+        self._members = set(self._links)
+        self._settled = True
+        used = self._used() or list(self._endpoints.values())[:1]
+        for transport, endpoint in list(self._endpoints.items()):
+            if endpoint not in used and not self._open:
+                endpoint.close()
+                del self._endpoints[transport]
+        self._current = self._choose_wait()
+        return self.wait if self._open else self._current
+
+    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """See ``Endpoint.wait``: on all endpoints that links use."""
+        return self._current(targets, timeout_s)
+
+    def _used(self) -> list[AnyEndpoint]:
+        return [one for one in self._endpoints.values() if any(link.endpoint is one for link in self._links.values())]
+
+    def _choose_wait(self) -> Wait:
+        endpoints = (self._used() if self._settled else []) or list(self._endpoints.values())
+        alone = self._settled and len(endpoints) == 1  # a wait on one of several must leave time for the others
+        for endpoint in endpoints:
+            endpoint.spin_s = self._spin_s if alone else SPIN_S
+        return endpoints[0].wait if len(endpoints) == 1 else WaitInTurns(self.name, self._own.native, endpoints)
+
+    @property
+    def peers(self) -> list[str]:
+        """The peers that this worker exchanges data with, also those whose link was cut since ``apply``."""
+        return sorted(self._members)
+
+    def has(self, name: str) -> bool:
+        """True if there is a link to this peer."""
+        return name in self._links
+
+    def apply(self, topology: Topology) -> None:
+        """Only members of ``topology`` take part from now on: end the links to all others and their leases."""
+        for name in (self._members | self._leases.keys()) - topology.names - self._left:
+            self.cut(name)
+            self.release(name)  # the engine has ended its process
+        self._members &= topology.names
+
+    def change(self, topology: Topology) -> None:
+        """Peers that are linked and in ``topology`` become members; links to members that are not in it end."""
+        for name in self._members - topology.names:
+            self.disconnect(name)
+            self._left.add(name)
+        self._members = set(topology.names & self._links.keys())
+
+    def forget(self, names: Sequence[str]) -> None:
+        """The processes of these peers have ended: end what they have here, if anything."""
+        for name in names:
+            self._left.discard(name)
+            if name in self._leases:
+                self.release(name)
+
+    def cut(self, name: str) -> None:
+        """End the link to a peer, if there is one: nothing that it has sent arrives from now on."""
+        self._forget_channel(name)
+        if link := self._links.pop(name, None):
+            link.endpoint.cut(link.peer)
+
+    def ring(self, name: str, sequence: int) -> None:
+        """Ring the doorbell that a peer's ``bell`` names, behind everything sent to it. Without a link, or with a peer
+        that is lost, nothing happens: ``wait`` reports it."""
+        if link := self._links.get(name):
+            with contextlib.suppress(PeerLostError):
+                link.endpoint.ring(link.peer, link.lease.doorbell + PROOF, sequence)
+
+    def bell(self, name: str) -> int:
+        """The doorbell that ``ring`` of this peer rings here. Its numbers begin beyond the rounds of ``link``."""
+        return self._leases[name].doorbell + PROOF
+
+    def channel(self, name: str) -> Channel:
+        """This end of the link to a peer, for messages in slots."""
+        link = self._links[name]
+        channel = Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
+        if isinstance(link.endpoint, SharesMemory) and link.lease.inbox_key:
+            channel.post_apart = functools.partial(link.endpoint.post_apart, link.peer, link.lease.inbox_key)
+        return channel
+
+    def inbox(self, name: str) -> Inbox | None:
+        """Where a peer's device or NIC writes bodies here, if it can."""
+        return None if self.inboxes is None else self.inboxes.own(name)
+
+    def direct(self, name: str) -> Direct | None:
+        """The memory of a link whose two arenas are mapped here, for a device of this process; None if they are not."""
+        link = self._links.get(name)
+        if link is None or not isinstance(link.peer, ShmPeer):
+            return None
+        arrives = memoryview(link.peer.native)[link.lease.offset + VERDICT]
+        theirs = self.inboxes.theirs(name) if self.inboxes is not None and arrives else None
+        return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, self.inbox(name), theirs)
+
+    def leased(self, name: str) -> Buffer:
+        """What a peer may write into here."""
+        return self.arena.view(self._leases[name].offset, self._leases[name].nbytes)
+
+    def leases(self, name: str) -> tuple[Lease, Lease]:
+        """What a linked peer may write into here, and this worker there."""
+        return self._leases[name], self._links[name].lease
+
+    def outbox(self, name: str, slot: Slot) -> Outbox:
+        """Sends into a slot of a linked peer."""
+        return Outbox(self._links[name].endpoint, self._links[name].peer, slot)
+
+    def fetch(self, name: str, fetch: Fetch) -> None:
+        """Read from a linked peer's arena, see ``Endpoint.fetch``. Raises PeerLostError, also if it is not linked."""
+        link = self._links.get(name)
+        if link is None:
+            raise PeerLostError(name, "it has been disconnected")
+        link.endpoint.fetch(link.peer, fetch)
+
+    def disconnect(self, name: str) -> None:
+        """End all use of the link to a peer, if it is linked; its death no longer ends waits."""
+        self._forget_channel(name)
+        if self._round is not None and name in self._round.waiting:
+            del self._round.waiting[name]
+            self._round.failures[name] = f"{name} has been disconnected"
+        if link := self._links.pop(name, None):
+            link.endpoint.disconnect(link.peer)
+
+    def _forget_channel(self, name: str) -> None:
+        if self.inboxes is not None:
+            self.inboxes.leave(name)
+        for channel in [channel for channel in self.hub.channels if channel.name == name]:
+            self.hub.forget(channel)
+
+    def close(self) -> None:
+        """Leave the data plane and give back its memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._links.clear()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._own.close)
+            if self.inboxes is not None:
+                stack.callback(self.inboxes.close_all)
+            for endpoint in self._endpoints.values():
+                stack.callback(endpoint.close)
+
+
+class WaitInTurns:
+    """Waits on several endpoints of one arena: briefly on each, and longer the longer nothing arrives."""
+
+    def __init__(self, name: str, arena: NativeArena, endpoints: Sequence[Endpoint]) -> None:
+        self._name = name
+        self._arena = arena
+        self._endpoints = endpoints
+
+    def __call__(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+        """See ``Endpoint.wait``."""
+        begun = time.monotonic()
+        deadline = begun + timeout_s
+        while True:
+            now = time.monotonic()
+            nap_s = min(max((now - begun) / NAP_SHARE, MIN_NAP_S), MAX_NAP_S) / len(self._endpoints)
+            for endpoint in self._endpoints:
+                with contextlib.suppress(DeadlineError):
+                    return endpoint.wait(targets, min(nap_s, deadline - now))
+            if time.monotonic() >= deadline:
+                reached = [self._arena.sequence(doorbell) for doorbell, _ in targets]
+                raise deadline_error(self._name, targets, reached, timeout_s)
+
+
+def _place(lease: Lease) -> Slot:
+    """Where the peer puts its proof."""
+    return Slot(lease.offset, PROOF_NBYTES, lease.doorbell + PROOF)
+
+
+def _proof(round_: int, transport: Transport) -> bytes:
+    return f"round {round_} over {transport}".encode()
+
+
+def set_up_links(
+    control: ControlClient, resources: contextlib.ExitStack, inboxes: Inboxes | None
+) -> tuple[Links, Connect]:
+    """Link this worker as the engine directs; returns its links, which ``resources`` closes, and what they are for.
+    ``inboxes``: see ``open_links``.
+
+    Raises TransportError, PeerLostError, DeadlineError, WorkerError.
+    """
+    member = Member(control.name, control.data_secret, control.local_address, control.bind_address)
+    links = open_links(member, expect(control, Register), inboxes)
+    resources.callback(links.close)
+    control.send(Registered(links.offer))
+    while isinstance(message := control.receive(SETUP_TIMEOUT_S), Grant | Link):
+        control.send(links.grant(message) if isinstance(message, Grant) else links.link(message))
+    if not isinstance(message, Connect):
+        raise WorkerError(control.name, f"expected Connect from the engine, got {type(message).__name__}")
+    return links, message
+
+
+LINKING_SLICE_S = 0.002  # how long a worker may wait for other things while the proof of a newcomer may arrive
+
+
+class Newcomers:
+    """Answers the engine's requests about links without holding up steps: proofs are looked for, not waited for."""
+
+    def __init__(self, control: ControlClient, links: Links) -> None:
+        self._control, self._links = control, links
+
+    def take(self, message: Grant | Link | Forget) -> None:
+        """Do what the engine asks. Connecting to a peer may take a while, if its host does not answer."""
+        if isinstance(message, Grant):
+            self._control.send(self._links.grant(message))
+        elif isinstance(message, Link):
+            self._links.begin(message)
+        else:
+            self._links.forget(message.workers)
+
+    @property
+    def pending(self) -> bool:
+        """True while a proof is awaited: call ``look`` every ``LINKING_SLICE_S``."""
+        return self._links.is_linking
+
+    def look(self) -> None:
+        """Answer the engine if all proofs have arrived, or are late. Raises PeerLostError."""
+        if self.pending and (linked := self._links.linked(0.0)) is not None:
+            self._control.send(linked)

@@ -1,0 +1,118 @@
+"""The body of every worker process: starts from a bootstrap, ends with its engine."""
+
+import contextlib
+import os
+import platform
+import select
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import psutil
+
+from lamina.control.messages import Failed, Hello, Resources
+from lamina.control.sockets import Bootstrap, ControlClient, Inspection
+from lamina.core.errors import UserError
+from lamina.core.version import __version__
+from lamina.output import start_logging
+from lamina.transport.shm import host
+
+
+def exit_with(pid: int) -> None:
+    """Exit this process with status 1 as soon as process ``pid`` has ended; at once if it has already."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:  # it ended while this process was importing
+        os._exit(1)
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        os._exit(1)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
+CGROUP = Path("/sys/fs/cgroup")  # inside a container, its own control group
+
+
+def free_memory() -> int:
+    """Bytes available for new allocations: free memory of the machine or, if less, of this control group.
+
+    A control group counts cached files, such as a checkpoint that has been read, as used, although they can be
+    reclaimed. Inactive ones count as free here, as in Kubernetes' working set.
+    """
+    free = psutil.virtual_memory().available
+    limit = CGROUP / "memory.max"
+    if limit.is_file() and (bound := limit.read_text().strip()) != "max":
+        used = int((CGROUP / "memory.current").read_text())
+        kinds = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        free = min(free, int(bound) - used + int(kinds["inactive_file"]))
+    return max(0, free)
+
+
+def greeting() -> Hello:
+    """The first message of this process to the engine."""
+    rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
+    return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma)
+
+
+def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
+    """What answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: bytes free on it and in all, 0 unless it is a
+    GPU."""
+
+    def inspect(sent_ns: int, now_ns: int) -> Resources:
+        machine = psutil.virtual_memory().available
+        return Resources(sent_ns, now_ns, free_memory(), machine, *gpu_memory(device), device == "cpu")
+
+    return inspect
+
+
+class Worker(Protocol):
+    """What a worker process runs."""
+
+    def run(self) -> None:
+        """Serve until the engine says stop."""
+        ...
+
+
+Build = Callable[[ControlClient, contextlib.ExitStack], Worker]
+"""Goes through set-up with the engine and returns the worker, complete.
+
+What the worker has to give back at its end goes onto the stack, which is closed after a failure has been reported.
+"""
+
+
+def read_bootstrap() -> Bootstrap:
+    """What this process was started with, from its standard input. Once."""
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
+
+
+def run_worker(
+    build: Build,
+    gpu_memory: Callable[[str], tuple[int, int]] = lambda device: (0, 0),
+    bootstrap: Bootstrap | None = None,
+) -> None:
+    """Body of a worker process: build the worker that the bootstrap (None: on standard input) describes, and serve.
+
+    ``gpu_memory``: bytes free on a device and in all, 0 unless it is a GPU.
+    A failure is reported to the engine. The process ends with its engine, however the engine ends.
+    """
+    start_logging()
+    bootstrap = bootstrap or read_bootstrap()
+    exit_with(bootstrap.parent_pid)
+    with contextlib.ExitStack() as resources:
+        control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_memory))
+        resources.callback(control.close)
+        try:
+            control.send(greeting())
+            build(control, resources).run()
+        except Exception as error:
+            # Sent before the links close, so that a peer's complaint about that cannot arrive first.
+            trace, by_user = traceback.format_exc(), isinstance(error, UserError)
+            control.send(Failed(type(error).__name__, str(error), by_user, trace, platform.node()))
+            raise SystemExit(1) from error

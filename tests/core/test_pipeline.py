@@ -1,0 +1,189 @@
+"""The order of slices on replicas, played out with the times the rotational schedule is made for."""
+
+import heapq
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.core.pipeline import Arrangement, Pipeline
+
+rotational = st.integers(1, 6).map(lambda replicas: Pipeline(replicas + 1, replicas, rotates=True))
+fixed = st.tuples(st.integers(1, 5), st.integers(0, 6)).map(lambda pair: Pipeline(pair[0] + pair[1], pair[0]))
+
+choosing = st.integers(1, 5).map(
+    lambda replicas: Pipeline(
+        3 * replicas,
+        replicas,
+        choices=(
+            *(Arrangement(each * replicas) for each in (2, 1, 3)),
+            *((Arrangement(replicas + 1, rotates=True),) if replicas > 1 else ()),
+        ),
+    )
+)
+
+
+def play(pipeline: Pipeline, turns: int, slice_time: int, attention_time: int) -> list[tuple[int, int, int, int]]:
+    """(begin, replica, lane, turn) of every slice when each replica runs the slice that is due first, of those whose
+    attention has come back, and the memory workers serve one lane at a time in the order of arrival."""
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(pipeline.replicas)]  # heaps of (tick, lane, turn)
+    events = [(0, 0, "ready", lane, 0) for lane in range(pipeline.lanes)]
+    free = [0] * pipeline.replicas
+    memory_free = 0
+    begun = []
+    order = 1
+    while events:
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, _, kind, lane, turn = heapq.heappop(events)
+            if kind == "ready":
+                replica = pipeline.replica(lane, turn)
+                heapq.heappush(ready[replica], (pipeline.tick(lane, turn), lane, turn))
+            elif kind == "attend":
+                memory_free = max(memory_free, now) + attention_time
+                if turn + 1 < turns:
+                    heapq.heappush(events, (memory_free, order, "ready", lane, turn + 1))
+                    order += 1
+        for replica, heap in enumerate(ready):
+            if heap and free[replica] <= now:
+                _, lane, turn = heapq.heappop(heap)
+                begun.append((now, replica, lane, turn))
+                free[replica] = now + slice_time
+                heapq.heappush(events, (now + slice_time, order, "attend", lane, turn))
+                heapq.heappush(events, (now + slice_time, order + 1, "free", lane, turn))
+                order += 2
+    return begun
+
+
+@given(rotational, st.integers(2, 40), st.integers(1, 5))
+def test_rotation_without_conflict_or_bubble_when_times_match(pipeline: Pipeline, turns: int, tick: int) -> None:
+    """Slices n - 1 times as long as attentions, lanes let in one tick after another: lane j begins slice k at tick
+    k n + j, at once on the replica it should be on, and from then on no replica ever pauses."""
+    n, slices = pipeline.lanes, pipeline.replicas * tick
+    begin: dict[tuple[int, int], int] = {}
+    for lane in range(n):
+        for turn in range(turns):
+            begin[lane, turn] = pipeline.tick(lane, turn) * tick
+    for replica in range(pipeline.replicas):
+        own = sorted(time for (lane, turn), time in begin.items() if pipeline.replica(lane, turn) == replica)
+        assert own == list(range(own[0], own[0] + slices * len(own), slices))  # back to back: no conflict, no bubble
+    attending = sorted(time + slices for time in begin.values())
+    assert attending == list(range(attending[0], attending[0] + tick * len(attending), tick))  # one lane at a time
+    assert all(
+        begin[lane, turn + 1] - begin[lane, turn] == slices + tick for lane in range(n) for turn in range(turns - 1)
+    )
+
+
+@given(st.one_of(rotational, fixed), st.integers(1, 30), st.integers(1, 9), st.integers(1, 9))
+def test_no_lane_starves_whatever_the_times(
+    pipeline: Pipeline, turns: int, slice_time: int, attention_time: int
+) -> None:
+    begun = play(pipeline, turns, slice_time, attention_time)
+    assert sorted((lane, turn) for _, _, lane, turn in begun) == [
+        (lane, turn) for lane in range(pipeline.lanes) for turn in range(turns)
+    ]
+    lasts: dict[int, int] = {}
+    for _, _, lane, turn in begun:
+        lasts[lane] = turn
+        sharing = [
+            other for other in range(pipeline.lanes) if pipeline.replicas_of(other) == pipeline.replicas_of(lane)
+        ]
+        assert turn - min(lasts.get(other, -1) for other in sharing) <= 2 + pipeline.lanes
+
+
+@given(rotational, st.integers(6, 40))
+def test_played_out_the_replicas_are_busy(pipeline: Pipeline, turns: int) -> None:
+    """All lanes at once instead of one after another: after the first round the pattern is that of the schedule."""
+    begun = play(pipeline, turns, slice_time=pipeline.replicas, attention_time=1)
+    end = max(time for time, *_ in begun) + pipeline.replicas
+    busy = len(begun) * pipeline.replicas
+    bubbles = end * pipeline.replicas - busy
+    assert bubbles <= 3 * pipeline.replicas * pipeline.lanes
+
+
+@given(st.one_of(rotational, fixed), st.integers(0, 9), st.integers(0, 200))
+def test_a_lane_runs_only_on_its_replicas(pipeline: Pipeline, lane: int, turn: int) -> None:
+    lane %= pipeline.lanes
+    assert pipeline.replica(lane, turn) in pipeline.replicas_of(lane)
+    if pipeline.moves:
+        assert pipeline.replica(lane, turn) == (lane + turn) % (pipeline.lanes - 1)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "replicas", "rotates", "interchangeable"),
+    [(1, 1, False, True), (3, 1, False, True), (3, 2, True, True), (3, 2, False, False), (2, 2, False, False)],
+)
+def test_sequences_may_change_lanes_only_among_the_same_replicas(
+    lanes: int, replicas: int, rotates: bool, interchangeable: bool
+) -> None:
+    assert Pipeline(lanes, replicas, rotates).interchangeable is interchangeable
+
+
+@pytest.mark.parametrize(("lanes", "replicas", "rotates"), [(1, 2, False), (2, 0, False), (2, 2, True), (4, 2, True)])
+def test_impossible_pipelines_are_refused(lanes: int, replicas: int, rotates: bool) -> None:
+    with pytest.raises(ValueError, match="lanes"):
+        Pipeline(lanes, replicas, rotates)
+
+
+staged = st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(0, 3)).map(
+    lambda sizes: Pipeline(
+        sizes[0] * sizes[1] + sizes[2], sizes[0], stages=sizes[1], starts=tuple(2 * one for one in range(sizes[1]))
+    )
+)
+
+
+@given(st.one_of(rotational, fixed, staged), st.integers(0, 9), st.integers(0, 50), st.none() | st.booleans())
+def test_the_stages_of_a_step_are_those_of_its_slices(
+    pipeline: Pipeline, lane: int, turn: int, rotates: bool | None
+) -> None:
+    rotates = False if pipeline.starts else rotates
+    each = [pipeline.stage(lane, turn, index, rotates) for index in range(7)]
+    assert pipeline.stages_of(lane, turn, 7, rotates) == each
+
+
+@given(staged, st.integers(0, 9), st.integers(0, 50))
+def test_stages_run_their_own_slices_of_every_step_in_order(pipeline: Pipeline, lane: int, turn: int) -> None:
+    lane %= pipeline.lanes
+    slices = range(2 * pipeline.stages + 1)
+    ran = [pipeline.stage(lane, turn, index) for index in slices]
+    first = lane % pipeline.replicas * pipeline.stages
+    assert ran == [first + min(index // 2, pipeline.stages - 1) for index in slices]
+    assert pipeline.workers_of(lane) == tuple(dict.fromkeys(ran))
+    following = ran[1:] + ran[:1]  # the tokens drawn go back to the first stage
+    assert all(one == other or pipeline.exchanges(one, other) for one, other in zip(ran, following, strict=True))
+
+
+@given(staged)
+def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: Pipeline) -> None:
+    workers = range(pipeline.replicas * pipeline.stages)
+    for one in workers:
+        peers = [other for other in workers if other != one and pipeline.exchanges(one, other)]
+        assert len(peers) == min(2, pipeline.stages - 1)
+        assert {peer // pipeline.stages for peer in peers} == {one // pipeline.stages}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "says"),
+    [
+        ({"lanes": 3, "replicas": 2, "stages": 2}, "3 lanes cannot keep 2 replicas of 2 stages busy"),
+        ({"lanes": 4, "replicas": 1, "stages": 2, "ranks": 2}, "neither rotate nor have several ranks"),
+        ({"lanes": 2, "replicas": 1, "stages": 2, "rotates": True}, "neither rotate"),
+    ],
+)
+def test_impossible_stages_are_refused(pipeline: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Pipeline(**pipeline)
+
+
+@given(st.one_of(rotational, fixed, choosing, staged), st.data())
+def test_any_pipeline_goes_on_with_fewer_replicas(pipeline: Pipeline, data: st.DataObject) -> None:
+    """On the lanes that exist, each of which some replica runs, and in the same orders as far as there are any."""
+    left = pipeline.with_replicas(data.draw(st.integers(1, pipeline.replicas)))
+    assert left.lanes <= pipeline.lanes and left.rotates == pipeline.rotates
+    for one in (left.start, *left.choices):
+        assert left.replicas <= one.lanes <= pipeline.lanes
+        assert not one.rotates or one.lanes == left.replicas + 1
+        assert (left.stages, left.starts) == (pipeline.stages, pipeline.starts)
+        used = {left.replica(lane, 0, one.rotates) for lane in range(one.lanes)}
+        assert used == set(range(left.replicas))
+    assert {one.rotates for one in left.choices} >= {False} & {one.rotates for one in pipeline.choices}

@@ -1,0 +1,119 @@
+"""Leases of an arena: never two of the same bytes, none moved by another; and how many bytes arenas need."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.core.errors import TransportError
+from lamina.core.types import AttentionSpec, DType
+from lamina.dataplane.leases import ALIGNMENT, DOORBELLS, ArenaPlan, Lease, Leases, Space, lease_nbytes, messages
+from lamina.transport.arena import PAGE
+
+LLAMA_70B = [AttentionSpec(layer, 64, 8, 128, 128, scale=128**-0.5) for layer in range(80)]
+ROWS = 2048
+CONTEXT_ROW = 8 + 64 * 129 * 4 + 8192 * 2  # id, a chunk's partial and the residual stream
+
+
+def parts(lease: Lease) -> tuple[set[int], set[int]]:
+    """The pages and doorbells of a lease."""
+    pages = set(range(lease.offset // PAGE, -(-(lease.offset + lease.nbytes) // PAGE)))
+    return pages, set(range(lease.doorbell, lease.doorbell + DOORBELLS))
+
+
+steps = st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=40)
+
+
+@given(steps=steps, pages=st.integers(0, 12), links=st.integers(0, 8))
+def test_leases_share_no_page_and_are_given_again_only_once_released(
+    steps: list[tuple[bool, int]], pages: int, links: int
+) -> None:
+    plan = ArenaPlan(landing_nbytes=100, stages=True, pool_nbytes=70, leased_nbytes=pages * PAGE, links=links)
+    leases, held = Leases(plan), list[Lease]()
+    for releases, number in steps:
+        if releases and held:
+            leases.release(held.pop(number % len(held)))
+            continue
+        free = links - len(held)
+        used = sum(lease.nbytes for lease in held)
+        try:
+            lease = leases.lease(number * ALIGNMENT)
+        except TransportError as error:
+            # Never for want of doorbells while there are some; bytes may be scattered, but not in an empty arena.
+            assert free == 0 or "bytes" in str(error)
+            assert held or free == 0 or lease_nbytes(number * ALIGNMENT) > plan.leased_nbytes
+            continue
+        assert lease.offset % PAGE == 0 and lease.slot_nbytes == number * ALIGNMENT
+        assert plan.leased_at <= lease.offset and lease.offset + lease.nbytes <= plan.nbytes
+        assert used + lease.nbytes <= plan.leased_nbytes
+        for other in held:
+            assert all(a.isdisjoint(b) for a, b in zip(parts(lease), parts(other), strict=True))
+        held.append(lease)
+    for lease in held:
+        leases.release(lease)
+    assert links == 0 or pages < 1 or Leases.lease(leases, 0).offset == plan.leased_at, "all of it is one part again"
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=60), st.sampled_from([1, 4]))
+def test_a_space_hands_out_every_number_once(steps: list[tuple[bool, int]], alignment: int) -> None:
+    space, held = Space(3, 64, alignment), list[tuple[int, int]]()
+    for gives, count in steps:
+        if gives and held:
+            space.give(*held.pop(count % len(held)))
+            continue
+        start = space.take(count)
+        if start is None:
+            taken = {number for begin, size in held for number in range(begin, begin + size)}
+            runs = [all(at + i not in taken for i in range(count)) for at in range(3, 65 - count)]
+            assert not any(run and (at + 3) % alignment == 0 and alignment == 1 for at, run in enumerate(runs))
+            continue
+        assert start >= 3 and start + count <= 64 and start % alignment == 0
+        assert all(start + count <= begin or begin + size <= start for begin, size in held)
+        held.append((start, count))
+
+
+def test_what_is_free_cannot_be_given_back() -> None:
+    space = Space(0, 10)
+    assert space.take(4) == 0
+    for start, count in ((4, 1), (3, 2), (0, 11)):
+        with pytest.raises(ValueError, match="given back twice"):
+            space.give(start, count)
+    space.give(0, 4)
+    with pytest.raises(ValueError, match="given back twice"):
+        space.give(0, 4)
+    assert space.take(10) == 0
+
+
+def test_a_full_arena_says_what_is_missing() -> None:
+    leases = Leases(ArenaPlan(0, False, 0, leased_nbytes=3 * PAGE, links=2))
+    leases.lease(64)
+    with pytest.raises(TransportError, match="no 8256 free bytes for another link"):
+        leases.lease(PAGE)
+    leases.lease(64)
+    with pytest.raises(TransportError, match=f"no {DOORBELLS} free doorbells"):
+        leases.lease(0)
+
+
+def per_lane_arena(lanes: int, memories: int) -> int:
+    """Bytes of a compute worker's arena with a slot of all rows for each lane and memory worker, and two bulk slots."""
+    reply, context, bulk = ROWS * 64 * 129 * 4, ROWS * CONTEXT_ROW, ROWS * 4096
+    return lanes * (memories * reply + context + 2 * bulk)
+
+
+@pytest.mark.parametrize(("computes", "memories", "most"), [(8, 64, 1e9), (200, 800, 8e9)])
+def test_arenas_cost_what_links_carry(computes: int, memories: int, most: float) -> None:
+    sizes = messages(LLAMA_70B, DType.BFLOAT16, ROWS, ROWS * CONTEXT_ROW, links=memories + computes - 1)
+    compute, memory = sizes.compute_arena(computes, memories), sizes.memory_arena(computes, memories)
+    before = per_lane_arena(computes + 1, memories)
+    print(
+        f"Llama-3-70B, {computes} x {memories}: {compute.nbytes / 1e9:.2f} GB per compute worker (with slots per lane "
+        f"{before / 1e9:.0f} GB), {memory.nbytes / 1e9:.2f} GB per memory worker"
+    )
+    assert compute.nbytes < most and memory.nbytes < most
+    assert memories * 2 * 64 * 64 * 129 * 4 < compute.nbytes, "two slots of 64 rows for every memory worker"
+    assert compute.doorbells == 4 + DOORBELLS * (memories + computes - 1)
+
+
+def test_a_lane_that_stays_has_no_slots_for_contexts() -> None:
+    sizes = messages(LLAMA_70B, DType.BFLOAT16, 16, 0)
+    assert sizes.context == 0
+    assert sizes.compute_arena(8, 4).links == 4

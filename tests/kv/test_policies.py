@@ -1,0 +1,159 @@
+"""Policies that balance memory workers: what they may never wish for, and what they do in cases worked out by hand."""
+
+import random
+
+import pytest
+
+from lamina.core.types import Balance
+from lamina.kv.policies import (
+    LEAST,
+    LENT_AT_MOST,
+    POLICIES,
+    SHORT,
+    UNEVEN,
+    ByBandwidth,
+    ByDebt,
+    ByThroughput,
+    Held,
+    Load,
+    View,
+    Wish,
+)
+
+
+def pool(draw: random.Random) -> View:
+    """Requests whose tokens are spread over workers of different speeds, at random."""
+    names = [f"memory{number}" for number in range(draw.randint(1, 6))]
+    held = [
+        Held(str(request), worker, home, draw.randint(1, 3000), readers)
+        for request in range(draw.randint(0, 12))
+        for home, readers in [(draw.choice(names), draw.choice([1, 1, 2, 4]))]
+        for worker in draw.sample(names, draw.randint(1, len(names)))
+    ]
+    loads = {}
+    for name in names:
+        tokens = sum(one.tokens for one in held if one.worker == name)
+        reads = sum(one.tokens * one.readers for one in held if one.worker == name)
+        capacity = tokens + draw.choice([0, 100, 2000, 20000])
+        sequences = sum(one.readers for one in held if one.worker == one.home == name)
+        loads[name] = Load(max(capacity, 1), capacity - tokens, sequences, reads, draw.choice([1.0, 1.0, 3.0]))
+    return View(loads, held, lambda rows: 100.0 + rows)
+
+
+def made(view: View, wishes: list[Wish]) -> View:
+    """The view once all wishes have been granted, each by its first target; none may take what is not there."""
+    tokens = {(one.request, one.worker): one for one in view.held}
+    free = {worker: load.free for worker, load in view.loads.items()}
+    for wish in wishes:
+        one = tokens[wish.request, wish.source]
+        assert 0 < wish.tokens <= one.tokens and wish.source not in wish.targets
+        target = wish.targets[0]
+        free[target] -= wish.tokens
+        there = tokens.get((wish.request, target))
+        tokens[wish.request, wish.source] = Held(
+            one.request, one.worker, one.home, one.tokens - wish.tokens, one.readers
+        )
+        before = 0 if there is None else there.tokens
+        tokens[wish.request, target] = Held(one.request, target, one.home, before + wish.tokens, one.readers)
+    assert min(free.values(), default=0) >= 0, "more is to come than fits"
+    held = [one for one in tokens.values() if one.tokens]
+    loads = {
+        worker: Load(
+            load.capacity,
+            load.capacity - sum(one.tokens for one in held if one.worker == worker),
+            load.sequences,
+            sum(one.tokens * one.readers for one in held if one.worker == worker),
+            load.token_s,
+        )
+        for worker, load in view.loads.items()
+    }
+    return View(loads, held, view.dense_s)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_policy_wishes_for_more_than_there_is(name: Balance) -> None:
+    """Every token keeps an owner: what a wish takes, it gives; targets have room for all wishes of a look together."""
+    wished = 0
+    for seed in range(300):
+        view, policy = pool(random.Random(seed)), POLICIES[name]()
+        for _ in range(4):
+            wishes = policy.wishes(view)
+            total = sum(one.tokens for one in view.held)
+            view = made(view, wishes)
+            assert sum(one.tokens for one in view.held) == total
+            wished += len(wishes)
+    assert wished > 30
+
+
+def test_bandwidth_evens_out_the_time_to_read_not_the_tokens() -> None:
+    """A worker twice as slow gets half as many."""
+    view = View(
+        {"slow": Load(10000, 4000, 1, 6000, 2.0), "fast": Load(10000, 10000, 0, 0, 1.0)},
+        [Held("long", "slow", "slow", 6000)],
+    )
+    assert ByBandwidth().wishes(view) == [Wish("long", "slow", ("fast",), 4000)]
+    after = made(view, ByBandwidth().wishes(view))
+    assert after.loads["slow"].seconds == after.loads["fast"].seconds == 4000
+
+
+def test_bandwidth_leaves_no_worker_slower_than_another_that_has_room() -> None:
+    for seed in range(100):
+        view = pool(random.Random(seed))
+        for _ in range(60):
+            if not (wishes := ByBandwidth().wishes(view)):
+                break
+            worst = max(load.seconds for load in view.loads.values())
+            view = made(view, wishes)
+            assert max(load.seconds for load in view.loads.values()) <= worst
+        slowest = max(view.loads, key=lambda one: view.loads[one].seconds)
+        movable = [one for one in view.held if one.worker == slowest and one.tokens >= LEAST * 8]
+        for load in view.loads.values():
+            even = (view.loads[slowest].seconds - load.seconds) / 16  # 4 readers, tokens of 3 and 1 seconds
+            assert (
+                not movable or load.free < LEAST or even < LEAST or view.loads[slowest].seconds <= UNEVEN * load.seconds
+            )
+
+
+def test_throughput_is_the_best_of_all_numbers_of_blocks() -> None:
+    """Against the sum of both workers' tokens a second, for every number."""
+    view = View(
+        {"debtor": Load(8000, 0, 1, 8000, 0.01), "creditor": Load(8000, 6000, 8, 2000, 0.01)},
+        [Held("long", "debtor", "debtor", 7900)],
+        lambda rows: 40.0 + rows,
+    )
+
+    def rate(count: int) -> float:
+        length, grown = 8000, 1 + count / 8000
+        debtor_s = 40 + grown + (8000 - count + (grown - 1) * length) * 0.01
+        return grown / debtor_s + 8 / (40 + 8 + (2000 + count) * 0.01)
+
+    best = max(range(0, 6001, LEAST), key=rate)
+    wishes = ByThroughput().wishes(view)
+    assert [wish.tokens for wish in wishes] == ([best] if best else [])
+
+
+def test_a_worker_that_runs_short_borrows_of_three_others_within_their_caps_in_the_order_of_arrival() -> None:
+    loads = {f"memory{number}": Load(1000, free, 2, 500) for number, free in enumerate((20, 900, 800, 700, 600, 50))}
+    held = [Held("a", "memory0", "memory0", 900), Held("b", "memory5", "memory5", 800)]
+    policy = ByDebt()
+    first = policy.wishes(View(loads, held))
+    assert first[0] == Wish("a", "memory0", ("memory1", "memory2", "memory3"), int(2 * SHORT * 1000) - 20)
+    assert [wish.request for wish in first] == ["a", "b"]
+    lent = [*held, *(Held("c", worker, "memory0", int(LENT_AT_MOST * 1000)) for worker in ("memory1", "memory2"))]
+    assert policy.wishes(View(loads, lent))[0].targets == ("memory3", "memory4"), "the others have lent all they may"
+    swapped = {**loads, "memory0": Load(1000, 500, 2, 500)}
+    policy.wishes(View(swapped, held))
+    again = policy.wishes(View(loads, held))
+    assert [wish.request for wish in again] == ["b", "a"], "it has run short later"
+
+
+def test_debts_in_a_cycle_are_cleared() -> None:
+    """Each of three workers has lent to the next: all go home, and nothing is owed any more."""
+    names = ["memory0", "memory1", "memory2"]
+    held = [Held(str(number), names[(number + 1) % 3], home, 200 + 50 * number) for number, home in enumerate(names)]
+    view = View({name: Load(1000, 600, 1, 300) for name in names}, held)
+    wishes = ByDebt().wishes(view)
+    assert {(wish.request, wish.targets) for wish in wishes} == {(str(n), (home,)) for n, home in enumerate(names)}
+    assert {wish.tokens for wish in wishes} == {200}, "the least of the debts"
+    after = ByDebt.debts(made(view, wishes))
+    assert sorted(after.values()) == [50, 100] and not [one for one in ByDebt().wishes(made(view, wishes))]

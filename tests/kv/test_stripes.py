@@ -1,0 +1,139 @@
+"""Stripes of workers with some heads each, against counting the slots of every worker."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamina.core.errors import RequestError
+from lamina.core.heads import HeadShards
+from lamina.core.pipeline import Pipeline
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import Segment
+from lamina.kv.stripes import StripedPlacement, stripes
+from lamina.kv.stripes import placement as partitioned
+
+
+@given(workers=st.integers(1, 9), shards=st.integers(1, 9))
+def test_a_stripe_has_every_shard_once_and_all_stripes_load_all_workers_alike(workers: int, shards: int) -> None:
+    names = [f"memory{index}" for index in range(workers)]
+    found = stripes(names, shards)
+    load = Counter[str]()
+    for stripe in found:
+        assert [shard for _, part in stripe for shard in part] == list(range(shards))
+        assert len({worker for worker, _ in stripe}) == len(stripe) == min(workers, shards)
+        load.update({worker: len(part) for worker, part in stripe})
+    assert bool(found) == (min(workers, shards) > 1)
+    assert len(set(load.values())) <= 1 and load.keys() <= set(names)
+
+
+def topology(capacities: dict[str, int]) -> Topology:
+    members = [Member("compute0", "compute", "cpu", "")]
+    members += [Member(name, "memory", "cpu", "", capacity) for name, capacity in capacities.items()]
+    return Topology(FIRST, tuple(members), Pipeline(1, 1))
+
+
+class Pool:
+    """A placement and what was reserved on it."""
+
+    def __init__(self, capacities: list[int], shards: int, longest: int | None) -> None:
+        self.shards, self.longest = shards, longest
+        self.workers = {f"memory{index}": capacity for index, capacity in enumerate(capacities)}
+        self.placement = StripedPlacement(self.workers, HeadShards(shards, shards), longest)
+        self.held: list[tuple[str, int, int]] = []  # place, tokens, sequences
+        self.joined = 0
+
+    def reserve(self, tokens: int, sequences: int) -> None:
+        placement = self.placement
+        spans = placement.reserve(tokens, sequences)
+        if spans is not None:
+            assert sum(part for _, part in spans) == tokens
+            bounded = self.longest is None or not placement.splits(tokens)
+            assert bounded or max(part for _, part in spans) <= (self.longest or 0)
+            self.held += [(place, part, 0) for place, part in spans[:-1]] + [(*spans[-1], sequences)]
+        elif not any(placement.reserved.values()) and not placement.closed:
+            assert tokens > placement.total
+
+    def grow(self, tokens: int, sequences: int) -> None:
+        rows = Counter[str]()
+        for place, _, count in self.held:
+            rows[place] += count
+        if self.placement.grow(rows):
+            self.held = [(place, part + count, count) for place, part, count in self.held]
+
+    def end(self, tokens: int, sequences: int) -> None:
+        if self.held:
+            self.release([self.held[tokens % len(self.held)]])
+
+    def release(self, ended: list[tuple[str, int, int]]) -> None:
+        for one in ended:
+            place, tokens, count = one
+            self.placement.will_release(place, tokens)
+            self.placement.leave(place, count)
+            self.placement.release(place, tokens)
+            self.held.remove(one)
+
+    def close(self, tokens: int, sequences: int) -> None:
+        """All workers but one take requests."""
+        for worker in self.workers:
+            self.placement.open(worker)
+        self.placement.close(sorted(self.workers)[tokens % len(self.workers)])
+
+    def change(self, tokens: int, sequences: int) -> None:
+        """One joins, or one is lost with everything that it holds a part of."""
+        self.joined += 1
+        one = {f"later{self.joined}": tokens}
+        now = {**self.workers, **one} if sequences > 1 else dict(list(self.workers.items())[1:])
+        if len(now) > 1:
+            lost = self.placement.lost(topology(now))
+            self.release([one for one in self.held if one[0] in lost])
+            self.workers = now
+            self.placement.apply(topology(now))
+
+    def check(self) -> None:
+        used = Counter[str]()
+        for place, tokens, _ in self.held:
+            for segment in self.placement.expand([Segment(0, place, (0, self.shards), (0, None))]):
+                used[segment.worker] += tokens * (segment.heads[1] - segment.heads[0])
+        for worker, capacity in self.workers.items():
+            assert used[worker] <= capacity * self.shards
+            assert self.placement.held([worker]) == math.ceil(used[worker] / self.shards)
+        slots = sum(self.workers.values()) * self.shards
+        assert self.placement.left_in_all == (slots - used.total()) // self.shards
+
+
+CALLS = (Pool.reserve, Pool.reserve, Pool.grow, Pool.grow, Pool.end, Pool.close, Pool.change)
+
+
+@given(
+    capacities=st.lists(st.integers(1, 200), min_size=2, max_size=5),
+    shards=st.integers(2, 5),
+    longest=st.sampled_from([None, 17]),
+    script=st.lists(st.tuples(st.sampled_from(CALLS), st.integers(1, 120), st.integers(1, 3)), max_size=60),
+)
+def test_no_worker_is_ever_given_more_than_it_has(
+    capacities: list[int], shards: int, longest: int | None, script: list[tuple[Any, int, int]]
+) -> None:
+    pool = Pool(capacities, shards, longest)
+    for call, tokens, sequences in script:
+        call(pool, tokens, sequences)
+        pool.check()
+
+
+def test_a_request_for_one_worker_is_refused_if_it_is_too_long_for_any() -> None:
+    pool = {"memory0": 50, "memory1": 40}
+    one = partitioned("request", pool, HeadShards(4), None)
+    one.require_possible(50)
+    with pytest.raises(RequestError, match="51 KV tokens; a memory worker, which is to hold all of it, has 50"):
+        one.require_possible(51)
+    partitioned("auto", pool, HeadShards(4), None).require_possible(90)
+
+
+def test_tokens_are_divided_evenly_among_all_workers() -> None:
+    pool = {f"memory{index}": 1000 for index in range(3)}
+    spans = partitioned("token", pool, HeadShards(1), None).reserve(901, 1)
+    assert spans is not None and sorted(tokens for _, tokens in spans) == [299, 301, 301]
+    assert len({worker for worker, _ in spans}) == 3

@@ -1,0 +1,129 @@
+"""Shapes of models against published sizes and transformers' own count."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    ArceeConfig,
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3Config,
+)
+
+from lamina.core.errors import ModelError, UnsupportedModelError
+from lamina.core.types import DType
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.cost import CostModel, Fits
+
+# Parameters as published with each model, in billions.
+PUBLISHED = {
+    "LLaMA-7B": 6.738,
+    "LLaMA-13B": 13.016,
+    "LLaMA-33B": 32.529,
+    "LLaMA-65B": 65.286,
+    "Llama-2-70B": 68.977,
+    "Llama-3-8B": 8.030,
+    "Llama-3-70B": 70.554,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_known_models_have_their_published_size(name: str) -> None:
+    assert model_shapes.find(name.upper()).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.001)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LlamaConfig(
+            hidden_size=256, intermediate_size=700, num_attention_heads=8, num_key_value_heads=2, vocab_size=1000
+        ),
+        Qwen3Config(
+            hidden_size=256,
+            intermediate_size=700,
+            head_dim=64,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            tie_word_embeddings=True,
+        ),
+        ArceeConfig(hidden_size=256, intermediate_size=700, num_attention_heads=8, vocab_size=1000),
+        GPT2Config(n_embd=256, n_layer=3, n_head=4, n_positions=8),
+        OPTConfig(hidden_size=256, ffn_dim=900, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=8),
+        FalconConfig(
+            hidden_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            multi_query=True,
+            new_decoder_architecture=False,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_any_config_has_the_weights_that_transformers_counts(config: object, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)  # type: ignore[attr-defined]
+    shape = model_shapes.find(str(tmp_path))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    counted = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() > 1)
+    assert shape.parameters == pytest.approx(counted, rel=0.005)
+    assert model_shapes.find(str(tmp_path / "config.json")) == shape
+
+
+def test_bytes_of_a_token() -> None:
+    assert model_shapes.find("Llama-3-70B").kv_bytes_per_token == 2 * 8 * 128 * 80 * 2
+    assert model_shapes.find("Llama-3-70B").group == 8
+    assert model_shapes.find("Llama-2-7B").dtype is DType.BFLOAT16
+
+
+def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="did you mean Llama-3-70B"):
+        model_shapes.find("llama3-70b")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    with pytest.raises(ModelError, match="has none of num_hidden_layers, n_layer"):
+        model_shapes.find(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "state_size": 8}))
+    with pytest.raises(UnsupportedModelError, match="a state of their own"):
+        model_shapes.find(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        ({"num_experts": [8, 8]}, "a mixture of experts whose layers differ"),
+        ({"ffn_config": {"moe_num_experts": 16}}, "a mixture of experts in a part of its config"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "weights quantised with hqq"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers of type linear_attention"),
+        ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ({"mamba_d_state": 128}, "a state of their own"),
+        ({"num_key_value_heads": 3}, "4 query heads, 3 key/value heads"),
+        ({"num_key_value_heads": 8}, "4 query heads, 8 key/value heads"),
+        ({"hidden_size": 3}, "a hidden size of 3"),
+    ],
+)
+def test_a_config_that_the_formulas_say_nothing_of_is_refused(entries: dict[str, object], says: str) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    windowed = {**config, "num_experts": 1, "layer_types": ["sliding_attention", "full_attention"]}
+    assert model_shapes.from_config("dense", windowed).kv_heads == 4
+    with pytest.raises(ModelError, match=says):
+        model_shapes.from_config("odd", {**config, **entries})
+
+
+def test_kv_types_change_what_is_cached_and_nothing_else() -> None:
+    """Heads of 128: 132 bytes a row as codes, with the scale, instead of 256."""
+    plain, codes = model_shapes.KNOWN["llama-3-70b"], replace(model_shapes.KNOWN["llama-3-70b"], kv_cache_dtype="int8")
+    assert codes.kv_bytes_per_token * 256 == plain.kv_bytes_per_token * 132
+    assert codes.weight_bytes == plain.weight_bytes
+    entry = hardware.load()["h20"]
+    wide, narrow = (CostModel(shape, entry, Fits.load(entry)) for shape in (plain, codes))
+    assert narrow.kv_tokens == pytest.approx(wide.kv_tokens * 256 / 132, rel=1e-4)
+    assert narrow.exchange_bytes(8) == wide.exchange_bytes(8)  # messages stay in the model's type
+    many = 2**24  # tokens, so that reading them is all
+    ratio = float(narrow.attention_seconds(many, 100)) / float(wide.attention_seconds(many, 100))
+    assert ratio == pytest.approx(132 / 256, rel=0.01)

@@ -1,0 +1,286 @@
+"""Plans for whole requests: the closed form against the simulator, what fits, and what is recommended."""
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from lamina.cli import app
+from lamina.cli import plan_ways as table
+from lamina.core.errors import UserError
+from lamina.planning.plan import hardware, model_shapes, prices, workload
+from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.reuse import Sessions
+from lamina.planning.plan.serving import Server
+from lamina.planning.plan.ways import Kind, Slo, Way, shortlist, ways
+from lamina.planning.plan.workload import TracedRequest
+from lamina.planning.simulate import Arrivals, State
+from lamina.planning.simulate.cells import trace
+from lamina.planning.simulate.result import RequestLog
+from lamina.planning.simulate.trial import Course, Trial
+
+CATALOGUE = hardware.load()
+RENTS = prices.load("paper")
+SMALL = model_shapes.find("Llama-2-13B")
+
+
+def server(served: workload.Workload, slo: Slo | None = None, shape: model_shapes.ModelShape = SMALL) -> Server:
+    costs = {kind: CostModel(shape, CATALOGUE[kind], Fits.load(CATALOGUE[kind])) for kind in ("h100", "h20")}
+    return Server(shape, served, costs, RENTS, slo or Slo())
+
+
+Pool = list[tuple[hardware.Hardware, int]]
+
+
+def pools(compute: int = 2, memory: int = 2) -> tuple[Pool, Pool]:
+    return [(CATALOGUE["h100"], compute)], [(CATALOGUE["h20"], memory)]
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_the_closed_form_is_what_the_simulator_serves(kind: Kind) -> None:
+    """The cheapest way of each system, at the highest load within the SLOs: within a fifth; 10% is the aim."""
+    served = workload.of_lengths(800, 100)
+    place = server(served)
+    found = [one for way in ways(SMALL, *pools(1, 1)) if way.kind is kind and (one := place.evaluate(way))]
+    best = shortlist(found)[0]
+    # All requests are alike: short runs show as much.
+    trial = Course(SMALL, served, [], RENTS, Slo(), turnovers=4).most(best)
+    assert trial is not None
+    assert trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
+
+
+def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
+    """Where nine tenths of all prompts are the same, too: the room for KV limits the load as the simulator says."""
+    served = workload.of_lengths(4000, 200, Sessions(shared=3600))
+    found = [
+        one for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.APART and (one := server(served).evaluate(way))
+    ]
+    best = shortlist(found)[0]
+    trial = Course(SMALL, served, trace(served), RENTS, Slo(), turnovers=4).most(best)
+    assert trial is not None and trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
+
+
+def test_what_is_served_is_within_the_slos_and_more_is_not() -> None:
+    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
+    place = server(served, slo)
+    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := place.evaluate(way))])[0]
+    course = Course(SMALL, served, [], RENTS, slo)
+    trial = course.most(best)
+    assert trial is not None
+    assert trial.result.ttft_s.p99 <= 2 and trial.result.tbt_s.p99 <= 0.1
+    assert trial.result.sustained_requests_s == pytest.approx(trial.requests_s, rel=0.1)
+    assert not course.holds(course.run(best, 1.5 * trial.requests_s, trial.requests))
+    # The dollars of prompts and of outputs are those of the pools.
+    spent = trial.usd_per_million_in * served.prompt + trial.usd_per_million_out * served.output
+    assert spent * trial.requests_s * 3600 / 1e6 == pytest.approx(trial.capacity.usd_per_hour)
+
+
+def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> None:
+    """The closed form has no say: a way that holds its load is given up if another was simulated to be far cheaper."""
+    served = workload.of_lengths(800, 100)
+    slo = Slo(tbt_s=0.1, ttft_s=2.0)
+    place = server(served, slo)
+    way = Way(kind=Kind.ONE_POOL, chunk=2048, compute=CATALOGUE["h100"], compute_workers=1)
+    assert (one := server(served).evaluate(way)) is not None  # at a load that 0.1 s between tokens rule out
+    course, runs = Course(SMALL, served, [], RENTS, slo), []
+    assert place.evaluate(way) is None or place.evaluate(way) != one
+    assert course.most(one, 1e-3 * one.usd_per_request, lambda: runs.append(1)) is None and len(runs) == 1
+
+
+def test_the_load_of_a_way_that_the_closed_form_overrates_is_found() -> None:
+    """A closed form that is ten times too high leads to about the same load."""
+    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
+    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
+    course = Course(SMALL, served, [], RENTS, slo, turnovers=4)
+    trial, found = course.most(best), course.most(dataclasses.replace(best, requests_s=10 * best.requests_s))
+    assert trial is not None and found is not None and found.requests_s == pytest.approx(trial.requests_s, rel=0.1)
+
+
+def test_the_slowest_steps_are_those_with_late_chunks_of_long_prompts() -> None:
+    """Two of a hundred prompts are long: the mean chunk hardly changes, the 99th percentile of steps does."""
+    short = [TracedRequest(float(second), 500, 100) for second in range(98)]
+    long = [TracedRequest(98.0 + second, 30_000, 100) for second in range(2)]
+    way = Way(
+        kind=Kind.OFFLOADED,
+        chunk=512,
+        compute=CATALOGUE["h100"],
+        compute_workers=1,
+        memory=CATALOGUE["h20"],
+        memory_workers=1,
+    )
+    found = [
+        server(workload.of_requests("some long", requests), Slo(tbt_s=9, ttft_s=99)).evaluate(way)
+        for requests in (short, [*short, *long])
+    ]
+    without, some = (one for one in found if one)
+    chunk = np.array([512.0])
+    last = 40 * float(server(workload.of_lengths(1, 1)).models["h20"].prefix_attention_seconds(chunk, 29_000)[0])
+    assert some.chunk_step_s - without.chunk_step_s > 0.5 * last
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_what_a_prefix_cache_finds_is_not_computed(kind: Kind) -> None:
+    """Sessions that fit beside the batch are as good as shorter prompts; those that do not, as nothing in common."""
+    chosen = [way for way in ways(SMALL, *pools(1, 1)) if way.kind is kind and way.chunk >= 1024]
+
+    def best(served: workload.Workload) -> float:
+        place = server(served, Slo(tbt_s=1.0))
+        return max(one.requests_s for way in chosen if (one := place.evaluate(way)))
+
+    plain = best(workload.of_lengths(8000, 50))
+    none_idle, all_idle = (
+        best(workload.of_lengths(8000, 50, Sessions(resumed=7200, idle=idle))) for idle in (0.0, 0.9999)
+    )
+    assert all_idle == pytest.approx(plain, rel=0.03)
+    assert none_idle > 1.5 * plain
+    assert none_idle <= best(workload.of_lengths(800, 50)) * 1.001
+
+
+def test_long_sequences_over_several_workers() -> None:
+    """Parts of a long sequence are attended to at once: late chunks take less, and steps of few sequences too."""
+    served, slo = workload.of_lengths(60_000, 100), Slo(tbt_s=9, ttft_s=999)
+    way = next(
+        one
+        for one in ways(SMALL, *pools(1, 4), segments=(4096,))
+        if one.kind is Kind.OFFLOADED and one.memory_workers == 4 and one.chunk == 512 and one.lanes == 1
+    )
+    place = server(served, slo)
+    parted, whole = place.evaluate(way), place.evaluate(dataclasses.replace(way, segment=None))
+    assert parted is not None and whole is not None and "KV in parts of 4096" in way.describe()
+    assert parted.chunk_step_s < 0.6 * whole.chunk_step_s and parted.requests_s > whole.requests_s
+    course = Course(SMALL, served, [], RENTS, slo)
+    times = [course.run(one, 0.8 * whole.requests_s, 12).tbt_s.p50 for one in (parted, whole)]
+    assert times[0] < times[1]
+
+
+def test_prompts_count() -> None:
+    """One way, the same outputs after longer prompts: fewer requests, and a larger share of the compute pool's time."""
+    way = next(way for way in ways(SMALL, *pools()) if way.kind is Kind.OFFLOADED and way.memory_workers == 2)
+    found = [server(workload.of_lengths(prompt, 200)).evaluate(way) for prompt in (100, 400, 1600)]
+    rates, shares = [one.requests_s for one in found if one], [one.prompt_share for one in found if one]
+    assert len(rates) == 3 and rates == sorted(rates, reverse=True) and shares == sorted(shares)
+
+
+def test_every_system_on_every_kind_competes() -> None:
+    place = server(workload.of_lengths(500, 100))
+    every = list(ways(SMALL, *pools()))
+    kept = shortlist([one for way in every if (one := place.evaluate(way))])
+    seen = {(one.way.kind, one.way.compute.kind) for one in kept}
+    assert {(Kind.ONE_POOL, "h100"), (Kind.ONE_POOL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.APART, "h100")} <= seen
+    assert all(one.usd_per_hour > 0 for one in kept)
+    assert {way.tensor_parallel for way in every if way.kind is Kind.ONE_POOL} == {1, 2}
+
+
+def test_a_request_that_fits_no_memory_pool_is_an_error_with_the_figures() -> None:
+    long = workload.of_requests("long", [TracedRequest(0, 400_000, 10), TracedRequest(1, 10, 10)])
+    place = server(long, shape=model_shapes.find("LLaMA-65B"))
+    way = Way(
+        kind=Kind.OFFLOADED,
+        chunk=512,
+        compute=CATALOGUE["h100"],
+        compute_workers=2,
+        memory=CATALOGUE["h20"],
+        memory_workers=8,
+        tensor_parallel=2,
+        lanes=1,
+    )
+    room = place.models["h20"].kv_tokens
+    assert place.unfit(way) == f"the longest request has 400010 tokens; 8 h20 hold {8 * room}"
+    assert place.evaluate(way) is None
+    # A sequence may continue on other workers: what all of them hold fits.
+    assert 2 * room < 8 * room - 10 and place.serving(workload.of_lengths(2 * room, 10)).unfit(way) is None
+
+
+def plan(line: str) -> str:
+    """The output of `lamina plan LINE`."""
+    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A trace, and the plan for it."""
+    trace = tmp_path_factory.mktemp("plan") / "trace.jsonl"
+    random = np.random.default_rng(0)
+    rows = (
+        {
+            "timestamp": 100 * i,
+            "input_length": int(random.integers(50, 800)),
+            "output_length": int(random.integers(20, 80)),
+        }
+        for i in range(300)
+    )
+    trace.write_text("\n".join(map(json.dumps, rows)))
+    line = f"--model Llama-2-13B --compute h100:1 --memory h20:1 --prices paper --trace {trace} --json"
+    with pytest.MonkeyPatch.context() as patch:
+        for bound in ("FEWEST", "MOST"):
+            patch.setattr(f"lamina.planning.simulate.trial.{bound}", 300)  # requests of a run
+        return trace, json.loads(plan(line))
+
+
+def test_what_is_recommended_is_the_cheapest_that_was_simulated(planned: tuple[Path, dict[str, Any]]) -> None:
+    _, found = planned
+    costs = [way["usd_per_request"] for way in found["ways"]]
+    assert costs == sorted(costs) and len(costs) >= 3
+    assert found["ways"][0]["way"] in found["recommended"][0]
+    one_pool = found["ways"][0]["system"] in ("chunked-prefill", "local")
+    assert found["recommended"][0].startswith("Rent one pool" if one_pool else "Rent two pools")
+    slo = found["slo"]
+    for way in found["ways"]:
+        simulated = way["simulated"]
+        assert simulated["ttft_s"]["p99"] <= slo["ttft_s"] and simulated["tbt_s"]["p99"] <= slo["tbt_s"]
+        assert simulated["stalled_s"]["p99"] <= slo["ttft_s"] + slo["tbt_s"]
+
+
+@pytest.mark.parametrize(("stall_s", "kept"), [(0.02, True), (5.0, False)])
+def test_requests_that_wait_between_prefill_and_decoding_are_not_within_the_slos(stall_s: float, kept: bool) -> None:
+    """Each waits once, for seconds, in hundreds of gaps: no percentile of all gaps shows that."""
+    course = Course(SMALL, workload.of_lengths(800, 300), [], RENTS, Slo(tbt_s=0.1, ttft_s=2.0))
+    one = next(way for way in ways(SMALL, *pools(1, 1)) if way.kind is Kind.APART)
+    found = server(workload.of_lengths(800, 300)).evaluate(one)
+    assert found is not None
+    log = RequestLog(Arrivals(np.arange(50.0), np.full(50, 800), np.full(50, 300)))
+    for index in range(50):
+        for token in range(300):
+            now = index + 0.1 + 0.02 * token + (stall_s if token else 0)
+            log.draw(now, np.array([index]))
+        log.end(index, State.FINISHED, now)
+    result = dataclasses.replace(course.run(found, 1.0, 10), log=log)
+    assert result.ttft_s.p99 <= 2 and result.tbt_s.p99 <= 0.1
+    assert course.holds(result) is kept
+    served = workload.of_lengths(800, 300)
+    printed = table.cells(Trial(capacity=found, rate=1.0, result=result, requests=50, workload=served))
+    shown = dict(zip(table.HEADINGS, printed[1:], strict=True))
+    assert (shown["TTFT p99"], shown["stall p99"]) == ("0.10 s", f"{0.1 + 0.02 + stall_s:.2f} s")
+
+
+def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]) -> None:
+    _, found = planned
+    for way in found["ways"]:
+        words = shlex.split(way["simulate"])
+        assert words[0] == "lamina"
+        done = CliRunner().invoke(app, [*words[1:], "--json"], catch_exceptions=False)
+        repeated = json.loads(done.output)
+        for name in ("tokens_s", "ttft_s", "tbt_s", "steps", "usd_per_hour"):
+            assert repeated[name] == way["simulated"][name], (way["way"], name)
+        assert repeated["served_requests_s"] == way["requests_s"] <= repeated["offered_requests_s"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--slo-tbt 1ms", "no way to serve keeps p99 TTFT 10 s and p99 TBT 1 ms; raise --slo-ttft"),
+        ("--budget 1", r"and \$1.00/h; raise"),
+        ("--prompt 900000 --output 10", "no way to serve fits: .*the longest request has 900010 tokens"),
+        ("--prompt 0", "prompts of 0 tokens"),
+        ("--context 100 --prompt 5", "--context plans for decoding alone"),
+        ("--trace x.csv --prompt 5", "give only one of them"),
+    ],
+)
+def test_what_no_way_serves_is_refused(line: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(f"--model Llama-2-13B --compute h100:1 --memory h20:1 --prices paper {line}")
