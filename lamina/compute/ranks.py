@@ -58,7 +58,6 @@ class Ranks:
         self._peers = [_Peer(links, name) for name in names if name != links.name]
 
     def meet(self) -> None:
-        """See ``Sums``."""
         if self.rank.count > 1:
             self.reduce(torch.ones(1))
 

@@ -35,21 +35,17 @@ class NativeRunner:
         self.dtype = dtype
 
     def transfers(self, moves: Moves) -> NativeTransfers:
-        """See ``Runner``."""
         return NativeTransfers(moves, getattr(torch, self.dtype.value), torch.get_num_threads())
 
     def lent(self, output: SliceOutput) -> tuple[Array, Array, Array]:
-        """See ``Runner``."""
         return output.arrays
 
     def borrowed(self, array: Array) -> torch.Tensor:
-        """See ``Runner``."""
         return torch.from_numpy(array)
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
     ) -> Partial:
-        """See ``Runner``."""
         q, k, v = output.arrays
         first, last = int(rows[0]), int(rows[-1]) + 1
         q = q[first:last] if last - first == len(rows) else q[rows]
@@ -73,7 +69,6 @@ class SliceRunner(NativeRunner):
         """Nothing: the system gives memory when it is written to."""
 
     def padded(self, rows: int) -> int:
-        """See ``padded``."""
         return padded(rows)
 
     def run(

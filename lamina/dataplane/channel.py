@@ -290,7 +290,6 @@ class Channel:
         return None if self in self.hub.keeping else self._slots_there.book(lane, count)
 
     def unbook(self, lane: int) -> None:
-        """See ``SlotCredits.unbook``."""
         self._slots_there.unbook(lane)
 
     def read_credits(self) -> None:

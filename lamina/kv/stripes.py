@@ -87,12 +87,10 @@ class StripedPlacement(Placement):
         }
 
     def lost(self, topology: Topology) -> set[str]:
-        """See ``Placement``."""
         names = topology.names
         return {place for place, parts in self._parts.items() if not all(worker in names for worker, _ in parts)}
 
     def apply(self, topology: Topology) -> None:
-        """See ``Placement``."""
         self._leaving &= topology.names
         places = self._follow(topology.capacities)
         self._take_over(places)
@@ -100,13 +98,11 @@ class StripedPlacement(Placement):
         self._note_open()
 
     def close(self, worker: str) -> None:
-        """See ``Placement``."""
         self._leaving.add(worker)
         self.closed = self._touching(self._leaving)
         self._note_open()
 
     def open(self, worker: str) -> None:
-        """See ``Placement``."""
         self._leaving.discard(worker)
         self.closed = self._touching(self._leaving)
         self._note_open()
@@ -121,11 +117,9 @@ class StripedPlacement(Placement):
         self._roomiest.clear()
 
     def touching(self, places: Collection[str]) -> set[str]:
-        """See ``Placement``."""
         return self._touching({worker for place in places for worker, _ in self._parts[place]})
 
     def places_on(self, worker: str) -> Collection[str]:
-        """See ``Placement``."""
         return self._touching([worker])
 
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
@@ -141,7 +135,6 @@ class StripedPlacement(Placement):
         return {place for place, parts in self._parts.items() if any(worker in workers for worker, _ in parts)}
 
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
-        """See ``Placement``."""
         return [
             dataclasses.replace(segment, worker=worker, heads=self._shards.range_of(part.start, part.stop))
             for segment in segments
@@ -149,7 +142,6 @@ class StripedPlacement(Placement):
         ]
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
-        """See ``Placement``."""
         found: dict[str, dict[int, int]] = {worker: {} for worker in self._slots}
         for place, sequences in kept.items():
             for worker, _ in self._parts[place]:
@@ -177,15 +169,12 @@ class StripedPlacement(Placement):
         return {worker: slots - int(WATERMARK * self._slots[worker]) for worker, slots in free.items()}
 
     def left(self, worker: str) -> int:
-        """See ``Placement``."""
         return self._fitting(worker, self._free(self.reserved))
 
     def room(self, worker: str) -> int:
-        """See ``Placement``."""
         return self._fitting(worker, self._roomy())
 
     def by_room(self) -> dict[str, int]:
-        """See ``Placement``."""
         roomy = self._roomy()
         rooms = sorted(((self._fitting(place, roomy) - AHEAD, place) for place in self._open), key=lambda one: -one[0])
         return {place: room for room, place in rooms}
@@ -214,12 +203,10 @@ class StripedPlacement(Placement):
         return len(self._alone)
 
     def held(self, workers: Collection[str]) -> int:
-        """See ``Placement``."""
         free = self._free({place: self.reserved[place] - self.returning[place] for place in self._parts})
         return -(-sum(self._slots[worker] - free[worker] for worker in workers) // self._shards.count)
 
     def is_empty(self, place: str) -> bool:
-        """See ``Placement``."""
         return not self.stalled and not any(self.reserved[one] or self.sequences[one] for one in self.touching([place]))
 
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
@@ -252,12 +239,10 @@ class StripedPlacement(Placement):
     # -- taking and releasing slots -----------------------------------------------------------------------------
 
     def fits(self, change: Mapping[str, int]) -> bool:
-        """See ``Placement``."""
         taken = {place: self.reserved[place] + change.get(place, 0) for place in self._parts}
         return min(self._free(taken).values()) >= 0
 
     def grow(self, rows: Mapping[str, int]) -> bool:
-        """See ``Placement``."""
         if not self.fits(rows):
             return False
         for place, tokens in rows.items():
@@ -272,25 +257,21 @@ class StripedPlacement(Placement):
             self.crowded |= {place for place, tokens in self.idle.items() if tokens and self.excess(place) > 0}
 
     def shortages(self, workers: Mapping[str, int]) -> dict[str, int]:
-        """See ``Placement``."""
         needed = {one: self.reserved[one] - self.returning[one] + AHEAD * self.sequences[one] for one in self._parts}
         free = self._free(needed)
         lacking = {place: -self._fitting(place, free) for place in workers}
         return {place: tokens for place, tokens in lacking.items() if tokens > 0}
 
     def excess(self, place: str) -> int:
-        """See ``Placement``."""
         free = self._free({one: self.reserved[one] + self.idle[one] for one in self._parts})
         return min(self.idle[place], -self._fitting(place, free))
 
     def reserve_on(self, worker: str, tokens: int) -> None:
-        """See ``Placement``."""
         if tokens > self.left(worker):
             raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self._note_taken()
 
     def release(self, worker: str, tokens: int) -> None:
-        """See ``Placement``."""
         super().release(worker, tokens)
         self.left_in_all = self._left_of_all()

@@ -73,7 +73,6 @@ def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _multiply_codes(
     x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int
 ) -> Tensor:
-    """See ``models.quantisation.codes.StackedCodes``."""
     if x.is_cuda:
         return on_gpu.multiply_codes(x, values, scales, zeros, ends, group)
     if values.dtype == torch.uint8:
@@ -93,7 +92,6 @@ def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Ten
 
 @torch.library.custom_op("lamina::product_of_codes", mutates_args=())
 def _multiply_by_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Tensor:
-    """See ``linear_stacked``."""
     result: Tensor = _multiply_codes(x, values, scales, zeros, _all_rows(len(x), x.device), group)
     return result
 

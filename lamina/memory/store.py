@@ -89,11 +89,9 @@ class KvStore:
         return -(-self.slab.used // self.shards.count)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
-        """See ``Holdings.truncate``."""
         self.held.truncate(kept)
 
     def release(self, sequences: Sequence[int]) -> None:
-        """See ``Holdings.release``."""
         self.held.release(sequences)
 
     def apply(self, plan: StepPlan) -> list[StepTables]:

@@ -71,7 +71,6 @@ class ModelDirectory:
 
     @property
     def max_model_len(self) -> int | None:
-        """See ``max_model_len``."""
         return max_model_len(self.config)
 
 

@@ -425,7 +425,6 @@ class WaitInTurns:
         self._endpoints = endpoints
 
     def __call__(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """See ``Endpoint.wait``."""
         begun = time.monotonic()
         deadline = begun + timeout_s
         while True:

@@ -35,7 +35,6 @@ class CudaSlots:
             kernel(name, self._device)
 
     def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
-        """See ``PolledSlots``."""
         runtime = self._cupy.cuda.runtime
         if not uses_host_addresses(self._device):
             raise TransportError(f"cuda:{self._device} cannot use host memory under its own addresses")
@@ -52,12 +51,10 @@ class CudaSlots:
             raise TransportError(f"cannot register {nbytes} bytes of an arena with CUDA: {error}") from error
 
     def unmap(self, arena: NativeArena) -> None:
-        """See ``PolledSlots``."""
         if known := self._arenas.pop(id(arena), None):
             known[1].clear()
 
     def stream(self, records: int) -> "CudaStream":
-        """See ``PolledSlots``."""
         return CudaStream(records)
 
 
@@ -79,16 +76,13 @@ class CudaStream:
         cupy.cuda.get_current_stream().synchronize()
 
     def follow(self) -> None:
-        """See ``SlotStream``."""
         self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
 
     def launch(self, work: Callable[[], None]) -> None:
-        """See ``SlotStream``."""
         with self._stream:
             work()
 
     def receive(self, incoming: Incoming, into: Any, nbytes: int) -> None:
-        """See ``SlotStream``."""
         slots, flags = [np.uint64(at) for at in incoming.slots], self._polling.flags
         bells, floors = ([np.uint64(each) for each in many] for many in (incoming.doorbells, incoming.floors))
         stamp, ticks = np.uint64(incoming.stamp), np.int64(SILENCE_S * self._polling.ticks_per_s)
@@ -99,7 +93,6 @@ class CudaStream:
         kernel("lamina_take_in", self._device)(_grid(nbytes), (THREADS,), copying)
 
     def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
-        """See ``SlotStream``."""
         flags, at = self._polling.flags, outgoing.body
         for part in parts:
             copying = part, np.uint64(at), np.int64(part.nbytes // 4), flags.failed
@@ -111,30 +104,24 @@ class CudaStream:
         kernel("lamina_answer", self._device)((1,), (1,), (self._found, *words, *places, flags.failed, row))
 
     def beat(self) -> None:
-        """See ``SlotStream``."""
         self._polling.beat()
 
     def abort(self) -> None:
-        """See ``SlotStream``."""
         self._polling.abort()
 
     def check(self) -> None:
-        """See ``SlotStream``."""
         if self._polling.has_expired:
             raise expired(SILENCE_S)
 
     def drain(self) -> None:
-        """See ``SlotStream``."""
         with self._stream:
             self._polling.drain()
 
     def reset(self) -> None:
-        """See ``SlotStream``."""
         with self._stream:
             self._polling.reset()
 
     def close(self) -> None:
-        """See ``SlotStream``."""
         self.abort()
         self.drain()
 

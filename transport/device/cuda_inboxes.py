@@ -19,7 +19,6 @@ class CudaMaker:
         self._index = index
 
     def make(self, nbytes: int) -> Held:
-        """See ``Maker``."""
         with self._on_the_gpu(f"cannot share {nbytes} bytes of its memory"):
             memory = PeerMemory(nbytes)
             inbox, handle = Inbox(memory.address, memory.bytes, memory.settle), memory.handle()
@@ -31,7 +30,6 @@ class CudaMaker:
         return Held(inbox, handle, memory, read, lambda: None)  # freed with the last array of it
 
     def open(self, handle: bytes, nbytes: int) -> Opened:
-        """See ``Maker``."""
         with self._on_the_gpu("cannot reach it by CUDA IPC"):
             import cupy
 

@@ -97,7 +97,6 @@ class Inboxes:
 
     @property
     def kind(self) -> str:
-        """See ``Maker``."""
         return self.maker.kind
 
     def make(self, peer: str, nbytes: int) -> Held | None:
@@ -168,7 +167,6 @@ class SharedMaker:
     kind = "emulated"
 
     def make(self, nbytes: int) -> Held:
-        """See ``Maker``."""
         file = os.fdopen(os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC), "rb+")
         file.truncate(nbytes)
         inbox, handle = _mapped(file, nbytes), f"{os.getpid()} {file.fileno()}".encode()
@@ -176,7 +174,6 @@ class SharedMaker:
         return Held(inbox, handle, memory, read, file.close)
 
     def open(self, handle: bytes, nbytes: int) -> Opened:
-        """See ``Maker``."""
         pid, number = map(int, handle.split())
         path = f"/proc/{pid}/fd/{number}"
         try:

@@ -42,15 +42,12 @@ class ThreadSlots:
         self._arenas: dict[int, NativeArena] = {}
 
     def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
-        """See ``PolledSlots``."""
         self._arenas[id(arena)] = arena
 
     def unmap(self, arena: NativeArena) -> None:
-        """See ``PolledSlots``."""
         self._arenas.pop(id(arena), None)
 
     def stream(self, records: int) -> "ThreadStream":
-        """See ``PolledSlots``."""
         return ThreadStream(records)
 
 
@@ -85,11 +82,9 @@ class ThreadStream:
         """See ``SlotStream``; the host's own work is complete when its calls return."""
 
     def launch(self, work: Callable[[], None]) -> None:
-        """See ``SlotStream``."""
         self._work.put(work)
 
     def receive(self, incoming: Incoming, into: Any, nbytes: int) -> None:
-        """See ``SlotStream``."""
         slot, number = self._find(incoming)
         found = time.monotonic_ns()
         start = incoming.slots[slot]
@@ -116,7 +111,6 @@ class ThreadStream:
         raise _NotReceivedError
 
     def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
-        """See ``SlotStream``."""
         slot, number, found, header = self._received
         at = outgoing.body
         for part in parts:
@@ -133,15 +127,12 @@ class ThreadStream:
         ctypes.c_uint64.from_address(outgoing.doorbell).value = outgoing.number  # wakes nobody, as a device
 
     def beat(self) -> None:
-        """See ``SlotStream``."""
         self._beats += 1
 
     def abort(self) -> None:
-        """See ``SlotStream``."""
         self._aborted = True
 
     def check(self) -> None:
-        """See ``SlotStream``."""
         self._done.clear()
         if self._error is not None:
             raise self._error
@@ -149,19 +140,16 @@ class ThreadStream:
             raise expired(self._silence_s)
 
     def drain(self) -> None:
-        """See ``SlotStream``."""
         ended = threading.Event()
         self._work.put(ended.set)
         if not ended.wait(DRAIN_S):
             raise TransportError(f"work of an emulated device still runs {DRAIN_S:g} s after its waits were aborted")
 
     def reset(self) -> None:
-        """See ``SlotStream``."""
         self._done.clear()
         self._aborted, self._outcome = False, Outcome.READY
 
     def close(self) -> None:
-        """See ``SlotStream``."""
         self.abort()
         self._work.put(None)
         self._thread.join(DRAIN_S)

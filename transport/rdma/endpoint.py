@@ -162,7 +162,6 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return self._registered().device.selected.reason
 
     def share(self, memory: DeviceMemory) -> bytes:
-        """See ``SharesMemory``."""
         device = self._registered().device
         enums = device.verbs.enums
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
@@ -173,7 +172,6 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return key
 
     def unshare(self, key: bytes) -> None:
-        """See ``SharesMemory``."""
         self._shared.pop(key).close()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:

@@ -226,11 +226,9 @@ class RayWorkers:
         return [*moves, *(wish for wish in self._remote.wishes() if wish.leaver)]
 
     def ended(self) -> Mapping[str, str]:
-        """See ``Workers``."""
         return self._remote.ended()
 
     def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
-        """See ``Workers``."""
         try:
             self._remote.end(worker, cut=cut, reason=reason)
         finally:

@@ -166,7 +166,6 @@ class RemoteWorkers:
                 self._vacancies.append(_Vacancy(name, role, bootstrap))
 
     def default_kind(self, role: Role) -> str:
-        """See ``Launcher``."""
         return REMOTE
 
     def wishes(self) -> Sequence[Wish]:
@@ -410,28 +409,22 @@ class LocalAndRemote:
         self.local, self.remote = local, remote
 
     def check(self, role: Role, kind: str, count: int) -> None:
-        """See ``Launcher``."""
         (self.remote if kind == REMOTE else self.local).check(role, kind, count)
 
     def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
-        """See ``Launcher``."""
         (self.remote if kind == REMOTE else self.local).start(name, role, kind, bootstrap)
 
     def default_kind(self, role: Role) -> str:
-        """See ``Launcher``."""
         return CPU
 
     def wishes(self) -> Sequence[Wish]:
-        """See ``Workers``."""
         return [wish._replace(kind=REMOTE) for wish in self.remote.wishes()]
 
     def ended(self) -> Mapping[str, str]:
-        """See ``Workers``."""
         local, remote = self.local.ended(), self.remote.ended()
         return {**local, **remote} if remote else local
 
     def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
-        """See ``Workers``."""
         if worker in self.local.processes:
             self.local.end(worker)
         else:
@@ -443,6 +436,5 @@ class LocalAndRemote:
         self.remote.kill(reason)
 
     def close(self) -> None:
-        """See ``Workers``."""
         self.local.close()
         self.remote.close()

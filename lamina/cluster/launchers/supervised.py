@@ -59,7 +59,6 @@ class SupervisedWorkers:
         assign(role, (PoolEntry(kind, count),), find_devices())
 
     def default_kind(self, role: Role) -> str:
-        """See ``Launcher``."""
         return CPU
 
     def wishes(self) -> list[Wish]:

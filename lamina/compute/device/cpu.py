@@ -33,11 +33,9 @@ class Cpu:
         """See ``Device``."""
 
     def arrived(self, array: Any) -> Any:
-        """See ``Device``."""
         return array
 
     def copied(self, body: Any) -> memoryview:
-        """See ``Device``."""
         return memoryview(bytearray(body))
 
     def limit(self, share: float) -> None:
@@ -48,7 +46,6 @@ class Cpu:
         return Ranks(rank)
 
     def form(self, model: LoweredModel, to: Quantization) -> HostForm:
-        """See ``Device``."""
         return HostForm.of(model, to)
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> SliceRunner:

@@ -83,7 +83,6 @@ class Cuda:
         self._pool = torch.cuda.graph_pool_handle()
 
     def compiled(self, graph: Main) -> Main:
-        """See ``Kit``."""
         torch._inductor.config.compile_threads = 1  # no processes besides, which might outlive this one
         torch._dynamo.config.recompile_limit = MOST_COMPILED
         compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True)
@@ -112,7 +111,6 @@ class Cuda:
         return out, lse
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See ``Kit``."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def limit(self, share: float) -> None:
@@ -132,11 +130,9 @@ class Cuda:
         self._host.adopt(memory)
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Kit``."""
         return uses_host_addresses(self.place.index) and self._host.map(peer, memory)
 
     def unmap(self, peer: str) -> None:
-        """See ``Kit``."""
         self._host.unmap(peer)
 
     def inbox_maker(self) -> CudaMaker | None:
@@ -144,7 +140,6 @@ class Cuda:
         return CudaMaker(self.place.index) if importlib.util.find_spec("cupy") is not None else None
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
-        """See ``Kit``."""
         from lamina.kernels.gpu.triton_rows import write_rows  # needs Triton
 
         unit, count = source[0].numel(), table.shape[1]
@@ -161,18 +156,15 @@ class Cuda:
         return cupy.from_dlpack(tensor)
 
     def borrowed(self, array: Any) -> Tensor:
-        """See ``Kit``."""
         tensor: Tensor = torch.utils.dlpack.from_dlpack(array)
         return tensor
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """See ``Kit``."""
         if self._host.own.cuts(source.data_ptr(), source.nbytes):
             source = source.clone()
         target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """See ``Kit``."""
         torch.cuda.current_stream().synchronize()
 
 

@@ -44,19 +44,16 @@ class Emulated:
         return None
 
     def seconds(self, replays: Sequence[Replay]) -> float:
-        """See ``Kit``."""
         start = time.perf_counter()
         for replay in replays:
             replay()
         return time.perf_counter() - start
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-        """See ``Kit``."""
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, True, scale=scale)
         return out, lse
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See ``Kit``."""
         return torch.empty(shape, dtype=dtype)
 
     def limit(self, share: float) -> None:
@@ -66,18 +63,15 @@ class Emulated:
         """See ``Kit``; nothing is gained here."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Kit``."""
         return True
 
     def unmap(self, peer: str) -> None:
         """See ``Kit``."""
 
     def inbox_maker(self) -> SharedMaker:
-        """See ``Kit``."""
         return SharedMaker()
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
-        """See ``Kit``."""
         nbytes, columns, addresses = source.nbytes // len(source), table.numpy().T, bodies.numpy()
 
         def replay() -> None:
@@ -91,15 +85,12 @@ class Emulated:
             self._recorder.add(replay)
 
     def lent(self, tensor: Tensor) -> Any:
-        """See ``Kit``."""
         return as_numpy(tensor)
 
     def borrowed(self, array: Any) -> Tensor:
-        """See ``Kit``."""
         return torch.from_numpy(array)
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """See ``Kit``."""
         target.copy_(source)
 
     def wait(self) -> None:

@@ -46,39 +46,30 @@ class Gpu:
         self._kit = kit
 
     def arrived(self, array: Any) -> Tensor:
-        """See ``Device``."""
         return self._kit.borrowed(array)
 
     def copied(self, body: Tensor) -> memoryview:
-        """See ``Device``."""
         return memoryview(bytearray(body.cpu().numpy()))
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Device``."""
         self._kit.adopt(memory)
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Device``."""
         return self._kit.map(peer, memory)
 
     def unmap(self, peer: str) -> None:
-        """See ``Device``."""
         self._kit.unmap(peer)
 
     def limit(self, share: float) -> None:
-        """See ``Device``."""
         self._kit.limit(share)
 
     def sums(self, rank: Rank, meeting: str) -> GpuSums:
-        """See ``Device``."""
         return GpuSums(rank, self._kit, meeting)
 
     def form(self, model: LoweredModel, to: Quantization) -> PlacedForm:
-        """See ``Device``."""
         return PlacedForm.of(model, to, self.place)
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "GpuRunner":
-        """See ``Device``."""
         return GpuRunner(model, tensors, self._kit, reduce)
 
 
@@ -100,7 +91,6 @@ class GpuCarrier:
         self.lines = Lines(kit, ROWS[-1])
 
     def transfers(self, moves: Moves) -> GpuTransfers:
-        """See ``Runner``."""
         return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
@@ -109,13 +99,11 @@ class GpuCarrier:
         return lend(output.q.contiguous()), lend(output.k.contiguous()), lend(output.v.contiguous())
 
     def borrowed(self, array: Any) -> Tensor:
-        """See ``Runner``."""
         return torch.from_numpy(array) if isinstance(array, np.ndarray) else self._kit.borrowed(array)
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
     ) -> Partial:
-        """See ``Runner``."""
         first = rows[table.query_offsets[:-1]].tolist()
         out, lse = attend_chunks(output.q, output.k, output.v, first, table, spec, self._kit.fused)
         return out, lse
@@ -145,11 +133,9 @@ class GpuRunner(GpuCarrier):
         self._fusion = Fusion(kit) if reduce is None else None
 
     def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
-        """See ``Runner``."""
         rehearse(self, rows, draws, queries_first, shards)
 
     def padded(self, rows: int) -> int:
-        """See ``Runner``."""
         return padded_rows(rows)
 
     def run(
@@ -160,13 +146,11 @@ class GpuRunner(GpuCarrier):
         context: tuple[Tensor, ...],
         on_query: Callable[[Tensor], None] | None,
     ) -> SliceOutput:
-        """See ``Runner``."""
         arrived = context if attention is None else (attention, *context)
         results = self._results(index, rows, arrived, on_query)
         return SliceOutput((*results[:3], *(tensor.clone() for tensor in results[3:])))
 
     def logits(self, rows: Rows, attention: Tensor, context: tuple[Tensor, ...], chosen: Tensor) -> Tensor:
-        """See ``Runner``."""
         count = self.padded(len(chosen))
         which = torch.nn.functional.pad(chosen, (0, count - len(chosen)))
         arrived = [tensor[which.to(tensor.device)] for tensor in (attention, *context)]

@@ -29,12 +29,10 @@ class NativeTransfers:
         self._here: tuple[Sequence[Partial], list[Arrays]] = (), []
 
     def queries(self, q: Tensor) -> list[Array]:
-        """See ``Transfers``."""
         array = as_numpy(q)
         return [self._take(array, shards) for shards in self._moves.queries]
 
     def keys_values(self, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array]]:
-        """See ``Transfers``."""
         keys, values = as_numpy(k), as_numpy(v)
         appends = self._moves.appends
         return [self._take(keys, shards) for shards in appends], [self._take(values, shards) for shards in appends]
@@ -47,7 +45,6 @@ class NativeTransfers:
         return self.queries(q), *self.keys_values(k, v)
 
     def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
-        """See ``Transfers``."""
         return as_numpy(k), as_numpy(v)
 
     def settle(self) -> None:
@@ -56,7 +53,6 @@ class NativeTransfers:
     def merged(
         self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None
     ) -> Tensor:
-        """See ``Transfers``."""
         moves, key = self._moves, (spec.query_heads, spec.v_dim)
         if key not in self._outs:
             out = torch.zeros(moves.rows, *key, dtype=self._dtype)

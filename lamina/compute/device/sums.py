@@ -83,7 +83,6 @@ class GpuSums:
         return first
 
     def meet(self) -> None:
-        """See ``Sums``."""
         if self.rank.count > 1:
             self.reduce(self._one)
             self._kit.wait()

@@ -162,18 +162,15 @@ class GpuTransfers:
         self._replies: dict[tuple[int, int, int, bool], Tensor] = {}
 
     def queries(self, q: Tensor) -> list[Array]:
-        """See ``Transfers``."""
         return self._collect((), ("queries", q))[0]
 
     def all(
         self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """See ``Transfers``."""
         keys, values, queries = self._collect(bodies, ("appends", k), ("appends", v), ("queries", q))
         return queries, keys, values
 
     def keys_values(self, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array]]:
-        """See ``Transfers``."""
         keys, values = self._collect((), ("appends", k), ("appends", v))
         return keys, values
 
@@ -191,7 +188,6 @@ class GpuTransfers:
         return self._lines.pinned(("bulk", number, most, *shape, source.dtype), (most, *shape), source.dtype)[:rows]
 
     def settle(self) -> None:
-        """See ``Transfers``."""
         self._lines.kit.wait()
 
     def _collect(self, bodies: Sequence[int], *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
@@ -273,7 +269,6 @@ class GpuTransfers:
         replies: Sequence[Reply],
         sinks: Floats | None,
     ) -> Tensor:
-        """See ``Transfers``."""
         key = spec.query_heads, spec.v_dim, sinks is not None
         merge = self._merges.get(key)
         if merge is None:

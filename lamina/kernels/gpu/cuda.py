@@ -54,7 +54,6 @@ class Cuda:
         self._read = cupy.cuda.Event(disable_timing=True)  # of the last upload of what was adopted
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
-        """See ``Backend``."""
         if numbers not in self._constants:
             self._constants[numbers] = cupy.asarray(np.array(numbers, np.float32))
         return self._constants[numbers]
@@ -77,24 +76,19 @@ class Cuda:
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def trim(self) -> None:
-        """See ``Backend``."""
         self.device.synchronize()
         cupy.get_default_memory_pool().free_all_blocks()
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Backend``."""
         self._host.adopt(memory)
 
     def map(self, name: str, memory: memoryview) -> bool:
-        """See ``Backend``."""
         return self._host.map(name, memory)
 
     def unmap(self, name: str) -> None:
-        """See ``Backend``."""
         self._host.unmap(name)
 
     def settle(self) -> None:
-        """See ``Backend``."""
         self._read.synchronize()
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
@@ -116,11 +110,9 @@ class Cuda:
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
     def inbox_maker(self) -> CudaMaker:
-        """See ``Backend``."""
         return CudaMaker(self.device.id)
 
     def has(self, array: Any) -> bool:
-        """See ``Backend``."""
         return isinstance(array, cupy.ndarray)
 
     def download(self, *copies: tuple[Any, Any]) -> None:
@@ -134,11 +126,9 @@ class Cuda:
         stream.synchronize()
 
     def aligned(self, array: Any) -> Any:
-        """See ``Backend``."""
         return array.copy() if array.data.ptr % ALIGNMENT else array
 
     def fits(self, program: Program) -> bool:
-        """See ``Backend``."""
         return compile_program(program, self.capability).shared_bytes <= self._shared_bytes
 
     def seconds(self, call: Callable[[], object]) -> float:

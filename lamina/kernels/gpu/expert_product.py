@@ -25,7 +25,6 @@ def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def multiply_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int) -> Tensor:
-    """See ``models.quantisation.codes.StackedCodes``."""
     held, inputs = CODES[values.dtype], x.shape[1]
     weights = GroupedWeights(len(ends), inputs, values.shape[1], True, held, group, zeros is not None)
     values = values.view(torch.uint8) if held == "fp8" else values

@@ -27,7 +27,6 @@ class Interpreter:
     ends_long_kernels = False
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
-        """See ``Backend``."""
         return np.array(numbers, np.float32)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
@@ -46,15 +45,12 @@ class Interpreter:
         """See ``Backend``; nothing is kept."""
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
-        """See ``Backend``."""
         target[: len(source)] = source
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """See ``Backend``."""
         return np.empty(shape, dtype)
 
     def inbox_maker(self) -> SharedMaker:
-        """See ``Backend``."""
         return SharedMaker()
 
     def has(self, array: Any) -> bool:
@@ -62,7 +58,6 @@ class Interpreter:
         return isinstance(array, np.memmap)
 
     def download(self, *copies: tuple[Any, Any]) -> None:
-        """See ``Backend``."""
         for source, target in copies:
             target[...] = source
 
@@ -70,7 +65,6 @@ class Interpreter:
         """See ``Backend``; nothing is gained here."""
 
     def map(self, name: str, memory: memoryview) -> bool:
-        """See ``Backend``."""
         return True
 
     def unmap(self, name: str) -> None:
@@ -80,11 +74,9 @@ class Interpreter:
         """See ``Backend``; nothing runs in the background."""
 
     def aligned(self, array: Any) -> Any:
-        """See ``Backend``."""
         return array.copy() if array.ctypes.data % ALIGNMENT else array
 
     def fits(self, program: Program) -> bool:
-        """See ``Backend``."""
         return True
 
     def seconds(self, call: Callable[[], object]) -> float:

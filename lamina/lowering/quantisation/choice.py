@@ -110,7 +110,6 @@ class HostForm:
         return cls(linear, experts - inputs_first, names, inputs_first, to)
 
     def quantise(self, name: str, weight: torch.Tensor, shard: Shard) -> Codes | ExpertCodes:
-        """See ``Form``."""
         if name in self.inputs_first:
             weight, shard = turned(weight, shard)
         if weight.dim() == 3:
@@ -118,11 +117,9 @@ class HostForm:
         return quantise(name, weight, self.to, shard)
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
-        """See ``Form``."""
         return codes if name in self.held and dtype == torch.bfloat16 and can_pack(codes) else None
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> ExpertCodes | None:
-        """See ``Form``."""
         return codes if dtype == torch.bfloat16 and all(map(can_pack, codes.each)) else None
 
 

@@ -63,7 +63,6 @@ class PlacedForm:
         return cls(linear, experts - inputs_first, names, inputs_first, to)
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Held | StackedCodes:
-        """See ``Form``."""
         if name in self.inputs_first:
             weight, shard = turned(weight, shard)
         if weight.dim() == 3:
@@ -77,12 +76,10 @@ class PlacedForm:
         return StackedCodes.of([quantise(name, weight, self.to, shard)], 1)
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> StackedCodes | None:
-        """See ``Form``."""
         fits = name in self.held and stacked_group(codes) is not None
         return StackedCodes.of([codes], 1) if fits else None
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> StackedCodes | None:
-        """See ``Form``."""
         groups = set(map(stacked_group, codes.each))
         return StackedCodes.of(codes.each, len(codes.each)) if len(groups) == 1 and None not in groups else None
 

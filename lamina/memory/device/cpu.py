@@ -66,18 +66,15 @@ class Cpu:
     inboxes = None
 
     def arrived(self, array: Array) -> Array:
-        """See ``Mapper``."""
         return array
 
     def copied(self, body: Array) -> memoryview:
-        """See ``Mapper``."""
         return memoryview(bytearray(body))
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Mapper``; it is as quick as any."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Mapper``."""
         return True
 
     def unmap(self, peer: str) -> None:
@@ -87,33 +84,27 @@ class Cpu:
         """See ``Device``; nothing is read later."""
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
-        """See ``Device``."""
         slab, windows = self._slabs[layer], self._windows[layer]
         slots = slots if windows is None else windows.place(slots)
         append(slab.k, slab.v, k, v, slots, self._threads, slab.scales)
 
     def sent(self, array: Array) -> Array:
-        """See ``Device``."""
         return array
 
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
-        """See ``Device``."""
         shape = rows, spec.query_heads
         return np.empty((*shape, spec.v_dim), np.float32), np.empty(shape, np.float32)
 
     def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
-        """See ``Device``."""
         return self.results(rows, spec)
 
     def attend_there(
         self, layer: int, table: "CpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """See ``Device``."""
         for _ in table.attend(layer, q, out, lse, spec, new):
             pass
 
     def table(self, pairs: Pairs, slots: SlotsOf) -> "CpuTable":
-        """See ``Device``."""
         seen = zip(pairs.keys, pairs.first, pairs.stop, strict=True)
         return CpuTable(self, pairs.table(np.concatenate([slots(key)[first:stop] for key, first, stop in seen])))
 
@@ -123,7 +114,6 @@ class Cpu:
     def attend(
         self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
     ) -> Iterator[None]:
-        """See ``Table``."""
         slab, windows, spec = self._slabs[layer], self._windows[layer], spec or self._attentions[layer]
         table = table if windows is None else windows.table(table)
         for place, cut in enumerate(cuts(table, spec, self._threads, MOST_PRODUCTS)):
@@ -137,19 +127,16 @@ class Cpu:
                 partial_tasks(*arrays, cut.tasks, adds=cut.adds, scales=slab.scales)
 
     def renew(self, slots: Slots, others: Slots, left: int) -> None:
-        """See ``Device``."""
         for windows in {id(one): one for one in self._windows if one is not None}.values():
             windows.renew(slots, others, left)
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """See ``Device``."""
         windows = self._windows[layer]
         rows = slots if windows is None else windows.find(slots)
         for array, view in parts(content, len(slots), self._slabs[layer].arrays):
             view[:] = array[rows]
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """See ``Device``."""
         windows = self._windows[layer]
         rows = slots if windows is None else windows.place(slots)
         for array, view in parts(content, len(slots), self._slabs[layer].arrays):
@@ -172,7 +159,6 @@ class CpuTable:
         spec: AttentionSpec | None = None,
         new: New | None = None,
     ) -> Iterator[None]:
-        """See ``Table``."""
         if new is not None:
             self.device.keep(layer, new.k, new.v, new.slots)
         return self.device.attend(layer, self.segments, q, out, lse, spec)

@@ -156,28 +156,23 @@ class Gpu:
         return self.polled is None and self._backend.map(peer, memory)
 
     def unmap(self, peer: str) -> None:
-        """See ``Mapper``."""
         self._backend.unmap(peer)
 
     def arrived(self, array: Any) -> Any:
-        """See ``Mapper``."""
         return array
 
     def copied(self, body: Any) -> memoryview:
-        """See ``Mapper``."""
         copy = np.empty(body.shape, np.uint8)
         self._backend.download((body, copy))
         return copy.data
 
     def settle(self) -> None:
-        """See ``Device``."""
         self._backend.settle()
         if self._reads_inbox:
             self._backend.download()  # nothing, but all that was launched has ended
             self._reads_inbox = False
 
     def sent(self, array: Array) -> Any:
-        """See ``Device``."""
         if self._backend.has(array):
             self._reads_inbox = True
             return array
@@ -186,27 +181,22 @@ class Gpu:
         return there
 
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
-        """See ``Device``."""
         shape = rows, spec.query_heads
         return self._backend.pinned((*shape, spec.v_dim), np.float32), self._backend.pinned(shape, np.float32)
 
     def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
-        """See ``Device``."""
         shape = rows, spec.query_heads
         return self._backend.empty((*shape, spec.v_dim), np.float32), self._backend.empty(shape, np.float32)
 
     def attend_there(
         self, layer: int, table: "GpuTable", q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """See ``Device``."""
         self.launch(layer, table, q, out, lse, spec, new)
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
-        """See ``Device``."""
         append(self._backend, self._slabs[layer], self._backend.aligned(k), self._backend.aligned(v), slots)
 
     def table(self, pairs: Pairs, slots: SlotsOf) -> "GpuTable":
-        """See ``Device``."""
         pages, starts = self._send_pages(pairs, slots)
         shared = self._sharing.find(pairs, slots) if self._cascading else []
         whole = cascade = None
@@ -247,7 +237,6 @@ class Gpu:
         return attention
 
     def forget(self, segments: Sequence[Hashable]) -> None:
-        """See ``Device``."""
         self._sharing.forget(segments)
         for segment in segments:
             self._pages.tables.free(segment)
@@ -262,7 +251,6 @@ class Gpu:
         spec: AttentionSpec | None = None,
         new: New | None = None,
     ) -> Iterator[None]:
-        """See ``Table``."""
         out_there, lse_there = (self._backend.empty(array.shape, np.float32) for array in (out, lse))
         self.launch(layer, table, q, out_there, lse_there, spec or self._specs[layer], new)
         self._backend.download((out_there, out), (lse_there, lse))
@@ -291,12 +279,10 @@ class Gpu:
         """See ``Device``; nothing is forgotten."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """See ``Device``."""
         there = self.sent(slots)
         self._backend.download(*((array[there], view) for array, view in parts(content, len(slots), self._held(layer))))
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
-        """See ``Device``."""
         there = self.sent(slots)
         for array, view in parts(content, len(slots), self._held(layer)):
             array[there] = self.sent(view)
@@ -386,5 +372,4 @@ class GpuTable:
         spec: AttentionSpec | None = None,
         new: New | None = None,
     ) -> Iterator[None]:
-        """See ``Table``."""
         return self.device.attend(layer, self, q, out, lse, spec, new)

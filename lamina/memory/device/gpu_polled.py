@@ -29,7 +29,6 @@ class GpuPolled:
         self._backend, self._workspaces, self._launch = backend, workspaces, launch
 
     def lane(self, records: int, request_nbytes: int, reply_nbytes: int) -> "GpuLane":
-        """See ``Polled``."""
         self._inboxes.fixed = True
         empty, floats = self._backend.empty, (reply_nbytes // 4,)
         results = empty(floats, np.float32), empty(floats, np.float32)
@@ -48,7 +47,6 @@ class GpuLane:
     def serve(
         self, incoming: Incoming, outgoing: Outgoing, record: int, nbytes: int, shape: tuple[int, int, int], work: Work
     ) -> None:
-        """See ``PolledLane``."""
         rows, heads, size = shape
         request = self._request[:nbytes]
         out = self._out[: rows * heads * size].reshape(shape)
