@@ -45,7 +45,8 @@ class Where:
     """Addresses of this machine.
 
     Attributes:
-        bind: to listen on. address: at which other machines reach it; empty: ``bind``.
+        bind: to listen on.
+        address: at which other machines reach it; empty: ``bind``.
         port: for workers of other machines to come to; None: there are none.
     """
 
@@ -59,8 +60,10 @@ class Home:
     """What outlives an engine: see ``serve.supervisor``.
 
     Attributes:
-        supervisor_pid: the process that workers end with. secret: of the cluster. listener: descriptor of a socket for
-            the control plane. workers: belong to that process.
+        supervisor_pid: the process that workers end with.
+        secret: of the cluster.
+        listener: descriptor of a socket for the control plane.
+        workers: belong to that process.
         saved: by the engine before this one, whose workers are taken over; None: they are started.
         save: called with what another engine would need, whenever that changes.
     """

@@ -66,7 +66,9 @@ def attention(
     """Insert the placeholder for one causal attention over one sequence.
 
     Args:
-        query: [1, Hq, T, D]; key: [1, Hkv, T, D]; value: [1, Hkv, T, Dv]; Hkv divides Hq.
+        query: [1, Hq, T, D].
+        key: [1, Hkv, T, D].
+        value: [1, Hkv, T, Dv]; Hkv divides Hq.
         sinks: [Hq] logits or None. The other arguments are those of AttentionSpec.
 
     Returns: [1, T, Hq, Dv], without values.

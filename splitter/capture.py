@@ -32,10 +32,12 @@ class Capture:
 
     Attributes:
         graph: placeholders for weights, constants, ids [T] and positions [T]; one output, logits [T, vocab].
-        weights: placeholder name -> checkpoint name. constants: placeholder name -> buffer name.
+        weights: placeholder name -> checkpoint name.
+        constants: placeholder name -> buffer name.
         ids, positions: the placeholders of the model's inputs.
         representatives: for each slice of the whole model, the slice of ``graph`` that equals it.
-        shapes: every weight of the whole model. ties: names that share another's weight -> that weight's name.
+        shapes: every weight of the whole model.
+        ties: names that share another's weight -> that weight's name.
         buffer: from the name of a constant of the whole model to its value.
     """
 

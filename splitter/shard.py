@@ -84,9 +84,12 @@ class _Plan:
     """Which part of every value a rank computes.
 
     Attributes:
-        parts: of each node that is used. uses: what each node needs of its inputs, as far as it is not whole.
-        rows: linear layers that sum over a part of their inputs. head: the one that makes logits, if it is cut.
-        embeddings: of token ids, cut by the vocabulary. means: over dimensions of which the rank has a part.
+        parts: of each node that is used.
+        uses: what each node needs of its inputs, as far as it is not whole.
+        rows: linear layers that sum over a part of their inputs.
+        head: the one that makes logits, if it is cut.
+        embeddings: of token ids, cut by the vocabulary.
+        means: over dimensions of which the rank has a part.
     """
 
     def __init__(self, captured: Capture, rank: Rank) -> None:

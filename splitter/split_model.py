@@ -161,8 +161,8 @@ class Slice:
         """Compute T rows, which may belong to any number of sequences.
 
         Args:
-            ids, positions: [T] int64. attention: [T, Hq, Dv] from the attention before, None for slice 0.
-                Contiguous.
+            ids, positions: [T] int64.
+            attention: [T, Hq, Dv] from the attention before, None for slice 0. Contiguous.
             context: from the slice before. All four may be reduced to the same selection of rows.
             weights: by name, all of ``self.weights`` and ``self.constants``, on the device of the rows.
         """
@@ -178,7 +178,8 @@ class SplitModel:
 
     Attributes:
         config, dtype: what was split. dtype is that of weights, activations and KV.
-        slices: n + 1. cuts, attentions: n each; attention k and cut k lie between slices k and k + 1.
+        slices: n + 1.
+        cuts, attentions: n each; attention k and cut k lie between slices k and k + 1.
         sinks: for each attention the checkpoint name of its sink logits [Hq], or None.
         weights: shape and element type of every weight that slices or sinks use, by checkpoint name.
         ties: other names that checkpoints may use for a weight -> the name used here.

@@ -44,7 +44,8 @@ class DeviceMemory(Protocol):
     """Memory of a device for NICs to write into.
 
     Attributes:
-        name: of the device, for errors and logs. address: of its first byte, for this process or for the device.
+        name: of the device, for errors and logs.
+        address: of its first byte, for this process or for the device.
     """
 
     name: str

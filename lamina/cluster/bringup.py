@@ -58,14 +58,18 @@ class ClusterPlan:
     """The workers and their settings, decided once they have greeted, except what depends on the model.
 
     Attributes:
-        kinds: of devices, by worker. greetings: by worker.
-        threads: of a worker of a role, given its greeting. spins_s: see ``Fabric``.
+        kinds: of devices, by worker.
+        greetings: by worker.
+        threads: of a worker of a role, given its greeting.
+        spins_s: see ``Fabric``.
         kv_bytes: of each of so many memory workers of a machine with so many bytes free.
         kv_bytes_on_gpu: given those free on it, all of its, and its share of those free on its machine.
-            kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
+        kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
         limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join. start_s: see ``Fabric``. forgets: see ``MemorySetup``; those on
-            GPUs keep everything. prefix_cache, polling: as in ``EngineConfig``.
+        is_open: workers on other machines may join.
+        start_s: see ``Fabric``.
+        forgets: see ``MemorySetup``; those on GPUs keep everything.
+        prefix_cache, polling: as in ``EngineConfig``.
     """
 
     computes: tuple[str, ...]

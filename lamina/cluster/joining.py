@@ -61,7 +61,9 @@ class Fabric:
             promised to the others on its machine and not used.
         sizes: of messages.
         start_s: within which a worker that was started has to greet.
-        transports: that workers offer; wanted: as configured. is_open: workers on other machines may join.
+        transports: that workers offer.
+        wanted: as configured.
+        is_open: workers on other machines may join.
         spins_s: seconds for which waits busy-wait, by machine (``boot``).
         offers, links, greetings: of the workers so far, by name and by pair.
         clocks: of other machines, by host, where a timeline is recorded.

@@ -31,8 +31,11 @@ class Card:
     """A GPU or a network interface.
 
     Attributes:
-        name: "cuda:0", "mlx5_0 (ens1)". about: what it is. address: on the PCI bus, "" if it is elsewhere.
-        path: the PCI root and the bridges in front of it, from the processor on. node: -1: unknown.
+        name: "cuda:0", "mlx5_0 (ens1)".
+        about: what it is.
+        address: on the PCI bus, "" if it is elsewhere.
+        path: the PCI root and the bridges in front of it, from the processor on.
+        node: -1: unknown.
     """
 
     name: str

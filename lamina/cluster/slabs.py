@@ -20,7 +20,8 @@ class Rows:
     """The rows of a layer that forgets the tokens before its window.
 
     Attributes:
-        nbytes: bytes of a row. running: rows for running sequences (``lamina.memory.device.windows``).
+        nbytes: bytes of a row.
+        running: rows for running sequences (``lamina.memory.device.windows``).
         prompts: rows for the checkpoints of their prompts; None without a prefix cache.
     """
 

@@ -60,8 +60,9 @@ class LocalShare:
     """The part of one step in local memory. Planned once per step, used by every attention.
 
     Attributes:
-        worker: name of the worker. queries: int64 [R], the rows of the step (or shards of rows) that attend here, in
-            the order of ``lamina.dataplane.wire.MessageRows``.
+        worker: name of the worker.
+        queries: int64 [R], the rows of the step (or shards of rows) that attend here, in the order of
+            ``lamina.dataplane.wire.MessageRows``.
     """
 
     def __init__(self, store: KvStore, tables: StepTables, partials: Partials) -> None:

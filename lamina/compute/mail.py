@@ -20,7 +20,8 @@ class Mail:
     """The received messages of all lanes.
 
     Attributes:
-        channels: by peer. missing: by lane, the peers from which it still waits for a message.
+        channels: by peer.
+        missing: by lane, the peers from which it still waits for a message.
     """
 
     def __init__(self, hub: Hub, channels: Mapping[str, Channel], fetcher: Fetcher, lanes: int) -> None:

@@ -28,8 +28,10 @@ class Replica:
     """What all steps that a compute worker runs in one epoch share.
 
     Attributes:
-        number: of this worker's stage, see ``Pipeline.stage``. names: of all compute workers, by their numbers.
-        meet: returns once all ranks of the replica have called it. agree: see ``Sums.agree``.
+        number: of this worker's stage, see ``Pipeline.stage``.
+        names: of all compute workers, by their numbers.
+        meet: returns once all ranks of the replica have called it.
+        agree: see ``Sums.agree``.
     """
 
     number: int

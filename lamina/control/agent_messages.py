@@ -21,7 +21,9 @@ class Apply(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to engine: a worker can run here.
 
     Attributes:
-        version: of lamina. host: see ``transport.shm``. machine: its name for people.
+        version: of lamina.
+        host: see ``transport.shm``.
+        machine: its name for people.
         name: of the worker that it was started for; empty: any.
     """
 

@@ -201,8 +201,10 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine: started.
 
     Attributes:
-        host: see ``transport.shm``. machine: its name for people.
-        version: of lamina. cores: the numbers of the CPU cores that the worker may use.
+        host: see ``transport.shm``.
+        machine: its name for people.
+        version: of lamina.
+        cores: the numbers of the CPU cores that the worker may use.
         rdma: the machine has an RDMA device.
     """
 
@@ -227,8 +229,10 @@ class Resources(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         sent_ns: as in Inspect.
-        free_bytes: that the worker may allocate. machine_bytes: that all processes of its machine together may.
-        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none. forgets: its slab can, see MemorySetup.
+        free_bytes: that the worker may allocate.
+        machine_bytes: that all processes of its machine together may.
+        gpu_bytes, gpu_total: free on its GPU, and all of it; 0: it has none.
+        forgets: its slab can, see MemorySetup.
     """
 
     sent_ns: int

@@ -347,7 +347,8 @@ class ControlClient:
 
     Attributes:
         data_secret: proves on the data plane that a worker belongs to this cluster.
-        local_address: at which peers reach this worker. bind_address: that it listens on for them.
+        local_address: at which peers reach this worker.
+        bind_address: that it listens on for them.
     """
 
     def __init__(self, bootstrap: Bootstrap, inspection: Inspection | None = None) -> None:

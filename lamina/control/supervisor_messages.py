@@ -21,10 +21,15 @@ class EngineBootstrap(msgspec.Struct, tag=True, frozen=True):
     """Supervisor to engine, its first message.
 
     Attributes:
-        settings: of ``EngineConfig``. secret: of the cluster. listener: descriptor of the control plane's socket.
-        folder: for sockets that frontends connect to. supervisor_pid: the process that workers and frontends end with.
-        incarnation: of the engine. saved: by the latest engine; None: there are no workers.
-        frontends: names of those that run. exited: workers that have, with the reasons.
+        settings: of ``EngineConfig``.
+        secret: of the cluster.
+        listener: descriptor of the control plane's socket.
+        folder: for sockets that frontends connect to.
+        supervisor_pid: the process that workers and frontends end with.
+        incarnation: of the engine.
+        saved: by the latest engine; None: there are no workers.
+        frontends: names of those that run.
+        exited: workers that have, with the reasons.
     """
 
     settings: dict[str, Any]

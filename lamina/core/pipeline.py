@@ -33,7 +33,8 @@ class Pipeline:
     """Which replica runs which slice, and in which order.
 
     Attributes:
-        lanes: most batches in flight. replicas: copies of the weights, each on a compute worker or shared by several.
+        lanes: most batches in flight.
+        replicas: copies of the weights, each on a compute worker or shared by several.
         rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
         choices: arrangements to choose from at run time, instead of all lanes in the order given by ``rotates``.
         ranks: compute workers of each replica, which share every slice (``lamina.splitter.shard``). Worker number n

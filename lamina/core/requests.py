@@ -34,7 +34,8 @@ class Completion:
             workers are places (``lamina.kv.placement``), with all heads.
         drawn: how many of the generated tokens it had when it ended; its list may be another's to add to since.
         until: number of the last step of its lane that runs it; set when it stops decoding.
-        retired: handed over for release. released: a plan has released its KV.
+        retired: handed over for release.
+        released: a plan has released its KV.
         answered: of a beam search: its last token has run, and its continuations are known, but not chosen from.
     """
 
@@ -73,14 +74,17 @@ class Group:
         prompt_length: tokens of the prompt, which the completions share.
         own_tokens: most KV tokens of one completion without the prompt; the last token drawn is never kept.
         tokens: most KV tokens of the request.
-        lane: -1 while it waits. heads: of its segments. expand: makes segments on memory workers of those on places.
+        lane: -1 while it waits.
+        heads: of its segments.
+        expand: makes segments on memory workers of those on places.
         hit: tokens that it shares with a cached prefix since it was admitted, and so does not compute.
         unshared: tokens of the prompt for which slots are reserved for this request, not for those who share a prefix.
         cached_tokens: tokens of the prompt that were found in the prefix cache when the request was first admitted.
         suspect: its KV must not be kept for others.
         until: number of the last step of its lane that runs a chunk of it.
         forked: its prompt has run, and all of its completions share it.
-        seats: completions that steps run or may run. holders: completions with KV reserved.
+        seats: completions that steps run or may run.
+        holders: completions with KV reserved.
         gave_way: it has been dropped once for a client with fewer seats.
         searches: its completions are beams.
         choice: of a beam search: by completion, the place of the one that it continues, and the token, which the next

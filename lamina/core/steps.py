@@ -70,8 +70,8 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Sequences that each run the token they drew last, and draw the next: lists of equal length.
 
     Attributes:
-        starts: position of each. tokens: to run, by sequence; ``LAST_DRAWN`` for one that is still being drawn; empty
-            if all are.
+        starts: position of each.
+        tokens: to run, by sequence; ``LAST_DRAWN`` for one that is still being drawn; empty if all are.
     """
 
     sequences: list[int]

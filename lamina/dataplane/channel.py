@@ -146,13 +146,17 @@ class Channel:
     """One end of a link.
 
     Attributes:
-        name: the peer's. most_nbytes: of a message's body in a slot. slots: memory that the peer writes messages into.
+        name: the peer's.
+        most_nbytes: of a message's body in a slot.
+        slots: memory that the peer writes messages into.
         awaited: the slots that a piece may arrive in, each with what announces it.
         bodies: of messages in the peer's slots, if a device of this process writes there; else empty.
-        writes_inbox: they are in the peer's inbox. post_apart: posts the body to the peer's inbox, and the header to a
-            slot, see ``SharesMemory.post_apart``; None: both go into a slot.
-        inbox: by slot here, where bodies may arrive besides; empty without one. settle_inbox: to call before one is
-            read. copied: brings one to the host.
+        writes_inbox: they are in the peer's inbox.
+        post_apart: posts the body to the peer's inbox, and the header to a slot, see ``SharesMemory.post_apart``; None:
+            both go into a slot.
+        inbox: by slot here, where bodies may arrive besides; empty without one.
+        settle_inbox: to call before one is read.
+        copied: brings one to the host.
     """
 
     def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:

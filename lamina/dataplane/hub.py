@@ -40,8 +40,9 @@ class Hub:
     """What all links of a worker share: the pool of regions that peers fetch from, and who has something to do.
 
     Attributes:
-        channels: all of them. keeping: those with messages that wait for a slot or a region. owing: those whose peer
-            may wait for a slot or a region of which it has not been told.
+        channels: all of them.
+        keeping: those with messages that wait for a slot or a region.
+        owing: those whose peer may wait for a slot or a region of which it has not been told.
         sequence: what a doorbell of this worker was last rung with.
     """
 

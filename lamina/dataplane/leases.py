@@ -43,8 +43,8 @@ class Lease(msgspec.Struct, frozen=True):
     It may have an inbox (``transport.device.inboxes``), with a place for the body of each slot's message.
 
     Attributes:
-        inbox: what the peer's device opens the inbox with. inbox_key: what the peer's NIC writes there with. Empty: it
-            cannot, or there is none.
+        inbox: what the peer's device opens the inbox with.
+        inbox_key: what the peer's NIC writes there with. Empty: it cannot, or there is none.
     """
 
     offset: int
@@ -109,7 +109,8 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     """The parts of one worker's arena.
 
     Attributes:
-        landing_nbytes: most bytes of a fetch; 0: this worker fetches nothing. stages: segments may move away from here.
+        landing_nbytes: most bytes of a fetch; 0: this worker fetches nothing.
+        stages: segments may move away from here.
         pool_nbytes: for what peers fetch.
         leased_nbytes, links: for leases, and how many.
     """
@@ -183,7 +184,8 @@ class Messages(msgspec.Struct, frozen=True):
     Attributes:
         request, reply, context: slots for each kind, 0 if it is not sent; see ``dataplane.wire``.
         fetched_from_compute, fetched_from_memory: most that a message leaves to be fetched.
-        landing: most that one fetch brings. slot_rows: see there.
+        landing: most that one fetch brings.
+        slot_rows: see there.
         sums: slots between the ``ranks`` of a replica; 0: there is one rank.
     """
 

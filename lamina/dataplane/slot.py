@@ -58,7 +58,8 @@ class SlotCredits:
     """Uses of a peer's slots: a slot is free once it has been given back as often as it has been used.
 
     Attributes:
-        used: how often, by slot. given_back: how often, as far as known.
+        used: how often, by slot.
+        given_back: how often, as far as known.
     """
 
     def __init__(self, slots: int, first: int) -> None:

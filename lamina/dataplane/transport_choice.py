@@ -25,7 +25,8 @@ class Offer(msgspec.Struct, frozen=True):
         host: the same for workers that can share memory, see ``transport.shm.host``.
         inboxes: which inboxes the worker's device has and can write into, see ``transport.device.inboxes.Maker.kind``;
             empty: none.
-        descriptors: how to connect, by transport. obstacles: why the other requested transports cannot be used.
+        descriptors: how to connect, by transport.
+        obstacles: why the other requested transports cannot be used.
     """
 
     host: str

@@ -53,7 +53,8 @@ class Ending:
     """How far the members are with the end of an epoch.
 
     Attributes:
-        topology: of the next epoch. lost_at: when the first of the losses that end the epoch was noticed.
+        topology: of the next epoch.
+        lost_at: when the first of the losses that end the epoch was noticed.
         since: when the members were told.
     """
 

@@ -31,7 +31,8 @@ class Leaver:
     """A worker that leaves.
 
     Attributes:
-        change: number of the Change that leaves it out. waiting: members that have not applied it.
+        change: number of the Change that leaves it out.
+        waiting: members that have not applied it.
         deadline: for its process to exit.
     """
 

@@ -86,9 +86,11 @@ class Members:
     """The workers of a running engine, and what they report besides steps. Methods run in the engine's thread.
 
     Attributes:
-        topology: the members now. usage: the latest report of each memory worker.
+        topology: the members now.
+        usage: the latest report of each memory worker.
         pools: starts and ends workers; None: the pools are fixed.
-        recoveries: epochs that losses have ended. recomputed: tokens whose KV was lost with workers.
+        recoveries: epochs that losses have ended.
+        recomputed: tokens whose KV was lost with workers.
     """
 
     def __init__(

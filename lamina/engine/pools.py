@@ -32,7 +32,8 @@ class Resize:
     """Workers that are to join or leave together. ``future`` has their names once all have.
 
     Attributes:
-        left: how many have not yet. done: those that have.
+        left: how many have not yet.
+        done: those that have.
     """
 
     future: "Future[list[str]]" = field(default_factory=Future)

@@ -18,7 +18,8 @@ class MemoryStats:
     """Token slots of one memory worker, from its latest report: at most half a second old.
 
     Attributes:
-        used: by requests. cached: by prefixes that no request uses now; they are given up when requests need them.
+        used: by requests.
+        cached: by prefixes that no request uses now; they are given up when requests need them.
         sequences: of requests.
     """
 
@@ -40,7 +41,8 @@ class PlacementStats:
     Attributes:
         held: by memory worker and request, the tokens of the requests with most; shared ones count for each.
         moving: ranges on their way, as (source, target, tokens).
-        moved: bytes of KV that moves have brought, by memory worker. moves: that were completed.
+        moved: bytes of KV that moves have brought, by memory worker.
+        moves: that were completed.
         refused, cancelled: moves for which a target had no room, and those that their requests did not wait for.
     """
 
@@ -57,9 +59,12 @@ class ScalingStats:
     """Of a pool that scales by load.
 
     Attributes:
-        least, most: workers. load: how many its load would fill, at the last look. why: the figures of that.
+        least, most: workers.
+        load: how many its load would fill, at the last look.
+        why: the figures of that.
         grown, shrunk: workers that were asked to join, and to leave, so far.
-        last: the latest such change, and its reason; empty before. at: when that was, in Unix time.
+        last: the latest such change, and its reason; empty before.
+        at: when that was, in Unix time.
     """
 
     least: int
@@ -84,10 +89,11 @@ class EngineStats:
 
     Attributes:
         running, waiting: requests; both 0 once the engine has stopped.
-        steps: completed. moved: sequences that went from one memory worker to another.
+        steps: completed.
+        moved: sequences that went from one memory worker to another.
         preempted: requests whose KV was dropped and computed again, counted each time.
-        recoveries: times that workers were lost and the others went on. recomputed: tokens whose KV was lost with them,
-            and is computed again.
+        recoveries: times that workers were lost and the others went on.
+        recomputed: tokens whose KV was lost with them, and is computed again.
         dead: why the engine has stopped, if it has.
         workers: all of them, by name: "serving", or how far those are that join or leave.
         silent: seconds without an answer, by worker, of workers that may be declared lost soon.

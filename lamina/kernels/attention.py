@@ -25,7 +25,8 @@ def merge(
     """Merges P partials of the same R rows, over disjoint tokens, into one.
 
     Args:
-        outs: P arrays float32 [R, Hq, Dv]. lses: P arrays float32 [R, Hq], natural log; -inf partials are neutral.
+        outs: P arrays float32 [R, Hq, Dv].
+        lses: P arrays float32 [R, Hq], natural log; -inf partials are neutral.
         sinks: float32 [Hq], one more logit per head in the softmax's denominator: give it once, in the last merge.
         out: [R, Hq, Dv] to write, float32, float16 or uint16 (bfloat16 bits), may be ``outs[0]``; None: float32,
             allocated.
@@ -82,7 +83,8 @@ def partial(
     Args:
         q: [R, Hq, D] float32 or the element type of k, with codes float32, float16 or uint16; rounded to bfloat16 on
             ``Path.AVX512_BF16`` if k holds that.
-        k: [slots, Hkv, D] float32, float16, uint16, or codes. v: [slots, Hkv, Dv] likewise.
+        k: [slots, Hkv, D] float32, float16, uint16, or codes.
+        v: [slots, Hkv, Dv] likewise.
         spec: scale, window, chunk, softcap and alibi slopes; its head counts and sizes must be those of q, k and v.
         threads: threads to use, this one included.
         out, lse: written if given, otherwise allocated.

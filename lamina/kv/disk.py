@@ -118,8 +118,9 @@ class Disks:
     """The disks of all memory workers. Does nothing without blocks.
 
     Attributes:
-        spilled, fetched: tokens so far. held: requests that wait for blocks. missed: by worker, tokens that were
-            evicted before they were copied.
+        spilled, fetched: tokens so far.
+        held: requests that wait for blocks.
+        missed: by worker, tokens that were evicted before they were copied.
     """
 
     def __init__(

@@ -37,8 +37,10 @@ class Placement:
     Attributes:
         moves: whether KV may move from one worker to another.
         longest: most tokens of a sequence in one segment if several workers have room; None: no limit.
-        reserved: slots by worker. returning: the part of them whose release is already decided.
-        sequences: by worker, the number of sequences that may grow there. closed: workers that take no more requests.
+        reserved: slots by worker.
+        returning: the part of them whose release is already decided.
+        sequences: by worker, the number of sequences that may grow there.
+        closed: workers that take no more requests.
         idle: slots by worker that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
         local: memory of compute workers: KV moves neither there nor away.
         crowded: workers whose reserved and idle slots exceed their capacity: idle ones must be evicted.

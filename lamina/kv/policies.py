@@ -22,8 +22,9 @@ class Load:
     """One memory worker.
 
     Attributes:
-        free: slots that moves may fill. sequences: number of those that grow there. reads: tokens that one step of
-            each lane reads.
+        free: slots that moves may fill.
+        sequences: number of those that grow there.
+        reads: tokens that one step of each lane reads.
         token_s: seconds to read a token, as measured; only ratios matter to most policies.
         takes: whether KV may move here; False while the worker is being drained.
     """

@@ -35,7 +35,8 @@ class PrefixCache:
     """The cached prefixes of all memory workers. Collects changes for the next plan; ``changes`` returns them.
 
     Attributes:
-        queried: tokens that admitted requests looked up. hit: how many of them were found.
+        queried: tokens that admitted requests looked up.
+        hit: how many of them were found.
         is_moving: tells whether tokens of any of these nodes are being copied to another worker.
         on_kept, on_evicted: called with each leaf that is added to a tree or removed from it.
     """

@@ -18,11 +18,14 @@ class Node:
     """Tokens [stop - len(tokens), stop) of every prefix that goes through it.
 
     Attributes:
-        key: the node's key in the parent's children: its first token, or the salt. worker: holds its tokens.
+        key: the node's key in the parent's children: its first token, or the salt.
+        worker: holds its tokens.
         sequence: that has these tokens on the worker. Only leaves and checkpoints have their own; for other nodes, see
             ``any_sequence``.
-        users: running requests that share it. holders: users, and ended requests that have not been released yet.
-        used: time of the last use, counted in uses. copied: all of its blocks are on the worker's disk.
+        users: running requests that share it.
+        holders: users, and ended requests that have not been released yet.
+        used: time of the last use, counted in uses.
+        copied: all of its blocks are on the worker's disk.
         fixed: number of fetches from a disk that continue it; its tokens must not move while there are any.
     """
 

@@ -29,9 +29,10 @@ class PlacedSlice:
     """A slice with its weights on a device. Computes what ``Slice.run`` computes.
 
     Attributes:
-        graph: what it runs; slices that compute the same share one. digest: equal for slices that compute the same of
-            weights of the same types and sizes, in any process.
-        last: it returns logits. uses_ids: it reads token ids.
+        graph: what it runs; slices that compute the same share one.
+        digest: equal for slices that compute the same of weights of the same types and sizes, in any process.
+        last: it returns logits.
+        uses_ids: it reads token ids.
         capturable: it runs without the host between its operators, so that they can be recorded once and replayed.
         prelude_key: equal for slices that derive the same from positions.
     """

@@ -83,7 +83,8 @@ class Steps:
 
     Attributes:
         widths: of all matrices.
-        steps: in order. until_query: the number of steps after which q exists.
+        steps: in order.
+        until_query: the number of steps after which q exists.
         inputs: matrices that the slice takes: results of the prelude, attention, context, rows of the embedding.
         results: whole matrices that the slice returns.
         embedding: weight [vocab, d] whose rows are the last input; None without one.

@@ -56,7 +56,8 @@ class _Run:
     """A step that the device serves.
 
     Attributes:
-        peer: who sends the requests and gets the answers. slot, uses: of the answers, and how often it was used before.
+        peer: who sends the requests and gets the answers.
+        slot, uses: of the answers, and how often it was used before.
         launched, done: how many attentions.
     """
 

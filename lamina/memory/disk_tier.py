@@ -113,9 +113,11 @@ class _Transfer:
     """A copy to the disk or a fetch from it, block by block.
 
     Attributes:
-        slots: of each block. next: the block that is handed to the disk next.
+        slots: of each block.
+        next: the block that is handed to the disk next.
         layer: the next one to copy, of the block being filled (copies) or restored (fetches).
-        moving: the blocks that the disk is at work on, oldest first. left: blocks that are not done.
+        moving: the blocks that the disk is at work on, oldest first.
+        left: blocks that are not done.
         since: when something was done last.
     """
 

@@ -47,7 +47,9 @@ class Holdings:
     """Applies the deltas of plans to a slab.
 
     Attributes:
-        worker: whose. shards: how heads are cut. segments: by sequence, those here.
+        worker: whose.
+        shards: how heads are cut.
+        segments: by sequence, those here.
         slab: a slot holds one shard of a token.
     """
 

@@ -29,8 +29,8 @@ class Door:
     """One slot for requests.
 
     Attributes:
-        request: the message in it, until its last piece has been served. body: its bytes, wherever they are, see
-            ``Arrival.body``.
+        request: the message in it, until its last piece has been served.
+        body: its bytes, wherever they are, see ``Arrival.body``.
     """
 
     channel: Channel
@@ -49,8 +49,10 @@ class Lane:
     Attributes:
         layer, piece: of the first step, to be served next.
         begin: byte at which that piece begins, of a request that is fetched.
-        out, lse: what the request's rows have so far. slot: of the receiver, that they are in; None: none.
-        work: what is left of a piece that was begun, of the request behind ``door``. reply: finished, not sent yet.
+        out, lse: what the request's rows have so far.
+        slot: of the receiver, that they are in; None: none.
+        work: what is left of a piece that was begun, of the request behind ``door``.
+        reply: finished, not sent yet.
     """
 
     number: int

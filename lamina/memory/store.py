@@ -31,8 +31,10 @@ class KvStore:
     """Applies plans to the slab and runs their attention. One thread owns it.
 
     Attributes:
-        shards: how heads are cut. attentions: as in messages, with the query heads of one shard, or of one of the ranks
-            that share it. held: what is here. slab: its slots; each holds one shard of a token.
+        shards: how heads are cut.
+        attentions: as in messages, with the query heads of one shard, or of one of the ranks that share it.
+        held: what is here.
+        slab: its slots; each holds one shard of a token.
     """
 
     def __init__(

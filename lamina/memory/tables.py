@@ -54,11 +54,13 @@ class StepTables:
 
     Attributes:
         tables: for every piece of a request, what its query rows attend to when it arrives; empty without query rows.
-        further: and besides. newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive
-            first.
-        slots: for the new tokens that arrive with requests. sent_slots: the same on the device. pulled_slots: for those
-            of ``rows.pulled``.
-        door: lane * ranks + rank, whose messages these are. appends: attention keeps the new tokens of requests.
+        further: and besides.
+        newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive first.
+        slots: for the new tokens that arrive with requests.
+        sent_slots: the same on the device.
+        pulled_slots: for those of ``rows.pulled``.
+        door: lane * ranks + rank, whose messages these are.
+        appends: attention keeps the new tokens of requests.
     """
 
     plan: StepPlan

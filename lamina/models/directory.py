@@ -27,11 +27,13 @@ class ModelDirectory:
     """The contents of a model directory. The mappings are the parsed JSON files; do not change them.
 
     Attributes:
-        path: the directory. name: the model's name for clients.
-        config: config.json. generation_config: generation_config.json, empty without that file.
+        path: the directory.
+        name: the model's name for clients.
+        config: config.json.
+        generation_config: generation_config.json, empty without that file.
         tensors: every tensor of the checkpoint by name; empty if weights were not requested.
-        scheme: of a quantised checkpoint. packed: its weights that are stored as codes, by the names that they would
-            have otherwise.
+        scheme: of a quantised checkpoint.
+        packed: its weights that are stored as codes, by the names that they would have otherwise.
     """
 
     path: Path

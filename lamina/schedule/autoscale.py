@@ -40,9 +40,12 @@ class Load:
     """Of a pool, in workers.
 
     Attributes:
-        serving: those that serve and stay. workers: with those on their way.
-        demand: those that the load would fill. beside: what serves it besides the pool, the memory of compute workers.
-        starved: requests wait for more of them. why: the figures.
+        serving: those that serve and stay.
+        workers: with those on their way.
+        demand: those that the load would fill.
+        beside: what serves it besides the pool, the memory of compute workers.
+        starved: requests wait for more of them.
+        why: the figures.
     """
 
     serving: int

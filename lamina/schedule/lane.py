@@ -313,7 +313,8 @@ class Remains:
 
     Attributes:
         kept: by memory worker and sequence: tokens whose KV steps have completed. All other KV is forgotten.
-        dropped: requests that have lost their KV. recomputed: tokens of these that are computed again.
+        dropped: requests that have lost their KV.
+        recomputed: tokens of these that are computed again.
         on_trial: workers died while they ran requests that were tried again after an earlier death.
         poison: the request that makes workers die, if this loss proves one.
     """

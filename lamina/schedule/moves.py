@@ -46,7 +46,8 @@ class Move:
     """A range of ``group`` on its way. ``tree``, ``node``: kept for it in the prefix cache, if it belongs there.
 
     Attributes:
-        arrived: all of it is at the target. passed: steps planned before the switch, by lane; None before that.
+        arrived: all of it is at the target.
+        passed: steps planned before the switch, by lane; None before that.
     """
 
     number: int

@@ -44,8 +44,8 @@ class _Decoding:
 
     Attributes:
         sequences: the plan's own list, which is the same object until one joins or leaves.
-        replicas: that run them. shares: by memory worker, but for the replicas, its sequences and their places in the
-            list.
+        replicas: that run them.
+        shares: by memory worker, but for the replicas, its sequences and their places in the list.
     """
 
     sequences: list[int]

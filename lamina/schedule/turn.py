@@ -75,7 +75,8 @@ class Turn:
     Attributes:
         scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
             lanes are decided here alone.
-        in_flight: plans by step, until ``complete``. busy_s: time that compute workers have spent in slices so far.
+        in_flight: plans by step, until ``complete``.
+        busy_s: time that compute workers have spent in slices so far.
     """
 
     def __init__(

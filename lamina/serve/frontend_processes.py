@@ -60,7 +60,8 @@ class Owner(Protocol):
 
     Attributes:
         serving: of the engine that runs; None until the first one does.
-        dead: why there is no engine any more, if so. gave_up: frontends do not know of that.
+        dead: why there is no engine any more, if so.
+        gave_up: frontends do not know of that.
         beats: changes every ``BEAT_S`` while the engine's process runs.
         lost_frontends: those that cannot be answered any more, with the reasons, until they are removed here.
     """

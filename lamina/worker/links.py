@@ -47,7 +47,8 @@ class Member:
     """A worker as its peers know it.
 
     Attributes:
-        secret: known to the workers of this cluster alone. address: of this machine, as peers reach it.
+        secret: known to the workers of this cluster alone.
+        address: of this machine, as peers reach it.
         bind: of this machine, to listen on; empty: ``address``.
     """
 
@@ -114,8 +115,11 @@ class Links:
     write.
 
     Attributes:
-        arena: this worker's. plan: its parts. hub: what its links share. offer: how peers reach it. inboxes: of its
-            device.
+        arena: this worker's.
+        plan: its parts.
+        hub: what its links share.
+        offer: how peers reach it.
+        inboxes: of its device.
     """
 
     def __init__(

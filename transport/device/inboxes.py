@@ -44,8 +44,10 @@ class Held:
     """An inbox of this process.
 
     Attributes:
-        handle: what another process opens it with. memory: that it is in, for NICs.
-        read: its first bytes, so many. close: frees it, once nobody refers to its array any more.
+        handle: what another process opens it with.
+        memory: that it is in, for NICs.
+        read: its first bytes, so many.
+        close: frees it, once nobody refers to its array any more.
     """
 
     inbox: Inbox

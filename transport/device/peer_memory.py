@@ -76,7 +76,8 @@ class Ability:
     """What a GPU's driver supports for NICs that access its memory.
 
     Attributes:
-        exports: it exports dma-bufs. ordered: kernels launched later see what NICs have written.
+        exports: it exports dma-bufs.
+        ordered: kernels launched later see what NICs have written.
         flushes: the host can flush NICs' writes, so that they do.
     """
 
@@ -122,7 +123,8 @@ class PeerMemory:
     """Zeroed memory of the current GPU as a ``transport.base.DeviceMemory``; freed with ``bytes``.
 
     Attributes:
-        bytes: all of it as a CuPy array. handle: see ``DeviceArena``.
+        bytes: all of it as a CuPy array.
+        handle: see ``DeviceArena``.
     """
 
     def __init__(self, nbytes: int) -> None:

@@ -40,7 +40,8 @@ class Polling:
     message that never came.
 
     Attributes:
-        flags: for kernels of others that wait in the same stream. ticks_per_s: of the GPU's clock, at its highest rate.
+        flags: for kernels of others that wait in the same stream.
+        ticks_per_s: of the GPU's clock, at its highest rate.
     """
 
     def __init__(self, peer: str) -> None:

@@ -66,7 +66,8 @@ class Receiver:
     """Receives the notifications of all peers' messages; they carry no data, the message itself is in the arena.
 
     Attributes:
-        events: of messages. queue: the shared receive queue that peers' queue pairs take receive requests from.
+        events: of messages.
+        queue: the shared receive queue that peers' queue pairs take receive requests from.
     """
 
     def __init__(self, verbs: Any, context: Any, domain: Any, address: int, local_key: int) -> None:

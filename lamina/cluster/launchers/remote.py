@@ -53,8 +53,10 @@ class _Supervisor:
     """One that has applied.
 
     Attributes:
-        key: that it connects with. worker: that it was given; empty: none yet.
-        pid: of the worker's process there; 0: not started yet. exited: how it has ended.
+        key: that it connects with.
+        worker: that it was given; empty: none yet.
+        pid: of the worker's process there; 0: not started yet.
+        exited: how it has ended.
         parting: the engine has ended it, and does not want to hear of it any more.
     """
 

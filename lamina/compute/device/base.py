@@ -57,7 +57,8 @@ class Device(Mapper, Protocol):
     """What a compute worker runs on. One thread owns it.
 
     Attributes:
-        target: what slices are lowered for. place: where weights are loaded to.
+        target: what slices are lowered for.
+        place: where weights are loaded to.
     """
 
     target: Target
@@ -112,7 +113,8 @@ class Runner(Carrier, Protocol):
     """Runs one slice at a time; attention is left to the caller.
 
     Attributes:
-        attentions, contexts: those of the model. slices: those that it has the weights of.
+        attentions, contexts: those of the model.
+        slices: those that it has the weights of.
     """
 
     attentions: tuple[AttentionSpec, ...]

@@ -18,7 +18,9 @@ class Moves:
     """The rows to write into messages and to merge from replies. Planned once per step, used for every attention.
 
     Attributes:
-        total: rows of the step. rows: the same with padding. shards: number per row.
+        total: rows of the step.
+        rows: the same with padding.
+        shards: number per row.
         queries: by memory worker in the order of messages, the shards whose q it gets; it replies with their partials.
         appends: by memory worker, the shards whose k and v it keeps.
         parts: by memory worker, for each of its partials its number among the partials of its shard, from 0 on.
@@ -49,7 +51,8 @@ class Arrivals:
     after it an lse of -inf.
 
     Attributes:
-        starts: where each source begins. end: of the last one.
+        starts: where each source begins.
+        end: of the last one.
         outs: int64 [P, S]: which row of the array, seen as rows of h * Dv, is partial p of shard s.
         lses: the same for its lse, seen as rows of h.
     """

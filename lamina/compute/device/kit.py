@@ -29,7 +29,8 @@ class Kit(Protocol):
     """What a card can do that torch does not offer on every device alike.
 
     Attributes:
-        place: where tensors are. backend: of torch.distributed, by which ranks add up.
+        place: where tensors are.
+        backend: of torch.distributed, by which ranks add up.
         grouped: torch's grouped product of bfloat16 runs without the host, so that it can be recorded.
         name: of this kind of card, under which measurements are kept.
     """

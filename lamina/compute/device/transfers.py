@@ -123,8 +123,11 @@ class _Collected:
     """One recording that writes rows of messages.
 
     Attributes:
-        sources: what it reads. tables: what it reads besides, for ``Lines.hold``. bodies: int64, to where it writes.
-        starts: addresses of pinned memory for each message. messages: what that holds, by kind.
+        sources: what it reads.
+        tables: what it reads besides, for ``Lines.hold``.
+        bodies: int64, to where it writes.
+        starts: addresses of pinned memory for each message.
+        messages: what that holds, by kind.
     """
 
     sources: tuple[Tensor, ...]

@@ -391,7 +391,8 @@ def merge(backend: Backend, outs: Any, lses: Any, out: Any, lse: Any, sinks: Any
     """Merges P partials of the same rows, over disjoint tokens.
 
     Args:
-        outs: float32 [P, R, Hq, Dv]. lses: float32 [P, R, Hq], natural log; -inf partials are neutral.
+        outs: float32 [P, R, Hq, Dv].
+        lses: float32 [P, R, Hq], natural log; -inf partials are neutral.
         out: float32 [R, Hq, Dv], and lse: float32 [R, Hq], sinks included; written.
         sinks: float32 [Hq], one more logit per head in the denominator: give it once, in the last merge.
 

@@ -152,9 +152,11 @@ class GroupedWeights:
     """The weights of experts that ``triton_grouped.multiply`` takes.
 
     Attributes:
-        experts, inputs, outputs: how many there are. inner: inputs are side by side, as those of codes always are.
-        codes: what they are held as; "none": elements like those of x. group: inputs that share a scale. shifted: there
-            are zero points.
+        experts, inputs, outputs: how many there are.
+        inner: inputs are side by side, as those of codes always are.
+        codes: what they are held as; "none": elements like those of x.
+        group: inputs that share a scale.
+        shifted: there are zero points.
     """
 
     experts: int

@@ -41,7 +41,8 @@ class PackedCodes:
     """A weight as ``native/include/lamina/linear.h`` describes it.
 
     Attributes:
-        values: uint8, codes in the order in which they are read. scales, zeros: float32 [panels, groups, 32].
+        values: uint8, codes in the order in which they are read.
+        scales, zeros: float32 [panels, groups, 32].
     """
 
     outputs: int

@@ -328,7 +328,8 @@ class _Pages:
     they have been made with.
 
     Attributes:
-        tables: on the host. words: int32 on the GPU.
+        tables: on the host.
+        words: int32 on the GPU.
     """
 
     def __init__(self, backend: Backend, words: int) -> None:

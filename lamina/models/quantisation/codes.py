@@ -28,8 +28,10 @@ class Codes:
     Attributes:
         bits: of a code, 8 or 4.
         values: [outputs, inputs], int8, uint8 or fp8.
-        scales: floating point [R, C]. zeros: [R, C], or None for 0.
-        rows: int64 [outputs]: the row of ``scales`` of each output. columns: int64 [inputs]: the column of each input.
+        scales: floating point [R, C].
+        zeros: [R, C], or None for 0.
+        rows: int64 [outputs]: the row of ``scales`` of each output.
+        columns: int64 [inputs]: the column of each input.
     """
 
     bits: int
@@ -186,7 +188,8 @@ class Form(Protocol):
     """How a device holds the weights of a model.
 
     Attributes:
-        names: of the weights to quantise. experts: of those [experts, outputs, inputs] that may be held as codes.
+        names: of the weights to quantise.
+        experts: of those [experts, outputs, inputs] that may be held as codes.
     """
 
     @property

@@ -47,9 +47,12 @@ class Packed:
 
     Attributes:
         layout, bits: of the codes.
-        codes, scales: names of the tensors. zeros: zero points; None: 0. groups: the group of each input; None: runs.
+        codes, scales: names of the tensors.
+        zeros: zero points; None: 0.
+        groups: the group of each input; None: runs.
         zero_offset: what is added to stored zero points.
-        shape: of the weight. block: outputs and inputs that share a scale.
+        shape: of the weight.
+        block: outputs and inputs that share a scale.
         nbytes: of all these tensors.
     """
 
@@ -70,7 +73,9 @@ class Scheme:
     """What a config says of quantised weights.
 
     Attributes:
-        method: its name in configs. bits: of a code. zero_offset: what is added to stored zero points.
+        method: its name in configs.
+        bits: of a code.
+        zero_offset: what is added to stored zero points.
         blocks: outputs and inputs that share a scale; parts of a model may differ. -1: all.
         activations: quantised too, when the model is run as it was meant to be; Lamina leaves them as they are.
         floats: codes are 8-bit floats.

@@ -24,8 +24,11 @@ class Experts:
     """A mixture of experts: feed-forward networks, of which each token uses a few.
 
     Attributes:
-        count: experts of a layer. active: how many of them each token uses. intermediate: width of one expert.
-        shared: width of the experts that every token uses. layers: number of layers with experts; others are dense.
+        count: experts of a layer.
+        active: how many of them each token uses.
+        intermediate: width of one expert.
+        shared: width of the experts that every token uses.
+        layers: number of layers with experts; others are dense.
     """
 
     count: int

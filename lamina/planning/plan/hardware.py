@@ -41,11 +41,13 @@ class Hardware:
     """One device of one kind.
 
     Attributes:
-        kind: name in a pool. device: full name. link: connection to peers in the same machine.
+        kind: name in a pool.
+        device: full name.
+        link: connection to peers in the same machine.
         processors: units that each compute one tile of a matrix product at a time.
         clock_hz: their boost clock, or infinity where it is not published.
-        flops: peak FLOP/s of dense matrix products by element type. fp8_flops: of 8-bit floats, or 0 where the device
-            has no units for them.
+        flops: peak FLOP/s of dense matrix products by element type.
+        fp8_flops: of 8-bit floats, or 0 where the device has no units for them.
         memory_bytes_s, memory_bytes: bandwidth and size of its memory.
         link_bytes_s, nic_bytes_s: one-way bandwidth to peers in the machine and to other machines.
         watts: board power.

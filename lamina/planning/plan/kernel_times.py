@@ -47,7 +47,8 @@ class GemmFit:
         overlap: exponent that combines compute and memory time; 1 adds them, infinity takes the larger.
         quantisation: 1 if a partial last wave costs a whole one, 0 if it costs in proportion.
         choice: exponent, above 1, of the mean over kernels; infinity takes the fastest.
-        launch_s: fixed time per kernel. tile_s: fixed time per wave of tiles.
+        launch_s: fixed time per kernel.
+        tile_s: fixed time per wave of tiles.
     """
 
     share: float
@@ -165,7 +166,8 @@ class PrefillAttentionFit:
     """Parameters of causal attention of a chunk of a prompt.
 
     Attributes:
-        fixed_s: launch. share: reached share of peak FLOP/s.
+        fixed_s: launch.
+        share: reached share of peak FLOP/s.
         tail: share of a tile's time by which the processors' last tiles end one after another.
         memory_share: reached share of the memory bandwidth; published, not fitted.
     """

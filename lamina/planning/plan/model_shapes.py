@@ -27,10 +27,15 @@ class ModelShape:
     """A decoder-only transformer, dense or with a mixture of experts.
 
     Attributes:
-        hidden: d. intermediate: width of the feed-forward network. gated: whether that has a third matrix.
-        layers: L. query_heads, kv_heads: G = query_heads / kv_heads query heads share one KV head.
-        head_size: of q, k and v. max_tokens: the longest sequence, or None where the config does not say.
-        kv_cache_dtype: element type of cached K and V; messages have ``dtype``. weight_dtype: of the layers' weights.
+        hidden: d.
+        intermediate: width of the feed-forward network.
+        gated: whether that has a third matrix.
+        layers: L.
+        query_heads, kv_heads: G = query_heads / kv_heads query heads share one KV head.
+        head_size: of q, k and v.
+        max_tokens: the longest sequence, or None where the config does not say.
+        kv_cache_dtype: element type of cached K and V; messages have ``dtype``.
+        weight_dtype: of the layers' weights.
         experts: of the layers that have them instead of one feed-forward network; None: a dense model.
     """
 

@@ -33,8 +33,11 @@ class OffloadedSteps:
 
     Attributes:
         compute, memory: cost models of a worker of each pool.
-        rows: sequences that decode in a lane. live: tokens cached of each. parts: memory workers that each lies on.
-        dense_s: seconds of a lane's slices, of ``rows``. attends: attention of chunks.
+        rows: sequences that decode in a lane.
+        live: tokens cached of each.
+        parts: memory workers that each lies on.
+        dense_s: seconds of a lane's slices, of ``rows``.
+        attends: attention of chunks.
     """
 
     way: Way

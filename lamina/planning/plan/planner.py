@@ -75,7 +75,8 @@ class Pools:
     Attributes:
         compute, memory: hardware of each pool's workers.
         replicas: groups of ``tensor_parallel`` compute workers, each group with all weights.
-        memory_workers: workers that share every lane's attention. lanes: batches in flight.
+        memory_workers: workers that share every lane's attention.
+        lanes: batches in flight.
     """
 
     compute: Hardware
@@ -103,9 +104,10 @@ class Plan:
 
     Attributes:
         batch: sequences decoding at once in all lanes together.
-        tbt_s: time between tokens of a sequence. tokens_s: output tokens per second of all sequences.
-        ttft_s: prefill of the mean prompt on an idle replica. prompt_tokens_s: tokens prefilled per second by all
-            replicas.
+        tbt_s: time between tokens of a sequence.
+        tokens_s: output tokens per second of all sequences.
+        ttft_s: prefill of the mean prompt on an idle replica.
+        prompt_tokens_s: tokens prefilled per second by all replicas.
         usd_per_hour: cost of both pools.
         usd_per_million_in, usd_per_million_out: cost of both pools while they prefill, or generate, a million tokens.
         compute_busy, memory_busy, network_busy: share of an iteration for which each is busy.

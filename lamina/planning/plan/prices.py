@@ -37,12 +37,13 @@ class Prices:
     """One market.
 
     Attributes:
-        name: as given to ``load``. market, includes: what it is and what its prices cover, for display.
+        name: as given to ``load``.
+        market, includes: what it is and what its prices cover, for display.
         entries: price by kind.
         years: over which a purchase is spread; None where the market rents.
         usd_per_kwh: of electricity, where the market sells.
-        network_usd: the network of one worker of pools that exchange data, where the market sells. network: what that
-            is, and where its price is from.
+        network_usd: the network of one worker of pools that exchange data, where the market sells.
+        network: what that is, and where its price is from.
     """
 
     name: str

@@ -69,7 +69,9 @@ class ChunkFit:
     """Causal attention of a prompt chunk on a CPU, measured instead of predicted from peaks.
 
     Attributes:
-        fixed_s: of a call. row_s: per row of the chunk and query head. flops_s: FLOP/s besides.
+        fixed_s: of a call.
+        row_s: per row of the chunk and query head.
+        flops_s: FLOP/s besides.
     """
 
     fixed_s: float

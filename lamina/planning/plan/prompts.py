@@ -62,10 +62,11 @@ class PromptAttention:
     """Seconds of attention per computed prompt token, of all layers, and what it asks of memory workers; by batch.
 
     Attributes:
-        own_s: on the compute workers. prefix_s: to earlier chunks on the memory workers that hold them, until the last
-            one answers. prefix_load_s: the same, of all of these workers together.
-        asked: memory workers that get a token's q and answer. size: tokens of one prompt's chunk; a step has chunks of
-            several prompts if these are shorter.
+        own_s: on the compute workers.
+        prefix_s: to earlier chunks on the memory workers that hold them, until the last one answers.
+        prefix_load_s: the same, of all of these workers together.
+        asked: memory workers that get a token's q and answer.
+        size: tokens of one prompt's chunk; a step has chunks of several prompts if these are shorter.
         late_own_s, late_prefix_s, late_asked, late_size: of the chunk at ``PERCENTILE``: one late in a long prompt.
     """
 

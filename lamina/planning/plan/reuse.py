@@ -44,7 +44,8 @@ class Sessions:
     """Prompts of one length that begin with tokens which all have in common, and with earlier turns of a session.
 
     Attributes:
-        shared: tokens of every prompt that are the same in all. resumed: tokens after them, of earlier turns.
+        shared: tokens of every prompt that are the same in all.
+        resumed: tokens after them, of earlier turns.
         idle: share of the sessions that wait for their user. Until its next turn, a session's KV is either kept, as
             long as there is room, or computed again; sessions are idle for equally distributed times, so that the share
             found is that of the idle KV for which there is room.

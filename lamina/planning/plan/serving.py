@@ -243,7 +243,8 @@ class Server:
         """Decode rows of a batch to try, and the prompt tokens that a cache in the rest of ``room`` finds.
 
         Args:
-            room: tokens of KV. lanes: batches that share it.
+            room: tokens of KV.
+            lanes: batches that share it.
             copies: of what all sequences have in common; 0: each has its own.
             ahead: tokens kept free for each sequence.
         """

@@ -46,10 +46,12 @@ class Way:
     """One way to serve.
 
     Attributes:
-        kind: the system. chunk: rows of a step (max_num_batched_tokens).
+        kind: the system.
+        chunk: rows of a step (max_num_batched_tokens).
         compute, compute_workers: of the pool that holds weights and, with ``APART``, prefills.
         memory, memory_workers: of the pool for attention or, with ``APART``, of the one that decodes; None, 0: no pool.
-        tensor_parallel: devices of one copy of the weights, in both pools. lanes: with ``OFFLOADED``; else 1.
+        tensor_parallel: devices of one copy of the weights, in both pools.
+        lanes: with ``OFFLOADED``; else 1.
         segment: with ``OFFLOADED``, most tokens of a sequence on one memory worker, if several have room; None: any.
     """
 
@@ -101,12 +103,15 @@ class Capacity:
     """What a way can serve by the closed form.
 
     Attributes:
-        requests_s: requests per second. batch: sequences decoding in all copies together.
+        requests_s: requests per second.
+        batch: sequences decoding in all copies together.
         step_s, chunk_step_s: seconds between tokens without and with a chunk in the step.
         found: tokens of a prompt that a prefix cache has, on average.
         prompt_share: share of the compute pool's time that prompts take.
         compute_busy, memory_busy: share of the time for which each pool works at that rate.
-        usd_per_hour: of all pools. usd_per_request: of one request. prompt_usd: the share of it that its prompt costs.
+        usd_per_hour: of all pools.
+        usd_per_request: of one request.
+        prompt_usd: the share of it that its prompt costs.
         seats: sequences of one group that decode at once within the SLO on TBT, if that bounds them; None: it does not.
     """
 

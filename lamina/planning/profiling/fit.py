@@ -111,8 +111,11 @@ class Part:
 
     Attributes:
         name, kind, source: under which it is stored, and the file that it is fitted to.
-        start: the first guess, a dataclass of parameters. held: those that are not fitted, besides any that are 0.
-        predict: seconds of every measurement for such parameters. seconds: as measured. weights: of the residuals.
+        start: the first guess, a dataclass of parameters.
+        held: those that are not fitted, besides any that are 0.
+        predict: seconds of every measurement for such parameters.
+        seconds: as measured.
+        weights: of the residuals.
     """
 
     name: str

@@ -206,7 +206,8 @@ class Run:
     """Measured decoding of ``batch`` sequences with ``live`` cached tokens on average.
 
     Attributes:
-        step_s: time between two tokens of a sequence. lanes: batches in flight.
+        step_s: time between two tokens of a sequence.
+        lanes: batches in flight.
         slice_s, exchange_s, draw_s, wait_s: time of one lane's step on the compute worker: slices, messages, sampling,
             waiting.
         attention_s: time of one lane's step on the memory worker, including its replies.

@@ -32,7 +32,9 @@ class Series:
     """Times of one operator, one element per measurement.
 
     Attributes:
-        sizes: token rows, or bytes. devices: in the tensor-parallel group or collective. seconds: measured times.
+        sizes: token rows, or bytes.
+        devices: in the tensor-parallel group or collective.
+        seconds: measured times.
     """
 
     operator: str

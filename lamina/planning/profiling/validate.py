@@ -32,7 +32,9 @@ class ErrorRow:
     """Errors of one operator or kernel in one band of sizes, or of a whole group (``is_total``).
 
     Attributes:
-        count: number of measurements. median, p95: absolute relative error. bias: median of the signed relative error.
+        count: number of measurements.
+        median, p95: absolute relative error.
+        bias: median of the signed relative error.
     """
 
     operator: str

@@ -60,7 +60,8 @@ def simulate(
     Args:
         system: Lamina and disaggregation use both pools of the deployment (the latter prefills on compute and decodes
             on memory workers); the others use the compute pool alone.
-        faults: failures and slowdowns of workers. recorded: how many of the latest spans of Lamina's workers to keep.
+        faults: failures and slowdowns of workers.
+        recorded: how many of the latest spans of Lamina's workers to keep.
         on_progress: called now and then with the number of requests that have ended.
 
     Raises:

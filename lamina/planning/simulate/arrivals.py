@@ -19,7 +19,8 @@ class Arrivals:
     """Requests in the order in which they arrive: arrays of one length.
 
     Attributes:
-        arrival_s: seconds since the first one, non-decreasing. prompt, output: tokens, at least 1.
+        arrival_s: seconds since the first one, non-decreasing.
+        prompt, output: tokens, at least 1.
         max_tokens: output tokens that each request asks for; one with a longer output asks for exactly that.
         contents, answers: what prompts say, and ids of outputs, as in ``TracedRequest``; empty: no two are alike.
     """

@@ -22,10 +22,13 @@ class Running:
     """A request in an instance.
 
     Attributes:
-        index, prompt: of the request. drawn: tokens generated so far.
+        index, prompt: of the request.
+        drawn: tokens generated so far.
         content: what its prompt says, and its answer; empty: unlike any other.
-        cached: tokens with KV in this instance. target: cached tokens needed before the next token can be generated.
-        blocks: KV blocks that it holds. shared: keys of those that other requests may hold too.
+        cached: tokens with KV in this instance.
+        target: cached tokens needed before the next token can be generated.
+        blocks: KV blocks that it holds.
+        shared: keys of those that other requests may hold too.
     """
 
     __slots__ = ("blocks", "cached", "content", "drawn", "index", "prompt", "shared", "target")
@@ -67,7 +70,8 @@ class Instance:
     Attributes:
         blocks, free: KV blocks in total, and those that no sequence holds; some of these are in ``prefixes``.
         waiting, running: requests; ``coming``: requests whose KV is being moved here.
-        preempted: number of preemptions. factor: slowdown of everything.
+        preempted: number of preemptions.
+        factor: slowdown of everything.
         busy_s, sent_s: seconds in completed steps, and of its NICs.
         idle, lost: whether no step runs; whether it has failed.
     """

@@ -25,7 +25,9 @@ class Prefixes:
     """The units that have KV in an engine.
 
     Attributes:
-        idle: blocks of units that no sequence holds. queried: tokens of admitted prompts. hit: how many were found.
+        idle: blocks of units that no sequence holds.
+        queried: tokens of admitted prompts.
+        hit: how many were found.
     """
 
     def __init__(self) -> None:

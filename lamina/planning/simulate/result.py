@@ -112,7 +112,8 @@ class Decisions:
     """CPU time of the engine's decisions on the machine that runs the simulation.
 
     Attributes:
-        steps, rows: how many were planned. seconds: by kind of decision.
+        steps, rows: how many were planned.
+        seconds: by kind of decision.
     """
 
     steps: int = 0
@@ -134,8 +135,10 @@ class Result:
     """The result of one simulation.
 
     Attributes:
-        system: the simulated system. log: the outcome of every request.
-        seconds: from the first arrival to the last end. pools: their utilisation.
+        system: the simulated system.
+        log: the outcome of every request.
+        seconds: from the first arrival to the last end.
+        pools: their utilisation.
         usd_per_hour: cost of all pools, or None where no market was given.
         queued: share of the time in which requests waited to be admitted.
         refused: share in which the first of them waited for room, in KV slots or among ``max_num_seqs``.

@@ -45,8 +45,10 @@ class Trial:
     closed form divides the compute pool's time between them.
 
     Attributes:
-        capacity: the closed form's. rate: requests per second that the run was made for.
-        result, requests: of the run at that load, and how many it had. workload: means of what it served.
+        capacity: the closed form's.
+        rate: requests per second that the run was made for.
+        result, requests: of the run at that load, and how many it had.
+        workload: means of what it served.
     """
 
     capacity: Capacity
