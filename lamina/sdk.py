@@ -63,7 +63,7 @@ class Lamina:
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """As the constructor, with settings that are already a config."""
+        """Start an engine with settings that are already a config."""
         made = cls.__new__(cls)
         made._start(config)
         return made
@@ -151,7 +151,7 @@ class Lamina:
     def stream_batch(
         self, prompts: Prompts, sampling_params: Params | None = None
     ) -> Generator[tuple[int, RequestOutput], None, None]:
-        """As :meth:`stream`, for several prompts that run together: yields (index of the prompt, its output so far)."""
+        """Stream several prompts that run together: yields (index of the prompt, its output so far)."""
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [Whole(self.tokenizer) for _ in wanted]
@@ -167,7 +167,7 @@ class Lamina:
         prompts: Prompts,
         sampling_params: Params | Sequence[Params] | None = None,
     ) -> list[RequestOutput]:
-        """As :meth:`generate`, for an event loop; cancelling the task cancels the requests."""
+        """Generate in an event loop; cancelling the task cancels the requests."""
         wanted = _prompts_of(prompts)
         params = _params_of(sampling_params, len(wanted), self.engine.sampling_defaults)
         wholes = [Whole(self.tokenizer) for _ in wanted]
@@ -180,7 +180,7 @@ class Lamina:
     async def stream_async(
         self, prompt: str | Iterable[int], sampling_params: Params | None = None
     ) -> AsyncGenerator[RequestOutput, None]:
-        """As :meth:`stream`, for an event loop; closing the iterator or cancelling the task cancels the request."""
+        """Stream in an event loop; closing the iterator or cancelling the task cancels the request."""
         params = _params_of(sampling_params, 1, self.engine.sampling_defaults)
         async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:
             whole = Whole(self.tokenizer)

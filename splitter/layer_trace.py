@@ -142,7 +142,7 @@ def shortest_prefix(records: Sequence[Record]) -> int:
 
 
 def representatives(records: Sequence[Record], prefix: int) -> tuple[int, ...]:
-    """For every slice of the whole model, the equal slice of the model cut down to ``prefix`` layers."""
+    """Return, for every slice of the whole model, the equal slice of the model cut down to ``prefix`` layers."""
     places = {triple: index for index, triple in reversed(list(enumerate(_triples([*records[:prefix], records[-1]]))))}
     return tuple(places[triple] for triple in _triples(records))
 

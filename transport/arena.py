@@ -122,7 +122,8 @@ class HostMemory:
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """See ``Pages``; ``register`` raises TransportError, which becomes a warning: messages are only slower then."""
+        """Register pages with a device. A TransportError of ``register`` becomes a warning: messages are only slower
+        then."""
         self._calls = register, unregister
         self.own = Pages(register, unregister)
         self._failed = False

@@ -52,7 +52,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As ``engine_options``, for any dataclass of settings.
+    """Add an option for every setting of ``config``, a dataclass, to a command, which gets the config as first
+    argument.
 
     A parameter of the command replaces the option of the same name. The limit of open files is checked first.
 

@@ -120,7 +120,7 @@ def find(gpus: Sequence[Gpu], sys: Path = SYS, reach: frozenset[tuple[int, int]]
 
 
 def core_list(cores: frozenset[int]) -> str:
-    """As ``taskset`` takes it: "0-3,8"."""
+    """Return the list of cores as ``taskset`` takes it: "0-3,8"."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][-1] + 1:
@@ -207,7 +207,7 @@ def near_cores(locality: Locality, device: str, available: frozenset[int]) -> fr
 
 
 def here() -> Locality:
-    """Of this machine, with the GPUs that this process may use."""
+    """Return the layout of this machine, with the GPUs that this process may use."""
     from lamina.kernels.gpu.device import find_gpus, reach
 
     gpus = find_gpus() or ()

@@ -60,7 +60,8 @@ def locate(path: str, source: FileSource | None, weights: bool, fetch: Fetch, te
 
 
 def in_hub_cache(path: str) -> Path | None:
-    """The same snapshot of a model in this machine's Hugging Face cache (`hf download`); nothing is downloaded."""
+    """Return the same snapshot of a model in this machine's Hugging Face cache (`hf download`); nothing is
+    downloaded."""
     match = SNAPSHOT.search(path)
     if match is None:
         return None

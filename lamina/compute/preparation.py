@@ -197,7 +197,7 @@ def _prune(folder: Path) -> None:
 
 
 def _digest(file: Path, payload: bytes) -> bytes:
-    """Of a file's content and name, since another model's file is as wrong as a damaged one."""
+    """Return a digest of a file's content and name, since another model's file is as wrong as a damaged one."""
     return hashlib.sha256(file.name.encode() + payload).digest()
 
 

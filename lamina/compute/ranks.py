@@ -62,7 +62,7 @@ class Ranks:
             self.reduce(torch.ones(1))
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
-        """See ``Sums``: the same program draws the same tokens from the same bits."""
+        """Return the tokens unchanged: the same program draws the same tokens from the same bits."""
         return list(tokens)
 
     def reduce(self, x: Tensor) -> Tensor:

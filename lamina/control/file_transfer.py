@@ -47,7 +47,7 @@ class FileSource(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
 

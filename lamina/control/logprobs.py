@@ -24,7 +24,8 @@ def pack(entries: Sequence[Logprob]) -> bytes:
 def pack_rows(
     ranks: npt.NDArray[np.int64], ids: npt.NDArray[np.int64], logprobs: npt.NDArray[np.float32]
 ) -> list[bytes]:
-    """The same for R positions with as many entries each: ranks [R] of the drawn tokens, ids and logprobs [R, E]."""
+    """Pack the logprobs of R positions with equal numbers of entries: ranks [R] of the drawn tokens, ids and logprobs
+    [R, E]."""
     values = logprobs.astype("<f4").view("<i4")
     rows = np.concatenate([ranks[:, None].astype("<i4"), ids.astype("<i4"), values], axis=1)
     return [row.tobytes() for row in rows]

@@ -216,7 +216,7 @@ class ControlServer:
         self._members.discard(name)
 
     def apply(self, topology: Topology) -> None:
-        """Of members, only those of ``topology`` are pinged and heard from now on."""
+        """Ping and receive from the members of ``topology`` alone from now on."""
         for worker in self._members - topology.names:
             self.liveness.forget(worker)
         self._members = set(topology.names)

@@ -146,7 +146,7 @@ class Group:
         return self.completions[0].segments[0].worker
 
     def unshare(self) -> None:
-        """It has moved, and shares nothing any more."""
+        """Note that the request has moved and shares no KV any more."""
         self.hit, self.unshared = 0, self.prompt_length
 
     def place(self, spans: Sequence[tuple[str, int]]) -> None:

@@ -13,7 +13,7 @@ from lamina.core.types import Segment
 
 
 def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
-    """The same places for another completion of a request."""
+    """Return the same segments for another sequence, a completion of the same request."""
     return [dataclasses.replace(segment, sequence=sequence) for segment in segments]
 
 

@@ -289,7 +289,7 @@ class Channel:
         return self._slots_there.find(self._read_slots)
 
     def book(self, lane: int, count: int) -> tuple[int, int] | None:
-        """See ``SlotCredits.book``; None also while other messages wait for a slot."""
+        """Book a slot for a message of ``lane``; None if none is free or other messages wait for one."""
         self._read_slots()
         return None if self in self.hub.keeping else self._slots_there.book(lane, count)
 

@@ -132,4 +132,4 @@ class Fetcher:
 
 
 def _discard(content: memoryview) -> None:
-    """These bytes are not needed any more."""
+    """Ignore fetched bytes that nobody needs any more."""

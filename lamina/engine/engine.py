@@ -169,7 +169,7 @@ class Engine:
         self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn, again)
 
     def new_seed(self) -> int:
-        """For the draws of a request, or of several, without a seed."""
+        """Return a fresh sampling seed for requests that give none."""
         return self._seeds.getrandbits(62)
 
     def _request(

@@ -90,7 +90,7 @@ class _Submission:
 
     @property
     def numbers(self) -> range:
-        """Of its requests, in order."""
+        """Numbers of the frontend's requests, in order."""
         return range(self.message.first, self.message.first + len(self.message.prompts))
 
 

@@ -190,7 +190,7 @@ class Joins:
         return current if current is not None and current.stage is Stage.LINKED else None
 
     def entered(self, joiner: Joiner) -> None:
-        """It has become a member."""
+        """Note that ``joiner`` has become a member."""
         del self._joiners[joiner.name]
         log.info("%s joins %.2f s after it was started", joiner.name, time.monotonic() - joiner.started_at)
 

@@ -106,7 +106,7 @@ class Leaves:
         ]
 
     def part(self, name: str, change: int, others: Collection[str]) -> None:
-        """It is not a member any more, since Change number ``change`` to all ``others``."""
+        """Note that ``name`` has stopped being a member with Change number ``change``, which all ``others`` get."""
         leaver = self._leavers[name]
         leaver.stage, leaver.change, leaver.waiting = Stage.PARTING, change, set(others)
 

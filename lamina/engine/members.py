@@ -65,7 +65,7 @@ class Record:
         self._leave_out(lost)
 
     def settle(self, topology: Topology) -> None:
-        """These are the members, to all of them."""
+        """Make ``topology`` the current one and tell all members."""
         self._pending = None
         self._topology = topology
         self._save(topology)

@@ -186,7 +186,8 @@ class RemoteEngine:
             self._send(Abort([number]))
 
     def stats(self) -> EngineStats:
-        """As the engine's; the latest known once it has stopped. Raises DeadlineError if it does not answer."""
+        """Return the engine's statistics, or the latest known once it has stopped. Raises DeadlineError if it does not
+        answer."""
         reply: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
         with self._lock:
             if self.dead is not None:
@@ -201,7 +202,7 @@ class RemoteEngine:
         return self._last
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> concurrent.futures.Future[list[str]]:
-        """As the engine's; the future has all its errors."""
+        """Change the pools as ``Engine.scale`` does; the future has all errors."""
         reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
         with self._lock:
             self._require_alive()

@@ -56,7 +56,7 @@ class PlacementStats:
 
 @dataclass(frozen=True)
 class ScalingStats:
-    """Of a pool that scales by load.
+    """State of a pool that scales by load.
 
     Attributes:
         least, most: workers.

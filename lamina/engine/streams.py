@@ -210,7 +210,7 @@ class Outputs(Iterator[Update]):
 
 
 class AsyncOutputs(AsyncIterator[Update]):
-    """The same for an event loop: made by ``await AsyncOutputs.submit(...)``, read in that loop.
+    """Outputs of requests for an event loop: made by ``await AsyncOutputs.submit(...)``, read in that loop.
 
     Raises:
         OverloadedError: more than ``most_unread`` tokens were unread; the requests are cancelled.

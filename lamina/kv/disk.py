@@ -318,7 +318,7 @@ class Disks:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
     def changes(self) -> tuple[list[Fork], list[Spill], list[Fetch]]:
-        """For the next plan: forks of resident prefixes, copies to disks, and fetches that extend the forks.
+        """Return the next plan's forks of resident prefixes, copies to disks, and fetches that extend the forks.
 
         Caches fetched blocks. Call it before ``PrefixCache.changes``.
         """

@@ -99,7 +99,7 @@ class ByBandwidth:
     """Moves tokens from the worker that takes longest to read its KV to the one that takes least."""
 
     def wishes(self, view: View) -> list[Wish]:
-        """As ``Policy`` says."""
+        """Return the ranges of KV that should move, by the policy of this class."""
         seconds = {worker: load.seconds for worker, load in view.loads.items()}
         free = {worker: load.free for worker, load in view.loads.items() if load.takes}
         left = {(one.request, one.worker): one for one in view.held}
@@ -140,7 +140,7 @@ class ByThroughput:
     """
 
     def wishes(self, view: View) -> list[Wish]:
-        """As ``Policy`` says."""
+        """Return the ranges of KV that should move, by the policy of this class."""
         loads = view.loads
         mean = sum(load.sequences for load in loads.values()) / max(len(loads), 1)
         debtors = [one for one, load in loads.items() if load.sequences <= FEW_SEQUENCES * mean]
@@ -196,7 +196,7 @@ class ByDebt:
         self._short: dict[str, None] = {}  # in the order in which they ran short: first come, first served
 
     def wishes(self, view: View) -> list[Wish]:
-        """As ``Policy`` says."""
+        """Return the ranges of KV that should move, by the policy of this class."""
         short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
         self._short = {one: None for one in self._short if one in short} | short
         free = {one: load.free for one, load in view.loads.items()}

@@ -123,7 +123,8 @@ class StripedPlacement(Placement):
         return self._touching([worker])
 
     def on_workers(self, tokens: Mapping[str, int]) -> Mapping[str, int]:
-        """See ``Placement``: in tokens with all heads, rounded up like the usage that memory workers report."""
+        """Return the usage of each worker in tokens with all heads, rounded up like the usage that memory workers
+        report."""
         shards: dict[str, int] = {}
         for place, parts in self._parts.items():
             if count := tokens.get(place, 0):

@@ -22,7 +22,7 @@ def is_grouped(node: fx.Node) -> bool:
 
 
 def experts_stacked(x: Tensor, codes: StackedCodes, ends: Tensor) -> Tensor:
-    """As ``multiply``, with weights in codes."""
+    """Multiply sorted rows by the weights of their experts, which are held as codes."""
     if codes.order is not None:
         x = _reordered(x, codes.order, ends)
     result: Tensor = _multiply_codes(x, codes.values, codes.scales, codes.zeros, ends, codes.group)

@@ -181,7 +181,7 @@ _POINTWISE: Callable[..., Any] = torch.ops.mkldnn._linear_pointwise.default
 
 
 def linear_onednn(x: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """The same with oneDNN, for weights packed by ``ONEDNN.pack``."""
+    """Apply a linear layer with oneDNN, for weights packed by ``ONEDNN.pack``."""
     out: Tensor = _POINTWISE(x, packed, bias, "none", [], "")
     return out
 

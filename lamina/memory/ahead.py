@@ -112,7 +112,7 @@ class Ahead:
         self.busy_s = 0.0
 
     def use(self, channels: Mapping[str, Channel], pipeline: Pipeline, computes: Sequence[str]) -> None:
-        """These are the compute workers, and the links to those that there are links to.
+        """Use these compute workers and the links to them from now on.
 
         While the device waits for messages, it can neither take up nor leave memory: until its steps have ended, the
         host serves all new ones.

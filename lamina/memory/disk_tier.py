@@ -182,7 +182,7 @@ class Tier:
         self._transfers.append(_Transfer(fetch.number, fetch.child, fetch.blocks, parts, writes=False))
 
     def release(self, sequences: Sequence[int]) -> None:
-        """These sequences have no slots any more."""
+        """Drop sequences whose slots were freed."""
         for one in [one for one in self._transfers if one.sequence in sequences]:
             self._end(one, complete=False)
 

@@ -120,15 +120,15 @@ class Holdings:
                     self.slab.open(key)
 
     def _keys(self, segment: Segment) -> list[SegmentKey]:
-        """Of its shards."""
+        """Return the keys of a segment's shards."""
         return [self.key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.of(segment.heads)]
 
     def key(self, sequence: int, first: int, shard: int) -> SegmentKey:
-        """Of a shard of a segment, by the segment's first token."""
+        """Return the key of one shard of a segment, by the segment's first token."""
         return sequence, first * self.shards.count + shard
 
     def key_of(self, attend: SegmentRows) -> SegmentKey:
-        """Of what rows attend to."""
+        """Return the key of the shard that rows attend to."""
         return self.key(attend.sequence, attend.kv_start, attend.shard)
 
     def _fork(self, fork: Fork, renew: Renew) -> None:
@@ -174,7 +174,8 @@ class Holdings:
                 self.slab.free(key)
 
     def _make_slots(self, migration: Migration) -> None:
-        """For tokens that will arrive; nothing attends to them before the plan that moves their segment here."""
+        """Allocate slots for tokens that will arrive; nothing attends to them before the plan that moves their segment
+        here."""
         key = migration.sequence, 0
         if key not in self.slab:
             self.slab.open(key)
@@ -258,7 +259,7 @@ class Holdings:
         return key[1] // self.shards.count + len(self.slab.slots(key))
 
     def needed(self, window: int) -> Iterator[Slots]:
-        """See ``Needed``. Of a sequence that has come from elsewhere and not run here, all is needed."""
+        """Return the tokens still needed. All are, of a sequence that has moved here and not run here yet."""
         for sequence, number in self.slab.segments:
             starts = self._starts.get(sequence)
             lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count

@@ -23,7 +23,7 @@ _Seen = tuple[tuple[Hashable, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Shared:
-    """These pairs, which have one query row each, see the same first ``tokens``."""
+    """Pairs with one query row each that attend to the same first ``tokens``."""
 
     pairs: tuple[int, ...]
     tokens: int
@@ -46,7 +46,7 @@ class SharedPrefixes:
         self._known = collections.OrderedDict[_Seen, list[Shared]]()
 
     def forget(self, segments: Collection[Hashable]) -> None:
-        """These segments have ended or lost tokens."""
+        """Drop what is kept of segments that have ended or lost tokens."""
         gone = frozenset(segments)
         if not gone:
             return

@@ -13,7 +13,8 @@ from lamina.memory.device.base import Array, Table
 
 
 def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[SegmentRows], SegmentKey]) -> list[int]:
-    """For each of ``rows.attends``, the row of the message's k and v that belongs to its only query; -1 if none does.
+    """Return, for each of ``rows.attends``, the row of the message's k and v that belongs to its only query; -1 if none
+    does.
 
     Empty unless the message is sent whole and every row of its k and v belongs to such a query: as in decode steps.
     """

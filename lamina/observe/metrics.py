@@ -174,7 +174,7 @@ class Metrics:
         yield links
 
     def _scaling(self, stats: EngineStats) -> Iterator[Metric]:
-        """Of the pools that scale by load."""
+        """Yield the metrics of pools that scale by load."""
         load = GaugeMetricFamily("lamina_autoscale_load", "Workers that a pool's load would fill.", labels=["pool"])
         bounds = GaugeMetricFamily(
             "lamina_autoscale_bound", "The least and the most workers of a pool.", labels=["pool", "bound"]

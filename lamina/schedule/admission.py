@@ -281,6 +281,7 @@ class Admissions:
 
 
 def giving(clients: Sequence[Client], running: Iterable[Group]) -> Group | None:
-    """Of running requests, the latest one of the first of these clients that may give way; each does so only once."""
+    """Return the running request that gives up its seats: the latest of the first of ``clients`` that has one. A
+    request gives up its seats only once."""
     able = [one for one in running if one.alive and not one.gave_way and one.request.client in clients]
     return min(able, key=lambda one: (clients.index(one.request.client), -one.arrival), default=None)

@@ -37,7 +37,7 @@ WINDOWS: Mapping[Role, Windows] = {"compute": Windows(10.0, 300.0), "memory": Wi
 
 @dataclass(frozen=True)
 class Load:
-    """Of a pool, in workers.
+    """Load of a pool, in workers.
 
     Attributes:
         serving: those that serve and stay.
@@ -110,8 +110,8 @@ class Autoscaler:
 
 
 def memory_load(scheduler: Scheduler, topology: Topology, leaving: int, coming: int) -> Load:
-    """Of the memory pool: what requests have reserved, and what those need that have no room. ``leaving`` members and
-    ``coming`` workers."""
+    """Return the memory pool's load: what requests have reserved, and what waiting requests need. ``leaving`` members
+    and ``coming`` workers."""
     capacities = topology.capacities
     slots = sum(capacities.values())
     used = slots - scheduler.placement.left_in_all
@@ -129,7 +129,8 @@ def memory_load(scheduler: Scheduler, topology: Topology, leaving: int, coming: 
 
 
 def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -> Load:
-    """Of the compute pool, whose workers have spent a time in slices that ``busy`` of them would have spent alone."""
+    """Return the compute pool's load. ``busy``: workers that would have spent the same time in slices without a
+    pause."""
     queued = [group for group in scheduler.requests if group.lane < 0]
     waits = bool(queued) and scheduler.placement.fitting(queued[0].to_run, len(queued[0].completions)) is not None
     starved = waits and busy > HIGH * serving

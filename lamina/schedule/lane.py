@@ -25,7 +25,8 @@ class Planned:
     prompted: dict[int, Owner]
 
     def drawn(self, members: Mapping[int, Owner]) -> Mapping[int, Owner]:
-        """Those that draw a token and go on, by sequence. ``members``: the sequences that decode in the lane now."""
+        """Return the completions that draw a token and continue, by sequence. ``members``: the sequences that decode in
+        the lane now."""
         if not self.prompted and self.decoding is members:
             return self.decoding
         drawn = {**self.decoding, **self.prompted}
@@ -113,7 +114,7 @@ class Lane:
         return computed
 
     def ran(self, completion: Completion) -> int:
-        """Of the tokens that a completion runs before it draws, those whose steps have completed."""
+        """Return the number of a completion's prompt tokens whose steps have completed."""
         chunks = (chunk for planned in self.in_flight for chunk in planned.plan.chunks)
         starts = (chunk.start for chunk in chunks if chunk.sequence == completion.sequence)
         return min(starts, default=completion.cached)

@@ -115,7 +115,7 @@ class Moves:
 
     @property
     def numbers(self) -> list[int]:
-        """Of the migrations in progress."""
+        """Numbers of the moves in progress."""
         return [move.number for move in self._moves.values() if not move.arrived]
 
     @property
@@ -241,7 +241,8 @@ class Moves:
         return completion.segments
 
     def switches(self) -> list[Switch]:
-        """For the plan that begins now: what has arrived is used from it on. Called before anything else is planned."""
+        """Return the moves that have arrived, for the plan that begins now. Call this before anything else is
+        planned."""
         switches = []
         for move in [one for one in self._moves.values() if one.arrived]:
             if self._is_pointless(move):

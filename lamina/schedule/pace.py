@@ -72,7 +72,7 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True)
 class _Latest:
-    """Of a lane's latest step: how many had completed before, its time in slices, and whether a sequence decoded."""
+    """A lane's latest step: how many steps had completed before, its time in slices, and whether a sequence decoded."""
 
     number: int
     busy_s: float

@@ -37,7 +37,7 @@ class Readiness:
         self.note_change(lane)
 
     def note_ahead(self, lane: int) -> None:
-        """As many steps of this lane are in flight as may be."""
+        """Note that this lane has as many steps in flight as allowed."""
         self._ahead.add(lane)
         self._changed.discard(lane)
         self._resting.discard(lane)

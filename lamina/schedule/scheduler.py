@@ -229,7 +229,7 @@ class Scheduler:
 
     @property
     def requests(self) -> list[Group]:
-        """Those that have not ended, in order of arrival."""
+        """Requests that have not ended, in order of arrival."""
         return list(self._requests.values())
 
     @property

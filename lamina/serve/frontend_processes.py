@@ -143,11 +143,11 @@ class FrontendProcesses:
 
     @property
     def folder(self) -> Path:
-        """For sockets; nobody else may enter it."""
+        """Folder for sockets, which no other user may enter."""
         return Path(self._folder.name)
 
     def names(self) -> list[str]:
-        """Of the frontends that have been told of an engine. Any thread."""
+        """Return the names of frontends that have been told of an engine. Any thread."""
         return [process.name for process in list(self._running) if process.name]
 
     def serve(self, supervisor: Owner, on_ready: Callable[[], None]) -> None:

@@ -156,7 +156,7 @@ def serve(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]
 async def serve_in_loop(
     engine: Runtime, listener: socket.socket, on_ready: Callable[[], None], owner: int | None = None
 ) -> None:
-    """As ``serve``, in the running event loop. ``owner``: the process to stop the server in; None: this one."""
+    """Serve in the running event loop. ``owner``: the process to stop the server in; None: this one."""
     server = make_server(engine, on_ready, owner)
     with no_old_garbage():
         await server.serve(sockets=[listener])

@@ -122,7 +122,7 @@ class Supervisor:
 
     @property
     def summary(self) -> str:
-        """Of the engine, for people."""
+        """Description of the engine, for people."""
         return "" if self.serving is None else self.serving.summary
 
     def leave(self, frontend: str) -> None:
@@ -288,7 +288,7 @@ class Supervisor:
 
 
 def _settings(config: EngineConfig) -> dict[str, Any]:
-    """As plain values, from which the same config can be made."""
+    """Return the settings as plain values, from which the same config can be made."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     return {
         name: value.value if isinstance(value, enum.Enum) else os.fspath(value) if isinstance(value, Path) else value

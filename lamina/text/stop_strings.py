@@ -45,7 +45,7 @@ class StopStrings:
 
     @cached_property
     def ending(self) -> dict[str, str]:
-        """For each prefix that ends with a stop string, the longest such stop string."""
+        """The longest stop string at the end of each prefix that ends with one."""
         return {
             prefix: max((stop for stop in self._stops if prefix.endswith(stop)), key=len)
             for prefix in self.prefixes

@@ -26,7 +26,7 @@ class Mapper(Protocol):
 
     @property
     def inboxes(self) -> Inboxes | None:
-        """Those that it reads and writes; None if it has no memory of its own."""
+        """Inboxes that the device reads and writes; None if it has no memory of its own."""
 
     def adopt(self, memory: memoryview) -> None:
         """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from."""

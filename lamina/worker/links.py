@@ -291,7 +291,7 @@ class Links:
         return self.wait if self._open else self._current
 
     def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """See ``Endpoint.wait``: on all endpoints that links use."""
+        """Wait for the first of ``targets`` on all endpoints that links use."""
         return self._current(targets, timeout_s)
 
     def _used(self) -> list[AnyEndpoint]:

@@ -79,7 +79,7 @@ class ThreadStream:
             del work
 
     def follow(self) -> None:
-        """See ``SlotStream``; the host's own work is complete when its calls return."""
+        """Do nothing: the host's own work is complete when its calls return."""
 
     def launch(self, work: Callable[[], None]) -> None:
         self._work.put(work)

@@ -242,7 +242,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         doorbell: int,
         sequence: int,
     ) -> None:
-        """See ``SharesMemory``. Raises ValueError for a header outside the arena, PeerLostError."""
+        """Post a message whose header lies apart. Raises ValueError for a header outside the arena, PeerLostError."""
         known = self._connected(peer)
         total = sum(map(part_nbytes, parts))
         self._living(known).send(at, parts, total, None, self._stall_s, _target(key))

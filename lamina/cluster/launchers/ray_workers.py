@@ -131,7 +131,7 @@ class RayWorkers:
         return bundle(kind, self._own, self._threads)
 
     def default_kind(self, role: Role) -> str:
-        """See ``Launcher``: the first kind of the pool at the start."""
+        """Return the first kind of the pool at the start."""
         return self._kinds[role][0]
 
     def check(self, role: Role, kind: str, count: int) -> None:
@@ -220,7 +220,7 @@ class RayWorkers:
                     self._wishes = [Wish(one.role, one.kind, name, moves=True) for name, one in moving]
 
     def wishes(self) -> Sequence[Wish]:
-        """Of workers whose nodes are drained. Ray starts no worker by itself."""
+        """Return the wishes for workers whose nodes are drained. Ray starts no worker by itself."""
         with self._lock:
             moves, self._wishes = self._wishes, []
         return [*moves, *(wish for wish in self._remote.wishes() if wish.leaver)]
@@ -240,7 +240,7 @@ class RayWorkers:
         self._give_back()
 
     def close(self) -> None:
-        """See ``Workers``. Leaves the Ray cluster."""
+        """End all workers and leave the Ray cluster."""
         self._remote.close()
         self._give_back()
 

@@ -192,7 +192,8 @@ class RemoteWorkers:
             self._lock.notify_all()
 
     def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
-        """See ``Workers.end``. Waits for the supervisor, for ``STOP_TIMEOUT_S`` at most, unless its host is silent."""
+        """End one worker. Waits at most ``STOP_TIMEOUT_S`` for its supervisor, and not at all if its host does not
+        answer."""
         with self._lock:
             self._finished.add(name)
             self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.name != name]

@@ -17,7 +17,7 @@ ANSWER_S = 60.0
 
 
 class SupervisedWorkers:
-    """As ``LocalWorkers``; the supervisor carries it out. One thread at a time may use it.
+    """Starts and ends workers through the supervisor, which owns their processes. One thread at a time may use it.
 
     Attributes:
         processes: names of those that this engine has started or taken over, without those that ``end`` has ended.
@@ -54,7 +54,7 @@ class SupervisedWorkers:
         self.processes.add(name)
 
     def check(self, role: Role, kind: str, count: int) -> None:
-        """See ``Launcher``. The supervisor is on this machine."""
+        """Raise ConfigError unless this machine, which the supervisor runs on, has room for ``count`` such workers."""
         require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
 

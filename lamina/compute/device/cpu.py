@@ -23,14 +23,14 @@ class Cpu:
     inboxes = None
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Device``; it is as quick as any."""
+        """Do nothing: all memory of the host is equally quick."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Device``; sending a message copies it there."""
+        """Do nothing: sending a message copies it to the peer."""
         return False
 
     def unmap(self, peer: str) -> None:
-        """See ``Device``."""
+        """Do nothing: nothing was mapped."""
 
     def arrived(self, array: Any) -> Any:
         return array
@@ -39,15 +39,15 @@ class Cpu:
         return memoryview(bytearray(body))
 
     def limit(self, share: float) -> None:
-        """See ``Device``; the share is of GPUs' memory."""
+        """Do nothing: the limit concerns the memory of GPUs."""
 
     def sums(self, rank: Rank, meeting: str) -> Ranks:
-        """See ``Device``. The ranks find each other by their links."""
+        """Return the sums over ranks, which find each other by their links."""
         return Ranks(rank)
 
     def form(self, model: LoweredModel, to: Quantization) -> HostForm:
         return HostForm.of(model, to)
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> SliceRunner:
-        """See ``Device``. Packed weights are copies: drop ``tensors`` to free their memory."""
+        """Return a runner of the model's slices. Packed weights are copies: drop ``tensors`` to free their memory."""
         return SliceRunner(model, tensors, reduce)

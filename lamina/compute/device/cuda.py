@@ -48,7 +48,7 @@ class Cuda:
         self.grouped = torch.cuda.get_device_capability(self.place)[0] in (9, 10)
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
-        """See ``Kit``. Graphs share one pool of memory: they are replayed one after another."""
+        """Record a CUDA graph. Graphs share one pool of memory: they are replayed one after another."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -89,7 +89,7 @@ class Cuda:
         return compiled
 
     def seconds(self, replays: Sequence[Replay]) -> float:
-        """See ``Kit``: the median over rounds."""
+        """Return the median time over rounds, in seconds."""
         times = list[float]()
         for _ in range(TIMED_ROUNDS):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ class Cuda:
         return statistics.median(times)
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-        """See ``Kit``: FlashAttention, for elements of 16 bits."""
+        """Return FlashAttention's result, for elements of 16 bits."""
         if q.dtype not in (torch.float16, torch.bfloat16):
             return None
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -114,7 +114,7 @@ class Cuda:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
     def limit(self, share: float) -> None:
-        """See ``Kit``. Memory that libraries take by themselves is not counted."""
+        """Limit the memory of this process. Memory that libraries take by themselves is not counted."""
         free, total = torch.cuda.mem_get_info(self.place)
         left = free - round((1 - share) * total)
         if left <= 0:
@@ -126,7 +126,7 @@ class Cuda:
         torch.cuda.set_per_process_memory_fraction((held + left) / total, self.place)
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Kit``. Registered memory is copied from without a stop in another buffer."""
+        """Register memory with CUDA: it is then copied from without a stop in another buffer."""
         self._host.adopt(memory)
 
     def map(self, peer: str, memory: memoryview) -> bool:
@@ -136,7 +136,7 @@ class Cuda:
         self._host.unmap(peer)
 
     def inbox_maker(self) -> CudaMaker | None:
-        """See ``Kit``; by CuPy, without which messages go through the host's memory."""
+        """Return the maker of inboxes, by CuPy. Without CuPy, messages go through the host's memory."""
         return CudaMaker(self.place.index) if importlib.util.find_spec("cupy") is not None else None
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
@@ -148,7 +148,7 @@ class Cuda:
         write_rows[grid](source, table, bodies, count, **dict(program.constants), num_warps=program.warps)
 
     def lent(self, tensor: Tensor) -> Any:
-        """See ``Kit``: a CuPy array. Both libraries use the legacy default stream, so that they take turns."""
+        """Return the tensor as a CuPy array. Both libraries use the legacy default stream, so that they take turns."""
         import cupy  # only local memory needs it
 
         if tensor.dtype == torch.bfloat16:

@@ -28,7 +28,8 @@ class Emulated:
         self._recorder: _Recorder | None = None
 
     def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
-        """See ``Kit``. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they used."""
+        """Record the work. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they
+        used."""
         recorder = _Recorder()
         work(lambda: None)
         self._recorder = recorder
@@ -40,7 +41,7 @@ class Emulated:
         return recorder.replays
 
     def compiled(self, graph: Main) -> Main | None:
-        """See ``Kit``; only operators can be recorded here."""
+        """Return the graph as it is: only operators can be recorded here."""
         return None
 
     def seconds(self, replays: Sequence[Replay]) -> float:
@@ -57,16 +58,16 @@ class Emulated:
         return torch.empty(shape, dtype=dtype)
 
     def limit(self, share: float) -> None:
-        """See ``Kit``; an emulated card has no memory of its own."""
+        """Do nothing: an emulated card has no memory of its own."""
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Kit``; nothing is gained here."""
+        """Do nothing: an emulated card gains nothing by registered memory."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
         return True
 
     def unmap(self, peer: str) -> None:
-        """See ``Kit``."""
+        """Do nothing: nothing was mapped."""
 
     def inbox_maker(self) -> SharedMaker:
         return SharedMaker()
@@ -94,7 +95,7 @@ class Emulated:
         target.copy_(source)
 
     def wait(self) -> None:
-        """See ``Kit``; nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
 
 @dataclass(frozen=True)

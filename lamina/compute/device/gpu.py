@@ -94,7 +94,7 @@ class GpuCarrier:
         return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
-        """See ``Runner``; the parts of q, k and v that models compute as one are not contiguous."""
+        """Return the arrays of an output. Parts of q, k and v that models compute as one are not contiguous."""
         lend = self._kit.lent
         return lend(output.q.contiguous()), lend(output.k.contiguous()), lend(output.v.contiguous())
 

@@ -52,25 +52,25 @@ class Kit(Protocol):
         """How long these take, one after another."""
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
-        """See ``chunks.Fused``; None if the card has no such kernel for this element type."""
+        """Return the attention of a chunk to itself; None if the card has no fused kernel for this element type."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory of the host that the card reads and writes without the host."""
 
     def limit(self, share: float) -> None:
-        """See ``Device.limit``."""
+        """Limit the share of the card's memory that this process may use."""
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Mapper.adopt``."""
+        """Prepare memory that messages are copied from."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Mapper.map``."""
+        """Let the card write into a peer's memory."""
 
     def unmap(self, peer: str) -> None:
-        """See ``Mapper.unmap``."""
+        """Undo ``map``."""
 
     def inbox_maker(self) -> Maker | None:
-        """See ``Mapper.inboxes``; None: the card can share no memory."""
+        """Return the maker of inboxes in the card's memory; None if the card can share no memory."""
 
     def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """Write rows of ``source`` [S, h, D] into messages. Can be recorded.
@@ -85,7 +85,7 @@ class Kit(Protocol):
         """A contiguous tensor as an array with the same memory, see ``Carrier.lent``."""
 
     def borrowed(self, array: Any) -> Tensor:
-        """See ``Carrier.borrowed``; the array is the card's."""
+        """Return an array of the card as a tensor over the same memory."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
         """Copy from the host's memory, which must not change before ``wait``."""

@@ -40,7 +40,7 @@ class NativeTransfers:
     def all(
         self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """See ``Transfers``; nothing is mapped."""
+        """Copy q, k and v into the bodies of messages."""
         assert not any(bodies)
         return self.queries(q), *self.keys_values(k, v)
 
@@ -48,7 +48,7 @@ class NativeTransfers:
         return as_numpy(k), as_numpy(v)
 
     def settle(self) -> None:
-        """See ``Transfers``; everything is done at once."""
+        """Do nothing: every copy is complete when its call returns."""
 
     def merged(
         self, spec: AttentionSpec, here: Sequence[Partial], replies: Sequence[Reply], sinks: Floats | None

@@ -68,7 +68,7 @@ class GpuSums:
         """Nothing: they have joined."""
 
     def reduce(self, x: Tensor) -> Tensor:
-        """See ``Sums``. The result is there for what is started on the GPU after this."""
+        """Add up ``x`` over all ranks. The result is there for what is started on the GPU after this call."""
         total = torch.ops._c10d_functional.all_reduce_(x.contiguous(), "sum", self._group)
         waited: Tensor = torch.ops._c10d_functional.wait_tensor(total)
         return waited

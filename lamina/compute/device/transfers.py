@@ -178,7 +178,7 @@ class GpuTransfers:
         return keys, values
 
     def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
-        """See ``Transfers``; through pinned memory, of few sizes."""
+        """Return K and V of a chunk in pinned memory, of few sizes."""
         pairs = [(source, self._bulk_host(number, source)) for number, source in enumerate((k, v))]
         for source, host in pairs:
             host.copy_(source, non_blocking=True)

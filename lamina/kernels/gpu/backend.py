@@ -73,7 +73,7 @@ class Backend(Protocol):
         """Uninitialised memory of the host that programs read and write where it is."""
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
-        """These numbers as float32 on the device; the first call may wait for what runs there."""
+        """Return ``numbers`` as float32 on the device; the first call may wait for what runs there."""
 
     def trim(self) -> None:
         """Give memory back that ``empty`` has allocated and nobody uses any more: it is kept otherwise."""

@@ -63,12 +63,12 @@ class Cuda:
         return cupy.empty(shape, dtype)
 
     def memory(self) -> tuple[int, int]:
-        """See ``Backend``: without the pool's, which is kept for later allocations."""
+        """Bytes of memory in use, without what the pool keeps for later allocations."""
         free, total = self.device.mem_info
         return int(free), int(total)
 
     def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """See ``Backend``: pinned memory, which has the same address on the device."""
+        """Return an array in pinned memory, which has the same address on the device."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         # Not from CuPy's pool, which rounds up to powers of two.
         pinned = cupy.cuda.pinned_memory.PinnedMemory(nbytes, cupy.cuda.runtime.hostAllocPortable)
@@ -132,7 +132,7 @@ class Cuda:
         return compile_program(program, self.capability).shared_bytes <= self._shared_bytes
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """See ``Backend``: the median over rounds of a CUDA graph of several calls."""
+        """Return the median time of a call, in seconds, over rounds of a CUDA graph of several calls."""
         self.device.synchronize()
         with cupy.cuda.Stream(non_blocking=True) as stream:
             call()  # compiles and allocates, which cannot be captured
@@ -152,7 +152,7 @@ class Cuda:
         return statistics.median(times)
 
     def prepare(self, program: Program) -> None:
-        """See ``Backend``. Triton keeps compiled code on disk."""
+        """Compile a program. Triton keeps compiled code on disk."""
         if program not in self._kernels:
             self._load(program)
 

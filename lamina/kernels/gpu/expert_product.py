@@ -15,8 +15,8 @@ CODES: dict[torch.dtype, Quantization] = {torch.uint8: "int4", torch.int8: "int8
 
 
 def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """See ``lowering.expert_operators.multiply``. Raises ValueError for weights that are not contiguous, nor when
-    turned."""
+    """Multiply sorted rows by the weights of their experts (``lowering.expert_operators.multiply``). Raises ValueError
+    for weights that are not contiguous, nor when turned."""
     _, inputs, outputs = weight.shape
     inner = weight.mT.is_contiguous()
     if not inner and not weight.is_contiguous():

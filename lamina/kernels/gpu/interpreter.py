@@ -34,15 +34,15 @@ class Interpreter:
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
 
     def memory(self) -> tuple[int, int]:
-        """See ``Backend``; more than any test needs."""
+        """Bytes of memory: more than any test needs."""
         return 1 << 40, 1 << 40
 
     def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """See ``Backend``; all memory is the host's."""
+        """Return an array in the host's memory, as all arrays are."""
         return self.empty(shape, dtype)
 
     def trim(self) -> None:
-        """See ``Backend``; nothing is kept."""
+        """Do nothing: no memory is kept for later."""
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         target[: len(source)] = source
@@ -54,7 +54,7 @@ class Interpreter:
         return SharedMaker()
 
     def has(self, array: Any) -> bool:
-        """See ``Backend``; other arrays may be the host's."""
+        """True if the array was made by this backend; other arrays may be the host's."""
         return isinstance(array, np.memmap)
 
     def download(self, *copies: tuple[Any, Any]) -> None:
@@ -62,16 +62,16 @@ class Interpreter:
             target[...] = source
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Backend``; nothing is gained here."""
+        """Do nothing: the interpreter gains nothing by registered memory."""
 
     def map(self, name: str, memory: memoryview) -> bool:
         return True
 
     def unmap(self, name: str) -> None:
-        """See ``Backend``."""
+        """Do nothing: nothing was mapped."""
 
     def settle(self) -> None:
-        """See ``Backend``; nothing runs in the background."""
+        """Do nothing: nothing runs in the background."""
 
     def aligned(self, array: Any) -> Any:
         return array.copy() if array.ctypes.data % ALIGNMENT else array
@@ -80,11 +80,11 @@ class Interpreter:
         return True
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """See ``Backend``; an interpreter's times say nothing about a GPU."""
+        """Return a constant: an interpreter's times say nothing about a GPU."""
         raise NotImplementedError
 
     def prepare(self, program: Program) -> None:
-        """See ``Backend``; nothing is compiled."""
+        """Do nothing: the interpreter compiles nothing."""
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
         """Run the programs of ``grid`` one after another.

@@ -123,7 +123,7 @@ class Choices:
 
     @classmethod
     def load(cls, device: str) -> "Choices":
-        """Those measured on this device before."""
+        """Return the tilings measured on this device before."""
         return cls(device, tuning_cache.load(_file(device), dict[str, Tiling]))
 
 

@@ -30,7 +30,7 @@ def expert_weights(model: LoweredModel) -> frozenset[str]:
 
 
 def turned_weights(model: LoweredModel) -> frozenset[str]:
-    """Those of ``expert_weights`` that are [experts, inputs, outputs]; the others are [experts, outputs, inputs]."""
+    """Names of ``expert_weights`` that are [experts, inputs, outputs]; the others are [experts, outputs, inputs]."""
     return frozenset(name for part in model.parts for name, node in _named_inputs(part) if is_turned(node))
 
 
@@ -91,7 +91,8 @@ class HostForm:
 
     @classmethod
     def of(cls, model: LoweredModel, to: Quantization) -> "HostForm":
-        """For a model lowered for ``Target.CPU``. Raises ConfigError: this processor does not run it with ``to``."""
+        """Return the form of a model lowered for ``Target.CPU``. Raises ConfigError: this processor does not run it
+        with ``to``."""
         runs = _native.linear_available() and model.dtype is DType.BFLOAT16
         if to == "fp8":
             raise ConfigError(

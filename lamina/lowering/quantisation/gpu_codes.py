@@ -45,7 +45,8 @@ class PlacedForm:
 
     @classmethod
     def of(cls, model: LoweredModel, to: Quantization, place: torch.device) -> "PlacedForm":
-        """For a model lowered for ``Target.GPU``. Raises ConfigError: ``to`` does not run on ``place``."""
+        """Return the form of a model lowered for ``Target.GPU``. Raises ConfigError: ``to`` does not run on
+        ``place``."""
         if to == "int4" and (place.type != "cuda" or model.dtype is not DType.BFLOAT16):
             raise ConfigError(
                 f"int4 weights run on NVIDIA GPUs in bfloat16, not on {place.type} in {model.dtype.value}: give "

@@ -41,7 +41,7 @@ class Pairs:
     """Which row of ``New`` is each pair's last token; -1: none. Empty: no attention is given any."""
 
     def table(self, slots: Slots) -> SegmentTable:
-        """As kernels take it; ``slots``: of all pairs' tokens, one pair after another."""
+        """Return the table as kernels take it. ``slots``: the slots of all pairs' tokens, one pair after another."""
         return SegmentTable(
             query_offsets=_offsets(self.rows, np.int32),
             query_start=np.array(self.query_start, np.int32),
@@ -125,7 +125,7 @@ class PolledLane(Protocol):
     def attend(
         self, layer: int, table: Table, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """As ``Table.attend``, but all arrays are on the device and it only launches; called by ``work``."""
+        """Launch the attention of ``Table.attend`` with all arrays on the device. ``work`` calls this."""
 
 
 class Polled(Protocol):
@@ -178,7 +178,7 @@ class Device(Mapper, Protocol):
         """What rows attend to. ``slots``: of the segments that ``pairs`` name."""
 
     def forget(self, segments: Sequence[Hashable]) -> None:
-        """These segments have ended or lost tokens. Tables made before stay valid."""
+        """Drop what is kept of segments that have ended or lost tokens. Tables made before stay valid."""
 
     def renew(self, slots: Slots, others: Slots, left: int) -> None:
         """What ``slots`` [T] have forgotten, they get from ``others`` [T], which hold the same tokens: what a step may

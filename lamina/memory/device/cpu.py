@@ -72,16 +72,16 @@ class Cpu:
         return memoryview(bytearray(body))
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Mapper``; it is as quick as any."""
+        """Do nothing: all memory of the host is equally quick."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
         return True
 
     def unmap(self, peer: str) -> None:
-        """See ``Mapper``."""
+        """Do nothing: nothing was mapped."""
 
     def settle(self) -> None:
-        """See ``Device``; nothing is read later."""
+        """Do nothing: nothing is read later."""
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         slab, windows = self._slabs[layer], self._windows[layer]
@@ -109,7 +109,7 @@ class Cpu:
         return CpuTable(self, pairs.table(np.concatenate([slots(key)[first:stop] for key, first, stop in seen])))
 
     def forget(self, segments: Sequence[Hashable]) -> None:
-        """See ``Device``; tables have copies."""
+        """Do nothing: tables have copies."""
 
     def attend(
         self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None

@@ -77,7 +77,7 @@ def polled_slots(name: str) -> PolledSlots:
 
 @functools.cache
 def workspaces(name: str) -> Workspaces:
-    """Those of the GPU ``name``. Raises ConfigError if it cannot be used."""
+    """Return the workspaces of the GPU ``name``. Raises ConfigError if it cannot be used."""
     return Workspaces(backend(name))
 
 
@@ -147,12 +147,12 @@ class Gpu:
         self._reads_inbox = False  # since the last ``settle``
 
     def adopt(self, memory: memoryview) -> None:
-        """See ``Mapper``. Where the GPU polls, it copies from there by itself."""
+        """Register memory. A GPU that polls copies from there by itself."""
         if self.polled is None:
             self._backend.adopt(memory)
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """See ``Mapper``. Where the GPU polls, it answers by itself."""
+        """Map a peer's memory. A GPU that polls answers there by itself."""
         return self.polled is None and self._backend.map(peer, memory)
 
     def unmap(self, peer: str) -> None:
@@ -267,7 +267,7 @@ class Gpu:
         new: New | None,
         scratch: Scratch | None = None,
     ) -> None:
-        """As ``attend``, but ``out`` and ``lse`` are on the GPU. ``scratch``: of a stream of its own."""
+        """Launch attention with ``out`` and ``lse`` on the GPU. ``scratch``: workspace of a stream of its own."""
         added = None if new is None else (self._backend.aligned(new.k), self._backend.aligned(new.v))
         operands = self._backend.aligned(q), self._slabs[layer], table.pages.words, spec, out, lse
         attention, shared = table.attentions(spec)
@@ -276,7 +276,7 @@ class Gpu:
             shared.partial(*operands, None, scratch)
 
     def renew(self, slots: Slots, others: Slots, left: int) -> None:
-        """See ``Device``; nothing is forgotten."""
+        """Do nothing: GPUs keep all tokens."""
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         there = self.sent(slots)

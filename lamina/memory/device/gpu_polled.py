@@ -62,5 +62,5 @@ class GpuLane:
     def attend(
         self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """See ``PolledLane``; the table is one of this GPU's."""
+        """Attend with one of this GPU's tables."""
         self._launch(layer, table, q, out, lse, spec, new)

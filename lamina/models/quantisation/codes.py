@@ -48,7 +48,7 @@ class Codes:
         return _runs(self.columns)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Codes":
-        """The same with other tensors of equal values."""
+        """Return a copy whose tensors are ``change`` of the present ones, with equal values."""
         zeros = None if self.zeros is None else change(self.zeros)
         parts = (change(part) for part in (self.rows, self.columns))
         return Codes(self.bits, change(self.values), change(self.scales), zeros, *parts)
@@ -93,7 +93,7 @@ class ExpertCodes:
         return ExpertCodes(tuple(self.each[expert].cut(of_each) for expert in here.tolist()))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
-        """The same with other tensors of equal values."""
+        """Return a copy whose tensors are ``change`` of the present ones, with equal values."""
         return ExpertCodes(tuple(one.map(change) for one in self.each))
 
 
@@ -207,7 +207,7 @@ class Form(Protocol):
         """A weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in ``dtype``."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
-        """The same of one of ``experts``."""
+        """Return the codes of one of ``experts`` as this form holds them."""
 
 
 class Dense:
@@ -217,14 +217,14 @@ class Dense:
     experts: frozenset[str] = frozenset()
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
-        """See ``Form``; nothing is quantised."""
+        """Raise an error: nothing is quantised in this form."""
         return cut(weight, shard)
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
-        """See ``Form``; nothing is held as codes."""
+        """Return dense weights: nothing is held as codes."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> None:
-        """See ``Form``."""
+        """Return dense weights: nothing is held as codes."""
 
 
 DENSE = Dense()

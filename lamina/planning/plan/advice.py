@@ -29,7 +29,8 @@ def pareto(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def recommend(plans: Sequence[Plan]) -> Plan:
-    """Of the plans within SAME_COST of the least cost per output token, the one whose pools cost least per hour."""
+    """Return the plan whose pools cost least per hour, among those within SAME_COST of the least cost per output
+    token."""
     cheapest = min(plan.usd_per_million_out for plan in plans)
     near = [plan for plan in plans if plan.usd_per_million_out <= cheapest * (1 + SAME_COST)]
     return min(near, key=lambda plan: (plan.usd_per_hour, -plan.tokens_s))

@@ -213,7 +213,7 @@ class CostModel:
         return self.fits.pointwise.seconds(operator, moved, self.hardware)
 
     def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
-        """Of some rows and a part of the layers' weights."""
+        """Return the time of a product of some rows and a part of the layers' weights."""
         shape = self.shape
         kinds = shape.dtype, shape.fp8, shape.weight_itemsize
         return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, *kinds)

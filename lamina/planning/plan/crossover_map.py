@@ -120,7 +120,7 @@ class Cell:
 
     @property
     def offloading(self) -> float | None:
-        """The same of offloading alone."""
+        """Gain of offloading alone."""
         return _gain(self.alone, self.offloaded)
 
 

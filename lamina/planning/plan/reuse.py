@@ -57,17 +57,16 @@ class Sessions:
 
     @property
     def most(self) -> float:
-        """As in Reuse."""
         return float(self.shared + self.resumed)
 
     def found(self, room: Floats, active: Floats) -> Floats:
-        """As in Reuse."""
         waiting = active * self.idle / (1 - self.idle) * self.resumed
         kept = np.clip((room - self.shared) / np.maximum(waiting, 1e-9), 0.0, 1.0)
         return np.asarray(np.where(room >= 0, self.shared, 0.0) + self.resumed * kept)
 
     def each(self, found: float, prompts: Floats) -> Floats:
-        """As in Reuse: all prompts have one length, and the same of each is found."""
+        """Return the tokens found of each prompt: all prompts have one length, and equally many tokens of each are
+        found."""
         return np.full_like(prompts, math.floor(found))
 
     def describe(self) -> str:
@@ -108,15 +107,13 @@ class FromTrace:
 
     @property
     def most(self) -> float:
-        """As in Reuse."""
         return self.tokens[-1]
 
     def found(self, room: Floats, active: Floats) -> Floats:
-        """As in Reuse."""
         return np.asarray(np.interp(room, self.sizes, self.tokens))
 
     def each(self, found: float, prompts: Floats) -> Floats:
-        """As in Reuse: long prompts that continue a conversation are found almost whole, first ones not at all."""
+        """Return the tokens found of each prompt: continued conversations almost whole, first prompts not at all."""
         below = min(int(np.searchsorted(self.tokens, found, side="right")), len(self.tokens) - 1) - 1
         low, high = self.tokens[below], self.tokens[below + 1]
         part = (found - low) / max(high - low, 1e-9)

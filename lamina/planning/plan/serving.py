@@ -60,7 +60,7 @@ class Server:
         self._passes: dict[tuple[str, int], Floats] = {}
 
     def serving(self, workload: Workload) -> "Server":
-        """The same for another workload; both keep the times of slices, which do not depend on it, together."""
+        """Return a copy for another workload. Both share the times of slices, which do not depend on the workload."""
         other = Server(self.shape, workload, self.models, self.prices, self.slo)
         other._passes = self._passes
         return other

@@ -153,7 +153,7 @@ class StepModel:
 
 
 class LocalStepModel:
-    """As ``StepModel``, without messages: the virtual cluster's memory workers and cards have nothing to do."""
+    """Times of steps without messages: the virtual cluster's memory workers and cards have nothing to do."""
 
     latency_s = 0.0
 
