@@ -52,11 +52,11 @@ class SlabSize:
 
     @property
     def whole(self) -> "SlabSize":
-        """The same if all layers keep every token."""
+        """Sizes of a slab whose layers all keep every token."""
         return SlabSize(self.nbytes(1))
 
     def with_pages(self, shards: int) -> "SlabSize":
-        """The same on a GPU, which holds page tables: so many slots for each token."""
+        """Return the sizes on a GPU, which also holds page tables with a slot for each token."""
         return SlabSize(self.slot + MOST_BYTES * shards, self.rows)
 
 

@@ -44,7 +44,7 @@ class Direct:
 
     @property
     def reply_nbytes(self) -> int:
-        """The same there."""
+        """Bytes of a reply at the compute worker."""
         return self.theirs.body_nbytes
 
     @property

@@ -143,7 +143,7 @@ class Engine:
         self._queue(request, Reading(request, self.tokenizer, on_update, self.finish).take)
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
-        """Queue all of these requests or, if one is refused, none. Otherwise as ``submit``."""
+        """Queue several requests atomically: if one is rejected, none is queued. Errors are those of ``submit``."""
         for count, one in enumerate(submissions):
             try:
                 self.submit(one.request_id, one.prompt, one.params, one.on_update, client)
@@ -163,9 +163,15 @@ class Engine:
         drawn: Drawn | None = None,
         again: bool = False,
     ) -> None:
-        """As ``submit``, for a caller who makes text of the tokens and looks for stop strings: ``finish`` ends a
-        completion at one. ``seed``: of the draws, if the parameters have none. ``drawn``: go on from there. ``again``:
-        an earlier engine had accepted it, and the queue is not too full for it."""
+        """Queue a request whose caller detokenizes and matches stop strings itself, and ends completions by ``finish``.
+
+        Args:
+            seed: Seed of the draws if the parameters have none.
+            drawn: Tokens generated before an engine restart; generation continues after them.
+            again: True if an earlier engine accepted the request. The limit on queued requests is then not applied.
+
+        Raises what ``submit`` raises.
+        """
         self._queue(self._request(request_id, None, tokens, params, client, seed), on_tokens, drawn, again)
 
     def new_seed(self) -> int:

@@ -228,5 +228,5 @@ class Joins:
 
 
 def _numbers(names: Iterable[str]) -> "itertools.count[int]":
-    """Of workers started later: beyond those of these members."""
+    """Return the numbers of workers started later, beyond those of the members ``names``."""
     return itertools.count(1 + max((int(name.lstrip(string.ascii_lowercase)) for name in names), default=-1))

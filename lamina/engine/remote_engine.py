@@ -145,7 +145,7 @@ class RemoteEngine:
     # -- called from any thread ------------------------------------------------------------------------------------
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
-        """As the engine's."""
+        """Queue several requests atomically, as ``Engine.submit_all`` does."""
         asked, prompts, seeds = [], [], []
         for one in submissions:
             text = one.prompt if isinstance(one.prompt, str) else None
@@ -180,7 +180,7 @@ class RemoteEngine:
         return encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
 
     def abort(self, request_id: str) -> None:
-        """As the engine's."""
+        """End a request with the tokens it has, as ``Engine.abort`` does."""
         number = self._named.get(request_id)
         if number is not None:
             self._send(Abort([number]))

@@ -29,7 +29,7 @@ class MemoryStats:
     cached: int = 0
 
     def without(self, cached: int, sequences: int) -> "MemoryStats":
-        """The same with so many slots, and all of the sequences that hold cached prefixes, counted apart."""
+        """Return the usage without ``cached`` slots and the sequences that hold cached prefixes."""
         cached = min(cached, self.used)
         return MemoryStats(self.used - cached, self.capacity, max(0, self.sequences - sequences), cached)
 

@@ -250,7 +250,7 @@ class KvStore:
     def attend_there(
         self, layer: int, step: StepTables, q: Array, out: Array, lse: Array, new: New | None = None
     ) -> None:
-        """As ``attend``, of a step in one piece without further segments; out and lse are the device's
+        """Attend for a step in one piece without further segments; out and lse are the device's
         (``Device.made``)."""
         for one in step.tables[0]:
             rows, spec = slice(one.start, one.stop), self._specs[layer][one.part]

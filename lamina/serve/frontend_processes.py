@@ -72,12 +72,12 @@ class Owner(Protocol):
 
     @property
     def dead(self) -> str | None:
-        """See above."""
+        """Why there is no engine any more; None while there is one."""
         ...
 
     @property
     def beats(self) -> int:
-        """See above."""
+        """Count of signs of life, which changes while the engine runs."""
         ...
 
     def leave(self, frontend: str) -> None:

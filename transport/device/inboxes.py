@@ -201,7 +201,7 @@ class _SharedMemory:
     name: str = "emulated"
 
     def export(self) -> None:
-        """See ``DeviceMemory``."""
+        """Return None: emulated memory cannot be exported to NICs."""
 
 
 def _forbid(address: int, nbytes: int) -> None:

@@ -74,8 +74,8 @@ class GpuSums:
         return waited
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
-        """See ``Sums``. Sums over a vocabulary are not in the same order every time, so that ranks may draw different
-        tokens from equal logits."""
+        """Return the tokens of rank 0. Sums over a vocabulary are not in the same order every time, so that ranks may
+        draw different tokens from equal logits."""
         if self.rank.count == 1 or not tokens:
             return list(tokens)
         own = torch.tensor(tokens, device=self._kit.place)

@@ -105,8 +105,9 @@ class _Group:
         return [len(each) for each in self.shards]
 
     def table(self, before: Sequence[int], moves: Moves) -> Tensor:
-        """For ``Kit.write``, with ``before`` rows of each kind in front in each message, and columns without a message
-        up to one of few lengths. If all rows travel, there is one length for each number of rows with padding."""
+        """Return the table for ``Kit.write``, with ``before`` rows of each kind in front in each message, and columns
+        without a message up to one of few lengths. If all rows travel, there is one length for each number of rows with
+        padding."""
         counts = np.array(self.counts, np.int64)
         total = int(counts.sum())
         length = moves.rows * moves.shards if total == moves.total * moves.shards else padded_rows(total)

@@ -103,8 +103,8 @@ class Cuda:
             self._stagings[-1].send(source, target[: len(source)])
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """See ``Backend``; from CuPy's pool, to which it returns with the array, in few sizes: the pool gives the same
-        size alone, and to get more memory may wait for kernels that run."""
+        """Return pinned memory from CuPy's pool, to which it returns with the array, in few sizes: the pool gives the
+        same size alone, and to get more memory may wait for kernels that run."""
         count = math.prod(shape)
         memory = cupy.cuda.alloc_pinned_memory(1 << max(9, (count * np.dtype(dtype).itemsize - 1).bit_length()))
         return np.frombuffer(memory, dtype, count).reshape(shape)

@@ -194,11 +194,11 @@ class Form(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """See above."""
+        """Names of the linear layers that are held as codes."""
 
     @property
     def experts(self) -> frozenset[str]:
-        """See above."""
+        """Names of the layers with experts that are held as codes."""
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
         """The part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
@@ -236,7 +236,7 @@ def turned(weight: Tensor, shard: Shard) -> tuple[Tensor, Shard]:
 
 
 def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Iterator[Codes]:
-    """As ``quantise``, for each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises
+    """Quantise each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises
     ConfigError."""
     of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
     here = cut(weight, {0: shard[0]} if 0 in shard else {})
