@@ -92,7 +92,7 @@ def down(
     """Stop a running server: its engine, its frontends and all its workers.
 
     Open answers have a few seconds to finish. Workers on other machines end too: each `lamina worker` exits, and on a
-    Ray cluster the workers' actors end and their places are given back; the Ray cluster itself goes on. Returns once
+    Ray cluster the workers' actors end and their places are freed; the Ray cluster itself goes on. Returns once
     the server does not listen any more. The server and this command need the same key in LAMINA_ADMIN_KEY.
     """
     from lamina.cli.console import print_text

@@ -41,7 +41,7 @@ def once_set_up() -> None:
 
 
 def end_process(status: int) -> NoReturn:
-    """Exit at once. Everything a worker holds has been given back; taking apart a million objects takes a second."""
+    """Exit at once. Everything a worker holds has been freed; taking apart a million objects takes a second."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

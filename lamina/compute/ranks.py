@@ -2,7 +2,7 @@
 
 Every rank writes its tensor into an arena slot of every other, and adds what it finds in its own slots, in the order of
 the ranks, so that all have the same bits. There are two slots for each peer, used in turn: a peer that has sent number
-n has read everything of number n - 2, so that no slot needs to be given back. A tensor larger than a slot is added up
+n has read everything of number n - 2, so that no slot needs to be freed. A tensor larger than a slot is added up
 in pieces.
 """
 

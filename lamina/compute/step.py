@@ -255,7 +255,7 @@ class _Reader:
         self._offset = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the next tensor: the message's slot is given back before the step ends."""
+        """A copy of the next tensor: the message's slot is freed before the step ends."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize

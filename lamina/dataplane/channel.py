@@ -1,9 +1,9 @@
 """Messages over one link, in slots that the receiver leased to the sender, with credits.
 
 Each side of a link has ``SLOTS`` slots for the other's messages. A sender uses a slot only when its receiver has given
-it back, and knows that by a counter per slot: uses given back so far. The counters travel in the header of the next
+it back, and knows that by a counter per slot: uses freed so far. The counters travel in the header of the next
 message that goes the other way; they are rung (``Channel.flush``) only once the sender may know of no free slot. A
-message without one is kept and sent when one is given back; it never blocks its worker.
+message without one is kept and sent when one is freed; it never blocks its worker.
 
 The number of a slot's doorbell says how often the slot has been used and which piece of the message has arrived
 (``wire.slot_number``); the header says which lane the message belongs to, so that any lane may use any slot.
@@ -14,7 +14,7 @@ in the order in which they are announced, and released in that order.
 
 Nothing deadlocks: a memory worker needs no credit to serve a request, which frees its slot; a compute worker needs none
 to take a reply out of its slot (``compute.mail``); and both fetch without waiting for anybody. So every slot and
-region is given back at some time, and every kept message is sent.
+region is freed at some time, and every kept message is sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer, part_nbyt
 # Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
 PROOF = 0
 ARRIVED = 1  # by slot: a piece of a message is in it
-GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses given back
+GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses freed
 FETCHED = GIVEN_BACK + SLOTS  # regions fetched
 assert FETCHED < DOORBELLS
 SLOT, INBOX = int(Place.SLOT), int(Place.INBOX)  # compared for every message: members of an enum take five times longer
@@ -190,7 +190,7 @@ class Channel:
         # Outgoing: the peer's slots; regions announced, and those fetched.
         self._slots_there = SlotCredits(SLOTS, first)
         self._announced, self._fetched_there = first, first
-        # Incoming: uses of the own slots given back, and the next piece of each slot.
+        # Incoming: uses of the own slots freed, and the next piece of each slot.
         self._freed, self._piece = [first] * SLOTS, [0] * SLOTS
         self.awaited = {slot: self._target(slot) for slot in range(len(self.slots))}
         self._fetched, self._finished = first, set[int]()
@@ -375,7 +375,7 @@ class Channel:
         return lane_of(self.slots[slot], number) if self._arena.sequence(doorbell) >= number else None
 
     def settle(self, slot: int, number: int, header: bytes) -> None:
-        """A message was read, and its slot given back, without this object. ``header`` is the message's, ``number`` its
+        """A message was read, and its slot freed, without this object. ``header`` is the message's, ``number`` its
         doorbell's. ``Hub.go_on`` must follow."""
         fetched, *given_back = HEADER.unpack(header)[-1 - SLOTS :]
         self._slots_there.give_back(given_back)
@@ -409,7 +409,7 @@ class Channel:
             self._owe()
 
     def flush(self) -> None:
-        """Ring what the peer has not been told of slots given back and regions fetched. Raises PeerLostError."""
+        """Ring what the peer has not been told of slots freed and regions fetched. Raises PeerLostError."""
         (freed, fetched), bell = self._told, self._theirs.doorbell
         self._tell()
         for slot in range(SLOTS):

@@ -69,7 +69,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Space:
-    """A range of numbers, parts of which are taken and given back; each part starts at a multiple of ``alignment``."""
+    """A range of numbers, parts of which are taken and freed; each part starts at a multiple of ``alignment``."""
 
     def __init__(self, start: int, stop: int, alignment: int = 1) -> None:
         self._alignment = alignment

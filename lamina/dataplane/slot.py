@@ -12,7 +12,7 @@ from lamina.transport.device import slots as device_slots
 HEADER = struct.Struct(f"<HBxHHQQqQQ{SLOTS}Q")
 """Lane, where the body is (``Place``), low bits of the turn and of the number that announces the first piece, turn,
 bytes of the body, where what is fetched lies (or -1), its number, regions fetched so far of those announced to this
-receiver, uses given back of each of its slots.
+receiver, uses freed of each of its slots.
 
 The first word tells a message from all others of its slot, even while the next one is being written."""
 
@@ -55,7 +55,7 @@ def lane_of(slot: Buffer, first: int) -> int | None:
 
 
 class SlotCredits:
-    """Uses of a peer's slots: a slot is free once it has been given back as often as it has been used.
+    """Uses of a peer's slots: a slot is free once it has been freed as often as it has been used.
 
     Attributes:
         used: how often, by slot.
@@ -68,7 +68,7 @@ class SlotCredits:
         self._booked: dict[int, int] = {}  # the lanes that use slots without credits
 
     def give_back(self, uses: Sequence[int]) -> None:
-        """Take in how often slots have been given back; an earlier number than known changes nothing."""
+        """Take in how often slots have been freed; an earlier number than known changes nothing."""
         for slot, known in enumerate(self.given_back):
             if uses[slot] > known:
                 self.given_back[slot] = uses[slot]
@@ -107,7 +107,7 @@ class SlotCredits:
         return slot, self.used[slot] - count
 
     def unbook(self, lane: int) -> None:
-        """The slot of this lane, if it has one, is as any other from now on: free once it has been given back."""
+        """The slot of this lane, if it has one, is as any other from now on: free once it has been freed."""
         self._booked = {slot: owner for slot, owner in self._booked.items() if owner != lane}
 
 

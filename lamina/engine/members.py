@@ -51,7 +51,7 @@ class Record:
         self._pending, self._waiting = (number, topology), set(topology.names)
 
     def note_changed(self, worker: str, number: int) -> None:
-        """A member has applied a change, and all before it."""
+        """Record that ``worker`` has applied topology change ``number`` and all earlier ones."""
         if self._pending is None or number < self._pending[0]:
             return
         self._waiting.discard(worker)

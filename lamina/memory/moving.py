@@ -12,7 +12,7 @@ ends learn of these migrations in the same order. The numbers that the engine gi
 another engine, which takes over the workers with their doorbells, starts them at 1 again.
 
 A sequence may end at any time: both ends forget it when they are told to release it. Pieces of it that still arrive are
-discarded, since its slots may have other owners by then. Its staging slots need not be given back: a later migration
+discarded, since its slots may have other owners by then. Its staging slots need not be freed: a later migration
 may overwrite them, which can only damage pieces that are discarded.
 """
 

@@ -135,7 +135,7 @@ class Moves:
     # -- the beginning ------------------------------------------------------------------------------------------
 
     def step_completed(self) -> None:
-        """A step has: some more tokens may move. Nothing is saved up beyond one move."""
+        """Add one step's worth of tokens to the move budget, which never exceeds one move."""
         self._credit = min(self._credit + self.tokens_per_step, MOST_TOKENS)
 
     def may_begin(self, source: str) -> bool:
@@ -259,7 +259,7 @@ class Moves:
         return switches
 
     def _is_pointless(self, move: Move) -> bool:
-        """True if the slots will be released where they are, or some that share them are beams, which come and go."""
+        """True if the KV is about to be freed, or belongs to a beam search, whose beams are replaced every step."""
         if move.tree is not None and move.node is not None:
             groups, _ = self._prefixes.sharers(move.tree, move.node, move.start)
             return any(group.searches for group in groups)

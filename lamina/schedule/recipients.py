@@ -64,7 +64,7 @@ class Recipients:
         self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
         self._segments: dict[int, list[Segment]] = {}
         self._homes: dict[int, list[str]] = {}  # the memory workers with its segments
-        self._knowing: dict[int, set[str]] = {}  # the compute workers that must be told of its release
+        self._knowing: dict[int, set[str]] = {}  # by sequence: compute workers that keep state for it
         self._holding: dict[int, set[str]] = {}  # the memory workers that must, those that it moves to included
         self._decoding: dict[int, _Decoding] = {}  # by lane
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first

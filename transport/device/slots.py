@@ -21,7 +21,7 @@ from lamina._native import Arena as NativeArena
 
 SLOTS = 2  # that a message may be in
 HEADER_WORDS = 8  # of 8 bytes, in front of the body
-CREDIT_WORD = 6  # of an answer's header, first of SLOTS: how often each of the own slots has been given back
+CREDIT_WORD = 6  # of an answer's header, first of SLOTS: how often each of the own slots has been freed
 PLACE_SHIFT, IN_INBOX = 16, 2  # the byte of a header's first word that says where the body is: this means in the inbox
 SILENCE_S = 60.0
 DRAIN_S = 5.0  # for what was launched to end after an abort
@@ -93,7 +93,7 @@ class SlotStream(Protocol):
         """Wait for a message, and copy the first ``nbytes`` of its body to ``into``, uint8 on the device."""
 
     def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
-        """Send ``parts``, arrays on the device, as the body, with the use of the received message's slot given back;
+        """Send ``parts``, arrays on the device, as the body, with the use of the received message's slot freed;
         then write the record. ``pieces``: as for the message."""
 
     def beat(self) -> None:

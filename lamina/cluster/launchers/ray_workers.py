@@ -99,7 +99,7 @@ class _Placed:
 
 
 class RayWorkers:
-    """Workers under Ray actors, one each. A placement group per worker reserves what its kind takes, and is given back
+    """Workers under Ray actors, one each. A placement group per worker reserves what its kind takes, and is freed
     with it.
 
     ``remote`` takes in the actors' supervisors, at ``engine``; they know it by ``engine_key``.

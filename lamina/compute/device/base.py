@@ -147,7 +147,7 @@ class Runner(Carrier, Protocol):
         """q, k, v and context of slice ``index``, not the last; ``on_query`` is called with q before k and v exist.
 
         ``attention`` and ``context`` may be in host memory. The next slice that runs here may overwrite q, k and v;
-        context lasts until the next slice but one that runs with the same ``rows``.
+        ``context`` stays valid until two more slices have run with the same ``rows``.
         """
 
     def logits(

@@ -181,8 +181,10 @@ class Device(Mapper, Protocol):
         """Drop what is kept of segments that have ended or lost tokens. Tables made before stay valid."""
 
     def renew(self, slots: Slots, others: Slots, left: int) -> None:
-        """What ``slots`` [T] have forgotten, they get from ``others`` [T], which hold the same tokens: what a step may
-        attend to that begins ``left`` tokens after the first of them."""
+        """Copy KV from ``others`` [T] to ``slots`` [T], which hold the same tokens, where windowed layers dropped it.
+
+        ``left``: offset, in tokens, of the first position that may still be attended from.
+        """
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         """Write what ``slots`` hold into ``content``, as it is stored: scales of k and v if they are codes, k, v."""
