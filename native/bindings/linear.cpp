@@ -1,6 +1,6 @@
 // lamina._native: linear layers on packed weights. They take addresses and sizes as integers, because
-// checking arrays would cost more than the work on few rows: lamina.lowering.native_operators, their one caller,
-// guarantees them.
+// checking arrays would cost more than the work on few rows: lamina.lowering.native_operators, their one
+// caller, guarantees them.
 #include "lamina/linear.h"
 
 #include <nanobind/nanobind.h>

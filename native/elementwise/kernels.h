@@ -249,7 +249,8 @@ void largest_rows(const Largest &task, int64_t begin, int64_t end) {
     }
 }
 
-// The step of splitmix64's counter, and 32 bits of its output in place of the counter, or of each in a vector.
+// The step of splitmix64's counter, and 32 bits of its output in place of the counter, or of each in a
+// vector.
 constexpr uint64_t kGolden = 0x9e3779b97f4a7c15;
 template <class Counter> [[gnu::always_inline]] inline void hash(Counter &z) {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;

@@ -1,7 +1,7 @@
 // The operations of a dense layer between its matrix products, each in one pass: root-mean-square norm,
-// rotary embedding and gated activation; and what draws tokens from logits. Values are computed in float and rounded to the element type
-// wherever the separate operators would have stored them. Plain pointers; nothing here knows Python or a
-// framework.
+// rotary embedding and gated activation; and what draws tokens from logits. Values are computed in float and
+// rounded to the element type wherever the separate operators would have stored them. Plain pointers; nothing
+// here knows Python or a framework.
 #pragma once
 
 #include "lamina/attention.h"
