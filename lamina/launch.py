@@ -161,7 +161,7 @@ def _engine(
     on_trace: Sequence[OnTrace],
     home: Home | None,
 ) -> Engine:
-    """The engine of a running cluster."""
+    """Return the engine of a running cluster."""
     limits = plan.limits
 
     def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
@@ -199,7 +199,7 @@ def _take_over(
 
 
 def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
-    """The memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
+    """Return the memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
     memory = _configured_memory(config)
     if config.polling == "device" and all(entry.kind in (pool.CPU, LOCAL) for entry in memory):
         raise ConfigError(
@@ -241,7 +241,7 @@ def _check_autoscale(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:
-    """The workers of both pools, by name, with their devices. Those of other machines come last."""
+    """Return the workers of both pools, by name, with their devices. Those of other machines come last."""
     if config.ray is not None:
         return {
             role: {f"{role}{index}": Assigned(kind, ray_placement.device(kind)) for index, kind in enumerate(kinds)}
@@ -264,7 +264,7 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 
 
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
-    """The kind of each worker on a Ray cluster. Raises ConfigError."""
+    """Return the kind of each worker on a Ray cluster. Raises ConfigError."""
     known = _known_to_ray(config)
     texts: dict[Role, str] = {"compute": config.compute, "memory": config.memory or pool.CPU}
     return {
@@ -278,7 +278,7 @@ def _known_to_ray(config: EngineConfig) -> list[str]:
 
 
 def ray_bundles(config: EngineConfig) -> dict[str, ray_placement.Bundle]:
-    """What each worker takes from the Ray cluster. Raises ConfigError for kinds that do not exist."""
+    """Return what each worker takes from the Ray cluster. Raises ConfigError for kinds that do not exist."""
     own = ray_placement.own_kinds(config.kind)
     return {
         f"{role}{index}": ray_placement.bundle(kind, own, config.threads)
@@ -327,7 +327,7 @@ def _where(config: EngineConfig, host: str) -> Where:
 
 
 def _launcher(config: EngineConfig, pools: Pools, local: Local, where: Where, control: ControlServer) -> Launcher:
-    """What starts the workers: this machine, other machines too, or Ray."""
+    """Return what starts the workers: this machine, other machines too, or Ray."""
     if where.port is None:
         return local
     remote = RemoteWorkers(where.bind, where.port, control.secret, control.keys)

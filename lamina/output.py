@@ -85,7 +85,7 @@ class Unblocked(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        """The descriptor that the thread writes to."""
+        """Return the descriptor that the thread writes to."""
         return self._descriptor
 
     def isatty(self) -> bool:

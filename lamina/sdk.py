@@ -58,7 +58,8 @@ class Lamina:
         self._start(config)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of ``generate`` without ``sampling_params``: those of the model's generation_config.json."""
+        """Return the parameters of ``generate`` without ``sampling_params``: those of the model's
+        generation_config.json."""
         return _params_of(None, 1, self.engine.sampling_defaults)[0]
 
     @classmethod
@@ -238,7 +239,7 @@ def _one(given: str | Iterable[int]) -> Prompt:
 def _params_of(
     given: Params | Sequence[Params] | None, prompts: int, defaults: Mapping[str, Any]
 ) -> list[SamplingParams]:
-    """The parameters of each prompt; what a dict lacks has its default."""
+    """Return the parameters of each prompt; what a dict lacks has its default."""
     if given is None or isinstance(given, SamplingParams | Mapping):
         return [_filled(given or {}, defaults)] * prompts
     if len(given) != prompts:

@@ -17,7 +17,7 @@ from lamina.splitter.attention import IMPLEMENTATION, attention
 
 
 def build_implementation(model_type: str) -> str:
-    """The ``attn_implementation`` with which to construct a model of this type."""
+    """Return the ``attn_implementation`` with which to construct a model of this type."""
     return "eager" if model_type in _ADAPTERS else IMPLEMENTATION
 
 
@@ -38,7 +38,7 @@ def knows_positions(model_type: str) -> bool:
 
 
 def _code(module: nn.Module) -> Any:
-    """The Python module of a family, from one of its modules."""
+    """Return the Python module of a family, from one of its modules."""
     return sys.modules[type(module).__module__]
 
 

@@ -36,7 +36,7 @@ def split(config: PretrainedConfig, dtype: DType = DType.FLOAT32, rank: Rank = O
 
 
 def capture_clean(config: PretrainedConfig, dtype: DType) -> Capture:
-    """The graph of a model, before it is cut. Raises UnsupportedModelError."""
+    """Return the graph of a model, before it is cut. Raises UnsupportedModelError."""
     captured = capture(config, dtype)
     clean(captured)
     verify_capture(captured)
@@ -45,7 +45,7 @@ def capture_clean(config: PretrainedConfig, dtype: DType) -> Capture:
 
 
 def assemble(config: PretrainedConfig, dtype: DType, captured: Capture, rank: Rank) -> SplitModel:
-    """What ``split`` makes of a model's graph, which is not changed."""
+    """Return what ``split`` makes of a model's graph, which is not changed."""
     held: Mapping[str, Part] = {}
     whole = captured
     if rank != ONLY:
@@ -131,7 +131,7 @@ def _fraction(weight: Weight, shard: Shard) -> float:
 
 
 def _attentions(captured: Capture) -> tuple[AttentionSpec, ...]:
-    """All attentions of the whole model."""
+    """Return all attentions of the whole model."""
     nodes = captured.attentions
     return tuple(attention.spec(nodes[source], index) for index, source in enumerate(captured.representatives[:-1]))
 
@@ -148,6 +148,6 @@ def _crossing(node: fx.Node, layers: int) -> Crossing:
 
 
 def _origin(node: fx.Node) -> str:
-    """The module whose code made a node, and the operator, as in ``model.layers.3: add``."""
+    """Return the module whose code made a node, and the operator, as in ``model.layers.3: add``."""
     operator = getattr(node.target, "_opname", None) or node.name
     return f"{node.meta['path'].removeprefix('model.')}: {operator}"

@@ -153,7 +153,7 @@ ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _registered)
 
 
 def sinks(node: fx.Node) -> fx.Node | None:
-    """The placeholder of an operator node's sink logits, looking through casts, or None."""
+    """Return the placeholder of an operator node's sink logits, looking through casts, or None."""
     source = node.args[3]
     while isinstance(source, fx.Node) and source.op != "placeholder":
         (source,) = source.all_input_nodes
@@ -162,7 +162,7 @@ def sinks(node: fx.Node) -> fx.Node | None:
 
 
 def spec(node: fx.Node, layer: int) -> AttentionSpec:
-    """The AttentionSpec of an operator node in a captured graph."""
+    """Return the AttentionSpec of an operator node in a captured graph."""
     arguments: Any = node.args
     query, key, value, sink, slopes, scale, window, chunk, softcap = arguments
     return AttentionSpec(

@@ -179,7 +179,7 @@ def _untraceable(config: PretrainedConfig, error: Exception) -> UnsupportedModel
 
 
 def _rope_by_length(config: PretrainedConfig) -> str | None:
-    """The rope_type of a layer whose rotary embedding depends on the sequence length, if any."""
+    """Return the rope_type of a layer whose rotary embedding depends on the sequence length, if any."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for all layers, or one per type
     return next((kind["rope_type"] for kind in kinds if kind.get("rope_type") in ("dynamic", "longrope")), None)
@@ -193,7 +193,7 @@ def _layers(model: nn.Module, count: int) -> nn.ModuleList:
 
 
 def _constant(model: Any, modules: Mapping[str, nn.Module], name: str) -> Tensor:
-    """The value of a buffer that checkpoints do not hold, initialised as ``from_pretrained`` does."""
+    """Return the value of a buffer that checkpoints do not hold, initialised as ``from_pretrained`` does."""
     path, _, attribute = name.rpartition(".")
     module = copy.copy(modules[path])
     module._buffers = {

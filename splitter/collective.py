@@ -27,7 +27,7 @@ ALL_REDUCE = torch.ops.lamina.all_reduce.default
 
 
 def bind(module: fx.GraphModule, reduce: Reduce) -> fx.GraphModule:
-    """A copy of ``module`` that calls ``reduce`` where ranks meet."""
+    """Return a copy of ``module`` that calls ``reduce`` where ranks meet."""
     bound = copy.deepcopy(module)
     for node in bound.graph.find_nodes(op="call_function", target=ALL_REDUCE):
         node.target = reduce

@@ -23,7 +23,7 @@ def minimum_cut(
     after: set[Node],
     cost: Callable[[Node], float],
 ) -> set[Node]:
-    """The nodes to compute before a cut, such that the values used after it are the cheapest to send.
+    """Return the nodes to compute before a cut, such that the values used after it are the cheapest to send.
 
     Args:
         nodes: of a directed acyclic graph, in topological order; users outside ``nodes`` are ignored.

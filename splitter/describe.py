@@ -27,7 +27,7 @@ class Kind:
 
 
 def kinds(model: SplitModel) -> list[Kind]:
-    """The distinct slices of a model in order of their first appearance."""
+    """Return the distinct slices of a model in order of their first appearance."""
     found: dict[object, list[int]] = {}
     for part in model.slices:
         spec = None if part.last else replace(model.attentions[part.index], layer=0)
@@ -117,7 +117,7 @@ def attention_summary(spec: AttentionSpec) -> str:
 
 
 def short(name: str) -> str:
-    """A weight's module without the model's prefix: ``layers.3.mlp.up_proj``."""
+    """Return a weight's module without the model's prefix: ``layers.3.mlp.up_proj``."""
     name = re.sub(r"\.(weight|bias)$", "", name)
     match = re.search(r"[a-z_]+\.\d+\..*", name)
     return match.group() if match else name.rsplit(".", 1)[-1]

@@ -39,7 +39,7 @@ _STYLE = """
 
 
 def svg(model: SplitModel) -> str:
-    """The picture, a complete SVG document."""
+    """Return the picture, a complete SVG document."""
     shown = kinds(model)
     hidden = len(shown) - _MOST_KINDS
     if hidden > 0:
@@ -106,7 +106,8 @@ def _modules(names: Iterable[str]) -> list[str]:
 
 
 def _crossings(model: SplitModel, kind: Kind, end: End, top: int, height: int) -> list[str]:
-    """The attention beside the gap after a slice, and the arrows: q, k, v there, its result back, context down."""
+    """Return the attention beside the gap after a slice, and the arrows: q, k, v there, its result back, context
+    down."""
     cost = traffic(model, kind.slice.index)
     edge, bottom = _SLICE_X + _SLICE_WIDTH, top + height
     middle = (edge + _ATTENTION_X) // 2 - 18

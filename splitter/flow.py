@@ -52,7 +52,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def descendants(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes and everything computed from them."""
+    """Return the nodes and everything computed from them."""
     return _reach(nodes, lambda node: node.users)
 
 
@@ -81,7 +81,8 @@ class RowLayout:
 
 
 def row_layout(node: fx.Node) -> RowLayout | None:
-    """The layout of a node's value; None if it does not have exactly one row per token, so that it cannot be sent."""
+    """Return the layout of a node's value; None if it does not have exactly one row per token, so that it cannot be
+    sent."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return None

@@ -15,12 +15,12 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def shift(name: str, layers: int) -> str:
-    """The name of the same weight ``layers`` layers later; names without a layer do not change."""
+    """Return the name of the same weight ``layers`` layers later; names without a layer do not change."""
     return _LAYER.sub(lambda match: str(int(match.group()) + layers), name, count=1)
 
 
 def relative(name: str, layer: int) -> str:
-    """The name with its layer relative to ``layer``: equal for corresponding weights of different layers."""
+    """Return the name with its layer relative to ``layer``: equal for corresponding weights of different layers."""
     return _LAYER.sub(lambda match: f"{int(match.group()) - layer:+d}", name, count=1)
 
 
@@ -128,7 +128,7 @@ def _depends_on_inputs_alone(entry: Hashable) -> bool:
 
 
 def shortest_prefix(records: Sequence[Record]) -> int:
-    """How many layers must be captured so that every slice of the whole model occurs among them.
+    """Return how many layers must be captured so that every slice of the whole model occurs among them.
 
     A slice depends on its own stretch and the two neighbouring ones, because the cut moves nodes across attentions.
     The shortened model keeps its head: the last record follows its last layer.

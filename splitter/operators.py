@@ -152,7 +152,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[rows.node.expr] = count
 
     def finish(self, result: Tensor) -> fx.Graph:
-        """The graph of ``result``."""
+        """Return the graph of ``result``."""
         self._graph.output(self._node(result))
         self._graph.erase_node(self._inputs)
         self._graph.eliminate_dead_code()
@@ -202,7 +202,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return node
 
     def _described(self, value: Any) -> Any:
-        """An argument with nodes in place of tensors and sizes."""
+        """Return an argument with nodes in place of tensors and sizes."""
         if isinstance(value, Tensor):
             return self._node(value)
         if isinstance(value, torch.SymInt):
@@ -216,7 +216,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return value
 
     def _size(self, expression: sympy.Expr) -> fx.Node | int:
-        """The node that computes a size from the number of rows."""
+        """Return the node that computes a size from the number of rows."""
         if expression.is_Integer:
             return int(expression)
         if expression in self._sizes:

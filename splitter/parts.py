@@ -39,12 +39,13 @@ class NotAPartError(ValueError):
 
 
 def block(size: int, rank: int, ranks: int) -> Indices:
-    """The indices of ``rank`` among ``size``: contiguous, and nearly as many for every rank."""
+    """Return the indices of ``rank`` among ``size``: contiguous, and nearly as many for every rank."""
     return np.arange(rank * size // ranks, (rank + 1) * size // ranks)
 
 
 def union(parts: Iterable[Part], shape: Sequence[Any]) -> Part:
-    """The smallest part of a tensor of ``shape`` that includes all of ``parts``, of which there is at least one."""
+    """Return the smallest part of a tensor of ``shape`` that includes all of ``parts``, of which there is at least
+    one."""
     first, *others = parts
     joined = dict(first)
     for other in others:
@@ -58,7 +59,7 @@ def equal(a: Part, b: Part) -> bool:
 
 
 def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
-    """The elements of ``part``, of a tensor of shape ``old``, as a part of a view of it with shape ``new``.
+    """Return the elements of ``part``, of a tensor of shape ``old``, as a part of a view of it with shape ``new``.
 
     Dimensions whose size is a symbol must be whole. Raises NotAPartError.
     """
@@ -118,7 +119,7 @@ def positions(held: Indices | None, wanted: Indices) -> Indices:
 
 
 def runs(indices: Indices) -> Runs:
-    """The contiguous ranges of ``indices``."""
+    """Return the contiguous ranges of ``indices``."""
     if not len(indices):
         return ()
     ends = np.flatnonzero(np.diff(indices) != 1)

@@ -26,7 +26,7 @@ class MixesError(ValueError):
 
 
 def needs(node: fx.Node, part: Part) -> Needs:
-    """What ``node`` takes to compute ``part`` of its result. Raises MixesError."""
+    """Return what ``node`` takes to compute ``part`` of its result. Raises MixesError."""
     if (cut := Cut.of(node)) is not None:
         return {cut.source: cut.needs(part)}
     if not part:
@@ -59,7 +59,7 @@ def sizes(node: Any) -> tuple[Any, ...]:
 
 
 def name(node: fx.Node) -> str:
-    """The operator's name without overload, as ``view``."""
+    """Return the operator's name without overload, as ``view``."""
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
 
 
@@ -124,7 +124,7 @@ class Cut:
         return cls(source, dim, np.arange(whole[dim])[bounds], False)
 
     def needs(self, part: Part) -> Part:
-        """The part of the source that holds ``part`` of the result."""
+        """Return the part of the source that holds ``part`` of the result."""
         moved = {dim + (self.removes and dim >= self.dim): held for dim, held in part.items()}
         held = moved.get(self.dim)
         return {**moved, self.dim: self.indices if held is None else self.indices[held]}
@@ -134,7 +134,7 @@ _SPLITS = ("split", "split_with_sizes", "chunk", "unbind")
 
 
 def _broadcast(node: fx.Node, source: fx.Node, part: Part) -> Part:
-    """The part of an operand, aligned with the result from the right; its dimensions of size 1 are repeated."""
+    """Return the part of an operand, aligned with the result from the right; its dimensions of size 1 are repeated."""
     own = sizes(source)
     skipped = len(sizes(node)) - len(own)
     return {dim - skipped: held for dim, held in part.items() if dim >= skipped and own[dim - skipped] != 1}
@@ -192,7 +192,7 @@ def _reduction(node: fx.Node, part: Part) -> Needs:
 
 
 def reduced(node: fx.Node) -> tuple[set[int], bool]:
-    """The dimensions that a reduction runs over, and whether the result keeps them with size 1."""
+    """Return the dimensions that a reduction runs over, and whether the result keeps them with size 1."""
     arguments: list[Any] = [*node.args[1:3], None, None]
     over, keeps = arguments[:2]
     rank = len(sizes(node.args[0]))
@@ -270,11 +270,11 @@ class Product:
         return size
 
     def by_inputs(self, held: Indices) -> Needs:
-        """What a rank takes to sum over some of the inputs."""
+        """Return what a rank takes to sum over some of the inputs."""
         return {self.x: {len(sizes(self.x)) - 1: held}, self.weight: {self.inputs: held}}
 
     def by_outputs(self, held: Indices) -> Needs:
-        """What a rank takes to compute some of the outputs."""
+        """Return what a rank takes to compute some of the outputs."""
         bias = {} if self.bias is None else {self.bias: {len(sizes(self.bias)) - 1: held}}
         return {self.weight: {self.outputs: held}, **bias}
 

@@ -36,7 +36,7 @@ _WIDE = {
 
 
 def depends_on_order(captured: Capture) -> str | None:
-    """The first result (an attention's q, k or v, or the logits) of which a row depends on the rows beside it.
+    """Return the first result (an attention's q, k or v, or the logits) of which a row depends on the rows beside it.
 
     Raises UnsupportedModelError for an operator that cannot be run.
     """

@@ -49,7 +49,7 @@ def numbering(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _numbers_rows(node: fx.Node) -> bool:
-    """Whether the node makes values of the numbers or the count of rows, which its inputs do not hold."""
+    """Return whether the node makes values of the numbers or the count of rows, which its inputs do not hold."""
     if "size" in node.meta:
         return False
     name = _name(node)
@@ -79,7 +79,8 @@ def _sorts_rows(node: fx.Node) -> bool:
 
 
 def _read(node: fx.Node) -> set[fx.Node]:
-    """The inputs whose elements the result is made of; not those that only give its shape or select among rows."""
+    """Return the inputs whose elements the result is made of; not those that only give its shape or select among
+    rows."""
     name = _name(node)
     if name in _FILLING:
         return set(_filled_with(node))
@@ -97,7 +98,7 @@ def _read(node: fx.Node) -> set[fx.Node]:
 
 
 def _filled_with(node: fx.Node) -> list[fx.Node]:
-    """The values that an operator of ``_FILLING`` repeats."""
+    """Return the values that an operator of ``_FILLING`` repeats."""
     place = _FILLING[_name(node)]
     given = [node.args[place]] if place is not None and len(node.args) > place else []
     return [value for value in given if isinstance(value, fx.Node)]
@@ -134,7 +135,7 @@ def _row_dimensions(value: Tensor) -> set[int]:
 
 
 def _dimensions(argument: Any, rank: int) -> set[int]:
-    """The dimensions that an argument selects: one, several, or all if it is None or empty."""
+    """Return the dimensions that an argument selects: one, several, or all if it is None or empty."""
     given: Iterable[int] = (argument,) if isinstance(argument, int) else argument or range(rank)
     return {dim % rank for dim in given} if rank else set()
 
@@ -154,7 +155,7 @@ def _slices(node: fx.Node, rank: int, rows: set[int]) -> bool:
 
 
 def _is_size(end: Any, of: Any, dim: int) -> bool:
-    """Whether ``end``, computed from the number of rows, is the size of a tensor."""
+    """Return whether ``end``, computed from the number of rows, is the size of a tensor."""
     size: Any = of.meta["val"].shape[dim]
     return isinstance(end, fx.Node) and isinstance(size, torch.SymInt) and end.meta.get("size") == size.node.expr
 

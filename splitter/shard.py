@@ -54,7 +54,7 @@ class Sharded:
 
 
 def shard(captured: Capture, rank: Rank) -> Sharded:
-    """The graph that ``rank`` computes; ``captured`` is not changed.
+    """Return the graph that ``rank`` computes; ``captured`` is not changed.
 
     Raises UnsupportedModelError: its heads cannot be divided by the number of ranks, or an attention's result is used
     in a way that needs all heads.
@@ -64,7 +64,7 @@ def shard(captured: Capture, rank: Rank) -> Sharded:
 
 
 def heads_of(query_heads: int, kv_heads: int, rank: Rank) -> tuple[Indices, Indices]:
-    """The query heads and the KV heads of a rank; ranks share a KV head where there are fewer of them.
+    """Return the query heads and the KV heads of a rank; ranks share a KV head where there are fewer of them.
 
     Raises UnsupportedModelError.
     """
@@ -108,7 +108,7 @@ class _Plan:
                 self._visit(node)
 
     def heads(self, attention: fx.Node, rank: Rank | None = None) -> tuple[Indices, Indices]:
-        """The query heads and KV heads of a rank, this one by default."""
+        """Return the query heads and KV heads of a rank, this one by default."""
         query, key = (shape(node) for node in attention.args[:2])
         assert query is not None and key is not None
         return heads_of(query[1], key[1], rank or self.rank)
@@ -118,7 +118,7 @@ class _Plan:
         return block(size, rank.number, rank.count)
 
     def _find_columns(self) -> set[fx.Node]:
-        """The linear layers that q, k and v come from."""
+        """Return the linear layers that q, k and v come from."""
         found: set[fx.Node] = set()
         for attention in self.captured.attentions:
             for node in attention.args[:3]:
@@ -146,7 +146,7 @@ class _Plan:
         )
 
     def _find_head(self) -> fx.Node | None:
-        """The linear layer each of whose outputs is one logit."""
+        """Return the linear layer each of whose outputs is one logit."""
         (node,) = self.captured.graph.output_node().all_input_nodes
         while Product.of(node) is None:
             sources = [source for source in node.all_input_nodes if source.op != "placeholder" and shape(source)]
@@ -207,7 +207,7 @@ class _Plan:
         return wanted, uses
 
     def _averaged(self, node: fx.Node) -> Part:
-        """The part of its input that a mean over features has, if other users of the same values need no more.
+        """Return the part of its input that a mean over features has, if other users of the same values need no more.
 
         The ranks add up their means: norms of q and k over all heads.
         """
@@ -229,8 +229,8 @@ class _Plan:
 
 
 def _sources(node: Any, part: Part) -> dict[fx.Node, Part] | None:
-    """The linear layers and attentions whose results ``part`` of a value depends on, index by index, and the parts of
-    them that it needs; None if an operator between mixes indices."""
+    """Return the linear layers and attentions whose results ``part`` of a value depends on, index by index, and the
+    parts of them that it needs; None if an operator between mixes indices."""
     found: dict[fx.Node, Part] = {}
     todo = [(node, part)]
     while todo:
@@ -258,7 +258,7 @@ class _Writer:
         self._mode = plan.captured.ids.meta["val"].fake_mode
 
     def write(self) -> Sharded:
-        """The graph, with the shapes of its values."""
+        """Return the graph, with the shapes of its values."""
         captured = self._plan.captured
         for node in self._plan.nodes:
             if node in self._plan.parts:
@@ -296,7 +296,7 @@ class _Writer:
         return copy
 
     def _compute(self, node: fx.Node, part: Part) -> fx.Node:
-        """An operator on parts."""
+        """Return the node that computes an operator on parts."""
         plan, arguments = self._plan, self._arguments(node)
         if name(node) in (*VIEWS, "expand"):
             given: Any = arguments[1]
@@ -342,7 +342,7 @@ class _Writer:
         return node
 
     def _part(self, source: fx.Node, wanted: Part) -> fx.Node:
-        """The node that has the part ``wanted`` of what ``source`` is in the whole graph."""
+        """Return the node that has the part ``wanted`` of what ``source`` is in the whole graph."""
         copy, held = self._copies[source], self._plan.parts[source]
         for dim in held.keys() | wanted.keys():
             if dim not in wanted:
@@ -408,7 +408,7 @@ class _Writer:
 
 
 def _value(node: fx.Node) -> Any:
-    """The fake value of a node; sizes that were recorded without one are computed."""
+    """Return the fake value of a node; sizes that were recorded without one are computed."""
     if "val" in node.meta:
         return node.meta["val"]
     target: Any = node.target

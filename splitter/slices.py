@@ -134,13 +134,13 @@ def _demand_order(captured: Capture, parts: Partition, index: int, results: list
 
 
 def _pack(graph: fx.Graph, original: fx.Node, node: fx.Node) -> fx.Node:
-    """A context tensor as [T, width]."""
+    """Return a context tensor as [T, width]."""
     layout = context_layout(original)
     return graph.call_function(torch.ops.aten.reshape.default, (node, [-1, layout.width]))
 
 
 def _unpack(graph: fx.Graph, original: fx.Node, node: fx.Node) -> fx.Node:
-    """What ``_pack`` was given, from what it gave."""
+    """Return what ``_pack`` was given, from what it gave."""
     layout = context_layout(original)
     unpacked = graph.call_function(torch.ops.aten.reshape.default, (node, [*[1] * layout.ones, -1, *layout.shape]))
     unpacked.meta = dict(original.meta)
@@ -157,7 +157,7 @@ def _linears(graph: fx.Graph) -> tuple[int, int]:
 
 
 def _key(graph: fx.Graph) -> Hashable:
-    """The graph with its nodes numbered in order, and the types of its inputs."""
+    """Return the graph with its nodes numbered in order, and the types of its inputs."""
     number: dict[fx.Node, int] = {}
     lines: list[Hashable] = []
     for node in graph.nodes:

@@ -65,7 +65,7 @@ Shard = Mapping[int, Runs]
 
 
 def cut(tensor: Tensor, shard: Shard) -> Tensor:
-    """The part of a whole weight that ``shard`` selects; a view if it is one range."""
+    """Return the part of a whole weight that ``shard`` selects; a view if it is one range."""
     for dim, ranges in shard.items():
         pieces = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
@@ -114,7 +114,8 @@ class SliceOutput:
 
 
 def as_numpy(tensor: Tensor) -> Array:
-    """The tensor's memory, or that of a copy in host memory, as a C-contiguous array; bfloat16 as uint16 bits."""
+    """Return the tensor's memory, or that of a copy in host memory, as a C-contiguous array; bfloat16 as uint16
+    bits."""
     tensor = tensor.detach().contiguous().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)

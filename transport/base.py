@@ -99,7 +99,7 @@ class Arena(Protocol):
         ...
 
     def sequence(self, doorbell: int) -> int:
-        """What a doorbell was last rung with, as far as this endpoint has seen; acquires what it announces."""
+        """Return what a doorbell was last rung with, as far as this endpoint has seen; acquires what it announces."""
         ...
 
 
@@ -121,7 +121,7 @@ class Endpoint(Protocol):
         ...
 
     def descriptor(self) -> bytes:
-        """What a peer needs to connect to this endpoint's arena: opaque bytes, sent over the control plane."""
+        """Return what a peer needs to connect to this endpoint's arena: opaque bytes, sent over the control plane."""
         ...
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
@@ -245,6 +245,6 @@ def check_doorbell(doorbell: int, doorbells: int) -> None:
 def deadline_error(
     name: str, targets: Sequence[tuple[int, int]], reached: Sequence[int], timeout_s: float
 ) -> DeadlineError:
-    """The error that ``wait`` of endpoint ``name`` raises; ``reached`` are the current values of its targets."""
+    """Return the error that ``wait`` of endpoint ``name`` raises; ``reached`` are the current values of its targets."""
     states = ", ".join(f"{bell} is at {at} of {goal}" for (bell, goal), at in zip(targets, reached, strict=True))
     return DeadlineError(f"{name} waited {timeout_s:g} s for a message (doorbell {states})")

@@ -20,7 +20,7 @@ STALL_S = 60.0
 
 
 def spin_s(workers: Collection[frozenset[int]]) -> float:
-    """How long waits spin before they sleep, given the cores of each worker: longer if workers share none."""
+    """Return how long waits spin before they sleep, given the cores of each worker: longer if workers share none."""
     return OWN_CORES_SPIN_S if sum(map(len, workers)) == len(frozenset.union(*workers)) else SPIN_S
 
 
@@ -147,7 +147,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
         self._stall_s = options.get("stall_s", STALL_S)
 
     def descriptor(self) -> bytes:
-        """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
+        """Return what a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
         own = self._registered()
         native, listens = own.arena.native, own.listener
         where = (self._advertised or listens.host, listens.port, own.arena.identity, native.nbytes, native.doorbells)

@@ -80,7 +80,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         self.spin_s = spin_s
 
     def descriptor(self) -> bytes:
-        """What a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
+        """Return what a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
         arena = self._registered().arena
         pid = os.getpid()
         return msgspec.msgpack.encode(Descriptor(PROTOCOL, self.name, pid, _start_time(pid), arena.fd, arena.identity))

@@ -258,7 +258,7 @@ class _Opener:
 
 
 def _admit_to(streams: NativeEndpoint, opener: _Opener) -> Admit:
-    """The listener's ``admit``: peers open streams, resume them, and read the arena."""
+    """Return the listener's ``admit``: peers open streams, resume them, and read the arena."""
 
     def open_(accepted: socket.socket) -> Connection:
         return opener.open(accepted, listens=True, timeout_s=HANDSHAKE_S)

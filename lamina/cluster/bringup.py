@@ -232,7 +232,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
 
 
 def forgotten_window(setup: MemorySetup) -> int:
-    """The largest window of layers that forget what it has left; 0 if none do."""
+    """Return the largest window of layers that forget what it has left; 0 if none do."""
     return max(spec.window for spec in setup.attentions) if setup.forgets else 0
 
 
@@ -249,7 +249,7 @@ def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
-    """What the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
+    """Return what the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
     first = plan.computes[0]
     for name in plan.computes[1:]:
         machines = [plan.greetings[one].machine for one in (first, name)]
@@ -276,7 +276,8 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
 def _forgetting(
     plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
 ) -> tuple[ClusterPlan, dict[str, int]]:
-    """Whether layers with a window forget, and the token slots of each memory worker. Arguments as ``_capacities``."""
+    """Return whether layers with a window forget, and the token slots of each memory worker. Arguments as
+    ``_capacities``."""
     keeps = dataclasses.replace(plan, forgets=False)
     capacities, whole = (_capacities(each, loaded, shards, most, found) for each in (plan, keeps))
     if plan.prefix_cache and sum(capacities.values()) < LEAST_GAIN * sum(whole.values()):
@@ -320,8 +321,8 @@ def _kv_bytes(plan: ClusterPlan, hosts: Mapping[str, str], found: Mapping[str, R
 
 
 def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> tuple[int, int]:
-    """How many memory workers share how many bytes: those of this worker's container, or of its machine if that leaves
-    each of them less."""
+    """Return how many memory workers share how many bytes: those of this worker's container, or of its machine if that
+    leaves each of them less."""
     here = [one for one, host in hosts.items() if host == hosts[name]]
     near = [one for one, host in hosts.items() if boot(host) == boot(hosts[name])]
     shares = (
@@ -337,7 +338,7 @@ def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
 
 
 def _links(plan: ClusterPlan) -> int:
-    """The most links that a worker has at the start."""
+    """Return the most links that a worker has at the start."""
     return max(1, len(plan.greetings) - 1)
 
 
@@ -379,14 +380,14 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
 
 
 def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], SlotSizes]:
-    """The slots that the ranks of each replica have for each other's sums."""
+    """Return the slots that the ranks of each replica have for each other's sums."""
     ranks, size = plan.pipeline.ranks, fabric.sizes.sums
     replicas = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
     return {pair: SlotSizes(size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
 
 
 def _near(plan: ClusterPlan, number: int) -> list[str]:
-    """The compute workers to which compute worker ``number`` may send something besides sums, or get it from."""
+    """Return the compute workers to which compute worker ``number`` may send something besides sums, or get it from."""
     return [name for other, name in enumerate(plan.computes) if plan.pipeline.exchanges(number, other)]
 
 

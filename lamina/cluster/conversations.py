@@ -96,7 +96,7 @@ class Workers(Protocol):
         ...
 
     def wishes(self) -> Sequence[Wish]:
-        """What has been wished for since the last call."""
+        """Return what has been wished for since the last call."""
         ...
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Launcher(Workers, Protocol):
     """Can also start workers."""
 
     def default_kind(self, role: Role) -> str:
-        """The kind of workers that are added without one being named."""
+        """Return the kind of workers that are added without one being named."""
         ...
 
     def check(self, role: Role, kind: str, count: int) -> None:
@@ -168,7 +168,7 @@ class Gather:
 
 
 def silence(silent: Mapping[str, float]) -> TransportError:
-    """The error for workers that have not answered a ping for so many seconds."""
+    """Return the error for workers that have not answered a ping for so many seconds."""
     named = ", ".join(f"worker {worker} has not answered for {seconds:.0f} s" for worker, seconds in silent.items())
     return TransportError(
         f"{named}: its process is stopped (SIGSTOP, a debugger), or its machine or the network to it hangs"
@@ -176,7 +176,7 @@ def silence(silent: Mapping[str, float]) -> TransportError:
 
 
 def failure(worker: str, message: Failed) -> errors.LaminaError:
-    """The exception for a worker's last message: its own UserError, else a WorkerError."""
+    """Return the exception for a worker's last message: its own UserError, else a WorkerError."""
     kind = getattr(errors, message.kind, None)
     if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
         elsewhere = message.machine and message.machine != platform.node()

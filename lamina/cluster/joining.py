@@ -100,14 +100,14 @@ class Fabric:
             self.pinned.add(name)
 
     def register(self, member: Member, computes: int, memories: int) -> Register:
-        """The arena of a worker of a cluster with so many of each role, itself included."""
+        """Return the arena of a worker of a cluster with so many of each role, itself included."""
         arena = self.sizes.compute_arena if member.role == "compute" else self.sizes.memory_arena
         plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS)
         spin_s = self.spins_s.get(boot(member.host), SPIN_S)
         return Register(plan, list(self.transports), spin_s, self.tls, self.is_open)
 
     def clock_of(self, name: str) -> Clock | None:
-        """The clock of a worker's machine; None: that of this process, as far as is known."""
+        """Return the clock of a worker's machine; None: that of this process, as far as is known."""
         return self.clocks.get(self.greetings[name].host) if name in self.greetings else None
 
     def forget(self, members: Collection[str]) -> None:
@@ -118,7 +118,7 @@ class Fabric:
             del self.links[pair]
 
     def slots(self, roles: Mapping[str, Role], near: str, far: str) -> SlotSizes | None:
-        """The slots of two workers for each other's messages; None: they need no link."""
+        """Return the slots of two workers for each other's messages; None: they need no link."""
         sizes = self.sizes
         match roles[near], roles[far]:
             case "compute", "memory":
@@ -131,7 +131,8 @@ class Fabric:
 
 
 def boot(host: str) -> str:
-    """What the hosts (``transport.shm.host``) of all processes of one machine have in common, also in containers."""
+    """Return what the hosts (``transport.shm.host``) of all processes of one machine have in common, also in
+    containers."""
     return host.partition(" ")[0]
 
 
@@ -210,13 +211,13 @@ def _make_slab(
 
 
 def reservation(setup: MemorySetup, limits: Limits, lanes: int, slot_rows: int) -> Reserve:
-    """What a worker with a slab reserves before its capacity is computed."""
+    """Return what a worker with a slab reserves before its capacity is computed."""
     return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, slot_rows, lanes)
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:
-    """The slab of a compute worker, like that of memory workers. There are no messages whose pieces could overlap, and
-    it has no disk: nothing reads that between the steps."""
+    """Return the slab of a compute worker, like that of memory workers. There are no messages whose pieces could
+    overlap, and it has no disk: nothing reads that between the steps."""
     return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
 
 

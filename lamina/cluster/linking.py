@@ -102,7 +102,8 @@ def _writers(
 def _leases(
     control: ControlServer, slots: Mapping[Pair, SlotSizes], writers: tuple[set[Pair], set[Pair]]
 ) -> Conversation[dict[tuple[str, str], Lease]]:
-    """What each worker leases its peers, by (owner of the arena, peer). Raises TransportError if one has no room."""
+    """Return what each worker leases its peers, by (owner of the arena, peer). Raises TransportError if one has no
+    room."""
     wanted: dict[str, dict[str, int]] = {}
     for (near, far), sizes in slots.items():
         wanted.setdefault(near, {})[far] = sizes.near
@@ -117,7 +118,7 @@ def _leases(
 
 
 def _used(links: Mapping[Pair, Choice]) -> dict[str, list[Transport]]:
-    """The transports that each worker already uses, in order of ``links``."""
+    """Return the transports that each worker already uses, in order of ``links``."""
     used: dict[str, list[Transport]] = {}
     for pair, choice in links.items():
         for name in pair:

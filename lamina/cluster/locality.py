@@ -77,12 +77,12 @@ class Locality:
     reach: frozenset[tuple[int, int]] = frozenset()
 
     def reached(self, gpu: Card) -> list[Card]:
-        """The other GPUs into whose memory a GPU writes."""
+        """Return the other GPUs into whose memory a GPU writes."""
         place = self.gpus.index(gpu)
         return [other for number, other in enumerate(self.gpus) if (place, number) in self.reach]
 
     def way(self, one: Card, other: Card) -> Way:
-        """What lies between two cards."""
+        """Return what lies between two cards."""
         shared = sum(1 for _ in _common(one.path, other.path))
         if shared >= 2:  # the root, and a bridge behind it
             return Way.SWITCH
@@ -94,15 +94,16 @@ class Locality:
         return Way.NODE if len(nodes) == 1 else Way.SYSTEM
 
     def node(self, card: Card) -> int:
-        """The NUMA node of a card. Firmware need not report it; where there is one node, it is that. -1: unknown."""
+        """Return the NUMA node of a card. Firmware need not report it; where there is one node, it is that. -1:
+        unknown."""
         return self.nodes[0].number if len(self.nodes) == 1 else card.node
 
     def cores(self, card: Card) -> frozenset[int]:
-        """The cores of a card's NUMA node; empty if it is unknown."""
+        """Return the cores of a card's NUMA node; empty if it is unknown."""
         return next((node.cores for node in self.nodes if node.number == self.node(card)), frozenset())
 
     def nearest(self, card: Card) -> tuple[Card, Way] | None:
-        """The network interface nearest to a card; None without any."""
+        """Return the network interface nearest to a card; None without any."""
         ways = [(nic, self.way(card, nic)) for nic in self.nics]
         return min(ways, key=lambda each: each[1], default=None)
 
@@ -192,7 +193,8 @@ def _card(name: str, about: str, place: Path | None) -> Card:
 
 
 def _text(file: Path) -> str:
-    """The file's text; empty if it does not exist or cannot be read (the kernel reports some entries as EINVAL)."""
+    """Return the file's text; empty if it does not exist or cannot be read (the kernel reports some entries as
+    EINVAL)."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -200,8 +202,8 @@ def _text(file: Path) -> str:
 
 
 def near_cores(locality: Locality, device: str, available: frozenset[int]) -> frozenset[int]:
-    """The cores that a worker on ``device`` runs on: of those available, the ones of its GPU's NUMA node; all if there
-    are none, or it has no GPU."""
+    """Return the cores that a worker on ``device`` runs on: of those available, the ones of its GPU's NUMA node; all if
+    there are none, or it has no GPU."""
     gpu = next((gpu for gpu in locality.gpus if gpu.name == device), None)
     return (locality.cores(gpu) & available if gpu is not None else frozenset()) or available
 

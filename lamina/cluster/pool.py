@@ -131,7 +131,7 @@ def parse(text: str, known: Collection[str] | None = None, default_count: int = 
 
 
 def parse_change(role: str, text: str) -> PoolChange:
-    """The change of a pool that "+2", "-1" or "rtx3090:+2" means. Whoever starts the workers knows the kinds.
+    """Return the change of a pool that "+2", "-1" or "rtx3090:+2" means. Whoever starts the workers knows the kinds.
 
     Raises ConfigError if the text is malformed.
     """
@@ -144,7 +144,7 @@ def parse_change(role: str, text: str) -> PoolChange:
 
 
 def pool_change(role: str, wanted: int | str) -> PoolChange:
-    """The change that a number of workers means, or a text (``parse_change``). Raises ConfigError."""
+    """Return the change that a number of workers means, or a text (``parse_change``). Raises ConfigError."""
     return PoolChange(wanted) if isinstance(wanted, int) else parse_change(role, wanted)
 
 
@@ -156,7 +156,7 @@ def require_kind(kind: str, known: Collection[str]) -> None:
 
 
 def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
-    """The least and the most workers of the pools that scale by load, from "memory=1:4,compute=1:2".
+    """Return the least and the most workers of the pools that scale by load, from "memory=1:4,compute=1:2".
 
     Raises ConfigError if the text is malformed, or for a pool that is named twice or would have no worker.
     """
@@ -182,8 +182,8 @@ def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
 
 
 def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -> tuple[PoolEntry, ...]:
-    """The memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless other
-    settings are about memory workers (``apart``). Beside one on a GPU, ``local`` is memory of that GPU.
+    """Return the memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless
+    other settings are about memory workers (``apart``). Beside one on a GPU, ``local`` is memory of that GPU.
 
     Raises ConfigError for a pool that is impossible.
     """
@@ -213,7 +213,7 @@ def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) 
 def assign(
     role: Role, pool: tuple[PoolEntry, ...], devices: Devices, taken: Collection[str] = ()
 ) -> tuple[Assigned, ...]:
-    """A device of this machine for each worker of a pool; no two share a GPU. ``local`` starts no worker.
+    """Return a device of this machine for each worker of a pool; no two share a GPU. ``local`` starts no worker.
 
     ``taken``: devices of the other pool, used only if no other is left.
 

@@ -102,7 +102,7 @@ Cores = frozenset[int]
 
 
 def worker_cores(text: str | None, workers: int, available: Cores) -> list[Cores]:
-    """The cores of each of a pool's ``workers``, from a CPU list as ``taskset`` takes it ("0-3,8").
+    """Return the cores of each of a pool's ``workers``, from a CPU list as ``taskset`` takes it ("0-3,8").
 
     None gives every worker all available cores. Otherwise the listed cores are divided among the workers; with more
     workers than cores, several share one. Raises ConfigError if the list is malformed or names unavailable cores.
@@ -178,8 +178,8 @@ def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
 
 
 def _fixed(computes: int, most: int = LANES_PER_REPLICA) -> tuple[Arrangement, ...]:
-    """The arrangements in fixed order from which the engine chooses, of ``most`` lanes per compute worker; the first is
-    that at the start."""
+    """Return the arrangements in fixed order from which the engine chooses, of ``most`` lanes per compute worker; the
+    first is that at the start."""
     return tuple(Arrangement(each * computes) for each in (2, 1, *range(3, most + 1)))
 
 
@@ -206,7 +206,7 @@ def _pipeline_parallel(config: EngineConfig, computes: int, shared: bool) -> Pip
 
 
 def _replicas(setting: str, workers: int, computes: int) -> int:
-    """How many replicas of so many workers there are. Raises ConfigError if some workers would be left."""
+    """Return how many replicas of so many workers there are. Raises ConfigError if some workers would be left."""
     if computes % workers:
         raise ConfigError(
             f"{setting} {workers} makes replicas of {workers} compute workers, which does not divide {computes}; "
@@ -266,7 +266,7 @@ class Machines:
         return wanted or max(1, len(frozenset.union(*each)) // len(each))
 
     def spins_s(self) -> dict[str, float]:
-        """How long waits busy-wait, by machine."""
+        """Return how long waits busy-wait, by machine."""
         computes, memories = self.cores["compute"], self.cores["memory"]
         return {
             machine: spin_s([*computes.get(machine, ()), *memories.get(machine, ())])

@@ -47,7 +47,7 @@ class SlabSize:
         return self.slot * slots + sum(each.nbytes * each.most(slots) for each in self.rows)
 
     def slots(self, nbytes: int, most: int) -> int:
-        """The slots that fit so many bytes, at most ``most``."""
+        """Return the slots that fit so many bytes, at most ``most``."""
         return bisect.bisect_right(range(most + 1), nbytes, key=self.nbytes) - 1
 
     @property
@@ -68,7 +68,7 @@ def slab_size(
     lanes: int,
     prefix_cache: bool = False,
 ) -> SlabSize:
-    """The slab of a CPU with these layers, which are those of a whole token. ``forgets``: as for ``KvStore``."""
+    """Return the slab of a CPU with these layers, which are those of a whole token. ``forgets``: as for ``KvStore``."""
     slot, rows = 0, list[Rows]()
     sequences, tokens = limits.max_sequences, lanes * limits.max_num_batched_tokens
     for spec in attentions:

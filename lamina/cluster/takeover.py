@@ -39,7 +39,7 @@ class Saved(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int) -> "Saved":
-        """The state with the members of ``topology``. ``wanted``: target size of each pool."""
+        """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
         names = topology.names
         links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
         offers = {name: offer for name, offer in fabric.offers.items() if name in names}
@@ -58,7 +58,7 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
-    """The cluster of the remaining workers, which have forgotten all requests.
+    """Return the cluster of the remaining workers, which have forgotten all requests.
 
     Raises TransportError if a role has no worker any more, or workers do not answer.
     """

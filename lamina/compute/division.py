@@ -7,7 +7,7 @@ from lamina.core.errors import ConfigError
 
 
 def divide(slices: Sequence[Mapping[str, int]], stages: int) -> tuple[int, ...]:
-    """The first slice of each of ``stages`` stages, which have at least one slice each, in order.
+    """Return the first slice of each of ``stages`` stages, which have at least one slice each, in order.
 
     ``slices``: bytes of the weights that each slice needs, by name. A stage holds a weight once, whichever of its
     slices need it; stages that need the same weight, such as an embedding tied to the head, hold it each. The largest
@@ -42,7 +42,7 @@ def _held(slices: Sequence[Mapping[str, int]]) -> list[list[int]]:
 def _least(
     held: Sequence[Sequence[int]], stages: int, add: Callable[[float, int], float], most: float
 ) -> tuple[float, tuple[int, ...]]:
-    """The least cost of a division into stages of at most ``most`` bytes, and their first slices.
+    """Return the least cost of a division into stages of at most ``most`` bytes, and their first slices.
 
     ``add``: the cost of stages with another one of so many bytes. It grows with both, so that the best division of all
     slices contains the best ones of those before its last stage.

@@ -319,6 +319,6 @@ class StepExchange:
 
 
 def _sharded(array: Array, count: int) -> Array:
-    """A view [T, count, H / count, D] of rows [T, H, D]."""
+    """Return a view [T, count, H / count, D] of rows [T, H, D]."""
     rows, heads, size = array.shape
     return array.reshape(rows, count, heads // count, size)

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 
 def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums) -> tuple[Runner, HeadShards]:
-    """The model with its weights, or this rank's or stage's part of both, and how heads are cut; the engine is told on
-    the way.
+    """Return the model with its weights, or this rank's or stage's part of both, and how heads are cut; the engine is
+    told on the way.
 
     Raises ConfigError, and what ``prepare`` and ``tensors.load`` raise.
     """

@@ -117,7 +117,7 @@ class LocalShare:
 
 
 def _indices(rows: Array, total: int, sent: Callable[[Array], Array]) -> Index:
-    """An index of ``total`` rows that selects ``rows``, without a copy if these are all."""
+    """Return an index of ``total`` rows that selects ``rows``, without a copy if these are all."""
     return slice(None) if len(rows) == total else sent(rows)
 
 

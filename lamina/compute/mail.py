@@ -65,7 +65,7 @@ class Mail:
         self.missing[lane] = {peer for peer in peers if peer not in self._arrived[lane]}
 
     def take(self, lane: int, peer: str) -> Arrival:
-        """The lane's message from a peer, which must have arrived, with its body."""
+        """Return the lane's message from a peer, which must have arrived, with its body."""
         return self._arrived[lane].pop(peer)
 
     def wait(self, wait: Wait, peers: Collection[str], timeout_s: float) -> list[int]:

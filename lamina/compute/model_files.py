@@ -34,7 +34,7 @@ Tell = Callable[[str, int, int], None]
 
 
 def locate(path: str, source: FileSource | None, weights: bool, fetch: Fetch, tell: Tell) -> Path:
-    """The directory to read the model from. ``weights``: they are needed, not only the configuration.
+    """Return the directory to read the model from. ``weights``: they are needed, not only the configuration.
 
     Raises:
         ModelError: what was fetched is another checkpoint. ConfigError: there is no room for it.

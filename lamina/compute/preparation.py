@@ -117,13 +117,13 @@ def ingredients(
 
 
 def _sources(folder: Path) -> Iterator[Path]:
-    """All Python files of a package; in a checkout, some of its directories are links."""
+    """Yield all Python files of a package; in a checkout, some of its directories are links."""
     for path, _, names in os.walk(folder, followlinks=True):
         yield from (Path(path, name) for name in names if name.endswith(".py"))
 
 
 def cache_key(ingredients: Mapping[str, bytes]) -> str:
-    """A name that differs if any ingredient does."""
+    """Return a name that differs if any ingredient does."""
     digest = hashlib.sha256()
     for name, value in sorted(ingredients.items()):
         digest.update(f"{name} {len(value)}\n".encode() + value)

@@ -66,7 +66,7 @@ class Ranks:
         return list(tokens)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over all ranks, in the order of the ranks; overwrites ``x``.
+        """Return the sum of ``x`` over all ranks, in the order of the ranks; overwrites ``x``.
 
         Raises PeerLostError, DeadlineError.
         """

@@ -22,7 +22,7 @@ class Rows:
         self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def prepared(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
-        """What ``piece`` derives from the positions, computed once a step for all slices that need the same."""
+        """Return what ``piece`` derives from the positions, computed once a step for all slices that need the same."""
         prepared = self._prepared.get(piece.prelude_key)
         if prepared is None:
             prepared = self._prepared[piece.prelude_key] = piece.prepare(self.positions)

@@ -20,7 +20,7 @@ from lamina.splitter.collective import Reduce
 
 
 def padded(rows: int) -> int:
-    """The number of rows that ``rows`` are padded to: at most an eighth more, with few distinct values.
+    """Return the number of rows that ``rows`` are padded to: at most an eighth more, with few distinct values.
 
     oneDNN compiles a kernel for every number of rows, at half a millisecond and a megabyte each.
     """

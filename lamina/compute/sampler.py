@@ -81,7 +81,7 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
 
 
 def distribution(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The probabilities that ``sample`` draws from: float32 [R, V]. Rows must not be greedy."""
+    """Return the probabilities that ``sample`` draws from: float32 [R, V]. Rows must not be greedy."""
     _require_matching(logits, rows)
     scores, temperature = _constrain(logits, rows), _temperatures(rows, logits.device)
     highest, places = largest(scores)[0], torch.arange(len(rows), device=logits.device)
@@ -185,7 +185,7 @@ def _nucleus(
 
 
 def _key(row: Row) -> int:
-    """What the noise of this draw depends on: a hash of (seed, completion, position), an int64."""
+    """Return what the noise of this draw depends on: a hash of (seed, completion, position), an int64."""
     counter = struct.pack("<qqq", row.seed, row.completion, row.generated)
     return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little", signed=True)
 

@@ -109,7 +109,7 @@ class StepRun:
         return stages if stages > 1 else len(self._stages) / len(self._own)
 
     def awaited(self) -> list[str]:
-        """The peers whose messages the next slice waits for."""
+        """Return the peers whose messages the next slice waits for."""
         if self.index == 0:
             return [self._former] if self._follows else []
         if self.index < 0:
@@ -153,7 +153,7 @@ class StepRun:
         return self._run_last(attention)
 
     def _gather(self, index: int) -> torch.Tensor:
-        """The result of the attention before slice ``index``."""
+        """Return the result of the attention before slice ``index``."""
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
         attention = self._exchange.gather(spec, self._chunks, sinks)
@@ -225,7 +225,7 @@ class StepRun:
         channel.send(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
 
     def _receive_draws(self) -> dict[int, int]:
-        """The tokens that the lane's step before drew, by sequence."""
+        """Return the tokens that the lane's step before drew, by sequence."""
         message = self._mail.take(self.plan.lane, self._former)
         drawn: list[list[int]] = np.frombuffer(message.whole, np.int64).reshape(-1, 2).tolist()
         message.free()
@@ -255,7 +255,7 @@ class _Reader:
         self._offset = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the next tensor: the message's slot is freed before the step ends."""
+        """Return a copy of the next tensor: the message's slot is freed before the step ends."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize

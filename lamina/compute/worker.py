@@ -73,7 +73,7 @@ class SequenceCopy:
     generated: list[int] = field(default_factory=list)
 
     def row(self, position: int, eos_token_ids: list[int]) -> Row:
-        """The sampler's view of the token to draw for ``position``."""
+        """Return the sampler's view of the token to draw for ``position``."""
         return Row(
             sequence=self.sequence,
             params=self.admission.params,
@@ -295,7 +295,7 @@ class ComputeWorker:
                 lane.watched = self._slices
 
     def _missing(self, lanes: Sequence[Lane]) -> dict[str, None]:
-        """The peers whose messages these lanes wait for, each once."""
+        """Return the peers whose messages these lanes wait for, each once."""
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
     def _receive(self, peers: Collection[str], timeout_s: float) -> Lane | None:

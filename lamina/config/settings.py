@@ -73,7 +73,8 @@ class Setting:
             raise ConfigError(f"{self.name} is {_shown(value)}; give {self._expected()}") from None
 
     def parse(self, value: object) -> object:
-        """A value from the command line or a file: unchanged, but an optional number may be "auto", which is None."""
+        """Return a value from the command line or a file: unchanged, but an optional number may be "auto", which is
+        None."""
         return None if value == "auto" and self.optional and int in self.kinds else value
 
     def _expected(self) -> str:
@@ -104,7 +105,7 @@ def _validator(hint: Any, meaning: Meaning) -> Callable[[object], object]:
 
 
 def settings(config: type[Any]) -> tuple[Setting, ...]:
-    """The settings of ``config``, a dataclass whose fields are ``Annotated[type, Meaning]``, in order."""
+    """Return the settings of ``config``, a dataclass whose fields are ``Annotated[type, Meaning]``, in order."""
     return _settings(cast(Hashable, config))
 
 

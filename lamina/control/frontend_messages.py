@@ -173,10 +173,11 @@ class Stopped(msgspec.Struct, tag=True, frozen=True):
 
 
 def packed(tokens: Sequence[int]) -> bytes:
-    """A prompt on the wire: int32, copied rather than decoded number by number. Raises OverflowError beyond int32."""
+    """Return a prompt on the wire: int32, copied rather than decoded number by number. Raises OverflowError beyond
+    int32."""
     return array.array("i", tokens).tobytes()
 
 
 def unpacked(prompt: bytes) -> list[int]:
-    """The token ids of a packed prompt."""
+    """Return the token ids of a packed prompt."""
     return array.array("i", prompt).tolist()

@@ -15,7 +15,7 @@ from lamina.core.types import Logprob
 
 
 def pack(entries: Sequence[Logprob]) -> bytes:
-    """The drawn token and the most likely ones of a position."""
+    """Return the drawn token and the most likely ones of a position."""
     count = len(entries)
     ids, values = [entry.token_id for entry in entries], [entry.logprob for entry in entries]
     return struct.pack(f"<i{count}i{count}f", entries[0].rank if entries else 0, *ids, *values)
@@ -32,7 +32,7 @@ def pack_rows(
 
 
 def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = lambda token: ("", ())) -> list[Logprob]:
-    """The entries, with the text and the bytes that ``name`` gives for their tokens."""
+    """Return the entries, with the text and the bytes that ``name`` gives for their tokens."""
     count = (len(packed) - 4) // 8
     rank, *numbers = struct.unpack(f"<i{count}i{count}f", packed)
     ids, values = numbers[:count], numbers[count:]
@@ -44,6 +44,6 @@ def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = l
 
 
 def drawn_token(packed: bytes) -> int:
-    """The id of the drawn token."""
+    """Return the id of the drawn token."""
     token: int = struct.unpack_from("<i", packed, 4)[0]
     return token

@@ -43,12 +43,13 @@ class Secret:
 
 
 def new() -> Secret:
-    """A new random secret."""
+    """Return a new random secret."""
     return Secret(secrets.token_bytes(NBYTES))
 
 
 def configured(file: str | os.PathLike[str] | None, *, create: bool = True) -> Secret | None:
-    """The secret in ``file``, else that of the variable LAMINA_SECRET; None if neither is given. Raises ConfigError."""
+    """Return the secret in ``file``, else that of the variable LAMINA_SECRET; None if neither is given. Raises
+    ConfigError."""
     if file is not None:
         return from_file(file, create=create)
     text = environment().secret
@@ -56,7 +57,8 @@ def configured(file: str | os.PathLike[str] | None, *, create: bool = True) -> S
 
 
 def from_file(file: str | os.PathLike[str], *, create: bool = True) -> Secret:
-    """The secret in ``file``; with ``create``, the file is made, readable by its owner alone, if it does not exist.
+    """Return the secret in ``file``; with ``create``, the file is made, readable by its owner alone, if it does not
+    exist.
 
     Raises ConfigError if others can read it or its content is invalid.
     """

@@ -259,7 +259,7 @@ class ControlServer:
                 return
 
     def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
-        """The messages that have arrived; returns whether anything was yielded."""
+        """Yield the messages that have arrived; returns whether anything was yielded."""
         came = False
         for _ in range(MAX_MESSAGES):
             try:
@@ -332,7 +332,7 @@ _TO_ENGINE = msgspec.msgpack.Decoder(ToEngine)
 
 
 def decode(worker: str, payload: bytes) -> ToEngine:
-    """A worker's message. Raises WorkerError, naming the worker, if it is invalid."""
+    """Return a worker's message. Raises WorkerError, naming the worker, if it is invalid."""
     try:
         message: ToEngine = _TO_ENGINE.decode(payload)
     except msgspec.DecodeError as error:
@@ -390,7 +390,7 @@ class ControlClient:
             ) from None
 
     def receive(self, timeout_s: float) -> ToWorker:
-        """The engine's next message. Raises DeadlineError after ``timeout_s``."""
+        """Return the engine's next message. Raises DeadlineError after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while True:
             if (message := self.poll(max(deadline - time.monotonic(), 0.0))) is not None:
@@ -399,8 +399,8 @@ class ControlClient:
                 raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
 
     def poll(self, timeout_s: float = 0.0) -> ToWorker | None:
-        """The engine's next message; None if none has arrived within ``timeout_s``, or if it was an ``Inspect``, which
-        is answered here."""
+        """Return the engine's next message; None if none has arrived within ``timeout_s``, or if it was an ``Inspect``,
+        which is answered here."""
         if timeout_s and not self._socket.poll(_milliseconds(timeout_s)):
             return None
         try:
@@ -433,7 +433,8 @@ def _echo(heartbeat: "zmq.Socket[bytes]") -> None:
 
 
 def local_address(address: str) -> str:
-    """The address of this machine that packets to tcp://host:port leave from. Raises TransportError without a route."""
+    """Return the address of this machine that packets to tcp://host:port leave from. Raises TransportError without a
+    route."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -449,7 +450,7 @@ def _milliseconds(timeout_s: float) -> int:
 
 
 def expect(control: ControlClient, kind: type[MessageT], timeout_s: float = SETUP_TIMEOUT_S) -> MessageT:
-    """The engine's next message during set-up, which must be of ``kind``. Raises DeadlineError, WorkerError."""
+    """Return the engine's next message during set-up, which must be of ``kind``. Raises DeadlineError, WorkerError."""
     message = control.receive(timeout_s)
     if not isinstance(message, kind):
         raise WorkerError(control.name, f"expected {kind.__name__} from the engine, got {type(message).__name__}")

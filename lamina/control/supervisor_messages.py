@@ -145,12 +145,12 @@ def send(line: Connection, message: ToEngine | FromEngine) -> None:
 
 
 def receive_from_engine(line: Connection) -> FromEngine:
-    """The next message of the engine. Raises EOFError or OSError if it has exited."""
+    """Return the next message of the engine. Raises EOFError or OSError if it has exited."""
     message: FromEngine = _FROM_ENGINE.decode(line.recv_bytes())
     return message
 
 
 def receive_from_supervisor(line: Connection) -> ToEngine:
-    """The next message of the supervisor. Raises EOFError or OSError if it has exited."""
+    """Return the next message of the supervisor. Raises EOFError or OSError if it has exited."""
     message: ToEngine = _TO_ENGINE.decode(line.recv_bytes())
     return message

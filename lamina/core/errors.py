@@ -131,8 +131,8 @@ class OverloadedError(LaminaError):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error of Python, PyTorch or CuPy means that a device has too little memory: CUDA's libraries say it
-    in words only."""
+    """Return whether an error of Python, PyTorch or CuPy means that a device has too little memory: CUDA's libraries
+    say it in words only."""
     text = str(error).lower()
     told = ("out of memory", "memoryallocation", "alloc_failed", "out_of_memory")
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in text for each in told))

@@ -30,7 +30,7 @@ class HeadShards:
 
     @classmethod
     def over(cls, attentions: Sequence[AttentionSpec], workers: int, ranks: int = 1) -> "HeadShards":
-        """The fewest shards for which each rank of a replica has some, and the heads of a sequence can be on
+        """Return the fewest shards for which each rank of a replica has some, and the heads of a sequence can be on
         ``workers`` memory workers, or on as many as possible; a shard for each KV head if ranks share them.
 
         Raises ConfigError if ranks cannot divide the KV heads, or share each with as many others.
@@ -49,16 +49,16 @@ class HeadShards:
         return cls(max(spec.kv_heads for spec in attentions), wanted if most % wanted == 0 else most)
 
     def sharers(self, ranks: int) -> int:
-        """How many ranks of a replica have each shard: neighbours, of which the first keeps K and V."""
+        """Return how many ranks of a replica have each shard: neighbours, of which the first keeps K and V."""
         return max(1, ranks // self.count)
 
     def of_rank(self, ranks: int) -> "HeadShards":
-        """The shards of one rank of a replica, counted from its first head."""
+        """Return the shards of one rank of a replica, counted from its first head."""
         groups = ranks // self.sharers(ranks)
         return HeadShards(self.heads // groups, self.count // groups)
 
     def range_of_rank(self, rank: int, ranks: int) -> range:
-        """The shards of a rank."""
+        """Return the shards of a rank."""
         sharers = self.sharers(ranks)
         own, first = self.count * sharers // ranks, rank // sharers
         return range(first * own, (first + 1) * own)
@@ -69,14 +69,14 @@ class HeadShards:
         return 0, self.heads
 
     def of(self, heads: tuple[int, int]) -> range:
-        """The shards of a head range, which ``allows`` must accept."""
+        """Return the shards of a head range, which ``allows`` must accept."""
         if self.count == 1:
             return range(1)
         size = self.heads // self.count
         return range(heads[0] // size, heads[1] // size)
 
     def range_of(self, first: int, stop: int) -> tuple[int, int]:
-        """The head range of shards [first, stop)."""
+        """Return the head range of shards [first, stop)."""
         size = self.heads // self.count
         return first * size, stop * size
 

@@ -109,18 +109,20 @@ class Pipeline:
         return self.ranks * self.stages
 
     def replica(self, lane: int, turn: int, rotates: bool | None = None) -> int:
-        """The replica that runs slice ``turn`` of ``lane``. ``rotates``: the order of the step, if not the default."""
+        """Return the replica that runs slice ``turn`` of ``lane``. ``rotates``: the order of the step, if not the
+        default."""
         rotating = self.rotates if rotates is None else rotates
         return (lane + turn) % self.replicas if rotating else lane % self.replicas
 
     def stage(self, lane: int, turn: int, index: int, rotates: bool | None = None) -> int:
-        """The stage that runs slice ``index`` of a step of ``lane`` that begins at ``turn``, counted over all replicas:
-        each replica without stages is one."""
+        """Return the stage that runs slice ``index`` of a step of ``lane`` that begins at ``turn``, counted over all
+        replicas: each replica without stages is one."""
         own = bisect.bisect(self.starts, index) - 1 if self.starts else 0
         return self.replica(lane, turn + index, rotates) * self.stages + own
 
     def stages_of(self, lane: int, turn: int, slices: int, rotates: bool | None = None) -> list[int]:
-        """The stages that run the ``slices`` slices of a step of ``lane`` that begins at ``turn``, see ``stage``."""
+        """Return the stages that run the ``slices`` slices of a step of ``lane`` that begins at ``turn``, see
+        ``stage``."""
         if self.starts or (self.rotates if rotates is None else rotates):
             return [self.stage(lane, turn, index, rotates) for index in range(slices)]
         return [self.stage(lane, turn, 0, rotates)] * slices
@@ -138,7 +140,7 @@ class Pipeline:
         return tuple(range(self.replicas)) if rotating else (lane % self.replicas,)
 
     def workers_of(self, lane: int, rotates: bool | None = None) -> tuple[int, ...]:
-        """The compute workers that run slices of ``lane``: all stages and ranks of its replicas."""
+        """Return the compute workers that run slices of ``lane``: all stages and ranks of its replicas."""
         count = self.workers
         return tuple(replica * count + own for replica in self.replicas_of(lane, rotates) for own in range(count))
 

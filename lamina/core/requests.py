@@ -213,14 +213,14 @@ class Group:
                 other.cached = other.goal = 0
 
     def draws_after(self, completion: Completion) -> list[Completion]:
-        """The completions that draw a token once this one has run the tokens up to its goal."""
+        """Return the completions that draw a token once this one has run the tokens up to its goal."""
         if self.forked or len(self.completions) == 1:
             return [completion]
         drawing = [one for one in self.alive if not one.known]
         return drawing[:1] if self.searches else drawing  # beams are all the same after the prompt
 
     def known_tokens(self, completion: Completion, start: int, stop: int) -> list[int]:
-        """The tokens at positions [start, stop) of a completion, of the prompt and generated."""
+        """Return the tokens at positions [start, stop) of a completion, of the prompt and generated."""
         prompt, length = self.request.prompt_token_ids, self.prompt_length
         if stop <= length:
             return prompt[start:stop]

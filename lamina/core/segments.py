@@ -18,7 +18,7 @@ def for_sequence(sequence: int, segments: Sequence[Segment]) -> list[Segment]:
 
 
 def by_sequence(segments: Iterable[Segment]) -> dict[int, list[Segment]]:
-    """The segments of each sequence, by ascending token, then head."""
+    """Return the segments of each sequence, by ascending token, then head."""
     found: dict[int, list[Segment]] = {}
     for segment in sorted(segments, key=lambda one: (one.tokens[0], one.heads)):
         found.setdefault(segment.sequence, []).append(segment)
@@ -26,7 +26,8 @@ def by_sequence(segments: Iterable[Segment]) -> dict[int, list[Segment]]:
 
 
 def forked(segments: Sequence[Segment], child: int, tokens: int) -> list[Segment]:
-    """The segments of ``child``, which shares the first ``tokens`` tokens: the last of them takes what it adds."""
+    """Return the segments of ``child``, which shares the first ``tokens`` tokens: the last of them takes what it
+    adds."""
     return [
         dataclasses.replace(segment, sequence=child, tokens=(start, None if stop is None or stop >= tokens else stop))
         for segment in segments
@@ -64,7 +65,7 @@ def grown(segments: Sequence[Segment], new: Segment) -> list[Segment]:
 
 
 def moved(segments: Sequence[Segment], new: Segment) -> list[Segment]:
-    """The segments of a sequence once ``new`` holds its tokens, whichever held them before.
+    """Return the segments of a sequence once ``new`` holds its tokens, whichever held them before.
 
     Neighbours on one worker become one segment.
     """
@@ -93,8 +94,8 @@ def joined(segments: Iterable[Segment]) -> list[Segment]:
 
 
 def continued(segments: list[Segment], first: Segment, spans: Iterable[tuple[str, int]]) -> list[Segment]:
-    """The segments of a sequence once it continues with so many tokens on each worker, in this order, from the first
-    token of ``first`` on, which names its sequence and heads."""
+    """Return the segments of a sequence once it continues with so many tokens on each worker, in this order, from the
+    first token of ``first`` on, which names its sequence and heads."""
     position, _ = first.tokens
     for worker, tokens in spans:
         if not segments or segments[-1].worker != worker:
@@ -104,12 +105,12 @@ def continued(segments: list[Segment], first: Segment, spans: Iterable[tuple[str
 
 
 def holding(segments: Sequence[Segment], position: int) -> Segment:
-    """The segment that holds the token at ``position``."""
+    """Return the segment that holds the token at ``position``."""
     return next(segment for segment in reversed(segments) if segment.tokens[0] <= position)
 
 
 def by_worker(segments: Iterable[Segment], start: int, stop: int) -> dict[str, int]:
-    """How many of tokens [start, stop) each worker holds; workers without any are left out."""
+    """Return how many of tokens [start, stop) each worker holds; workers without any are left out."""
     tokens: dict[str, int] = {}
     for segment in segments:
         first, last = segment.tokens

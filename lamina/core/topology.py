@@ -89,7 +89,7 @@ class Topology(msgspec.Struct, frozen=True):
         return {"compute": len(self.computes), "memory": len(self.memories)}
 
     def lacks(self, lost: Collection[str]) -> Role | None:
-        """The role that has no member once these are lost; None if both have."""
+        """Return the role that has no member once these are lost; None if both have."""
         left = {role for member in self.members if member.name not in lost for role in member.roles}
         return next((role for role in ("compute", "memory") if role not in left), None)
 
@@ -99,7 +99,8 @@ class Topology(msgspec.Struct, frozen=True):
         return self.lacks(()) is None
 
     def without(self, lost: Collection[str]) -> "Topology":
-        """The next epoch, without these members. Without compute workers, its pipeline is that of the next one."""
+        """Return the next epoch, without these members. Without compute workers, its pipeline is that of the next
+        one."""
         members = tuple(member for member in self.members if member.name not in lost)
         replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.workers)
         pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)

@@ -46,7 +46,7 @@ class KvElement(enum.Enum):
 
     @classmethod
     def of(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
-        """What the setting ``name`` means for a model of ``dtype``."""
+        """Return what the setting ``name`` means for a model of ``dtype``."""
         return cls(dtype.value if name == "auto" else name)
 
     @property

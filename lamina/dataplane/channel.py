@@ -248,7 +248,8 @@ class Channel:
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
     def _header(self, first: int, lane: int, place: int, turn: int, nbytes: int, region: int, number: int) -> bytes:
-        """The header of a message, which tells the peer what it is owed. ``first``: the number of its first piece."""
+        """Return the header of a message, which tells the peer what it is owed. ``first``: the number of its first
+        piece."""
         header = pack(first, lane, place, turn, nbytes, region, number, self._fetched, *self._freed)
         if self._untold or self in self.hub.owing:
             self._tell()
@@ -352,7 +353,8 @@ class Channel:
         self.awaited[slot] = self._target(slot)
 
     def read(self, slot: int) -> Arrival:
-        """The message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring credits."""
+        """Return the message whose first piece has arrived in a slot. ``Hub.go_on`` must follow: it may bring
+        credits."""
         view = self.slots[slot]
         lane, place, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
         self._slots_there.give_back(given_back)
@@ -370,7 +372,7 @@ class Channel:
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
 
     def lane_at(self, slot: int) -> int | None:
-        """The lane of the message whose first piece is awaited in a slot; None before it is there."""
+        """Return the lane of the message whose first piece is awaited in a slot; None before it is there."""
         doorbell, number = self._target(slot)
         return lane_of(self.slots[slot], number) if self._arena.sequence(doorbell) >= number else None
 

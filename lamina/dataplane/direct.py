@@ -70,7 +70,7 @@ class Direct:
             slots.map(arena, [doorbells, (arena.data_address + lease.offset, lease.nbytes)])
 
     def incoming(self, channel: Channel, lane: int, turn: int) -> Incoming:
-        """The message for an attention of a lane, which comes over ``channel``, this link's."""
+        """Return the message for an attention of a lane, which comes over ``channel``, this link's."""
         first = _doorbell(self.own_arena, self.own)
         return Incoming(
             tuple(self.own_arena.data_address + self.own.slot(number) for number in range(SLOTS)),
@@ -82,7 +82,7 @@ class Direct:
         )
 
     def outgoing(self, lane: int, turn: int, nbytes: int, slot: int, uses: int) -> Outgoing:
-        """A message of one piece into a booked slot, which has been used ``uses`` times."""
+        """Return a message of one piece into a booked slot, which has been used ``uses`` times."""
         number, start = slot_number(uses, 0), self.their_arena.data_address + self.theirs.slot(slot)
         place, body = Place.SLOT, start + HEADER_NBYTES
         if self.their_inbox is not None:

@@ -116,5 +116,5 @@ def first_use(epoch: Epoch) -> int:
 
 
 def buffer_of(part: Any) -> memoryview:  # Any: numpy declares its buffer protocol from Python 3.12 on only
-    """A part as a buffer."""
+    """Return a part as a buffer."""
     return memoryview(part)

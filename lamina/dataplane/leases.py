@@ -64,7 +64,7 @@ class Lease(msgspec.Struct, frozen=True):
         return self.slot_nbytes - HEADER_NBYTES
 
     def slot(self, number: int) -> int:
-        """Where a slot begins."""
+        """Return where a slot begins."""
         return self.offset + PROOF_NBYTES + number * self.slot_nbytes
 
 
@@ -77,7 +77,8 @@ class Space:
         self._free = [(start, stop)] if start < stop else []  # sorted; no two touch
 
     def take(self, count: int) -> int | None:
-        """The start of the lowest free part of ``count`` numbers, which is now taken; None if there is no such part."""
+        """Return the start of the lowest free part of ``count`` numbers, which is now taken; None if there is no such
+        part."""
         count = self._aligned(count)
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= count:
@@ -122,11 +123,12 @@ class ArenaPlan(msgspec.Struct, frozen=True):
     links: int
 
     def landing(self, number: int) -> int:
-        """Where a landing slot begins; its number is that of its doorbell."""
+        """Return where a landing slot begins; its number is that of its doorbell."""
         return number * aligned(self.landing_nbytes)
 
     def staging(self, number: int) -> int:
-        """Where piece ``number`` of an outgoing segment is laid out: the same in every arena with these landings."""
+        """Return where piece ``number`` of an outgoing segment is laid out: the same in every arena with these
+        landings."""
         return self.landing(LANDINGS + number % STAGING_SLOTS)
 
     @property
@@ -160,7 +162,8 @@ class Leases:
         self._doorbells = Space(LANDINGS, plan.doorbells)
 
     def lease(self, slot_nbytes: int) -> Lease:
-        """A lease with slots of ``slot_nbytes``, a multiple of ``ALIGNMENT``. Raises TransportError without room."""
+        """Return a lease with slots of ``slot_nbytes``, a multiple of ``ALIGNMENT``. Raises TransportError without
+        room."""
         nbytes = PROOF_NBYTES + SLOTS * slot_nbytes
         offset, doorbell = self._bytes.take(nbytes), self._doorbells.take(DOORBELLS)
         if offset is not None and doorbell is not None:
@@ -200,7 +203,7 @@ class Messages(msgspec.Struct, frozen=True):
     ranks: int = 1
 
     def compute_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
-        """What a compute worker needs for links to all others, and ``spare`` more of any kind."""
+        """Return what a compute worker needs for links to all others, and ``spare`` more of any kind."""
         others = computes - 1 if self.context else 0
         leased = memories * lease_nbytes(self.reply) + others * lease_nbytes(self.context)
         leased += spare * lease_nbytes(max(self.reply, self.context)) + (self.ranks - 1) * lease_nbytes(self.sums)
@@ -208,7 +211,7 @@ class Messages(msgspec.Struct, frozen=True):
         return ArenaPlan(self.landing, False, pool, leased, memories + others + spare + self.ranks - 1)
 
     def memory_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
-        """What a memory worker needs for links to all others, and ``spare`` more of any kind."""
+        """Return what a memory worker needs for links to all others, and ``spare`` more of any kind."""
         others = memories - 1
         leased = (computes + spare) * lease_nbytes(self.request) + others * lease_nbytes(0)
         pool = POOLED_MESSAGES * self.fetched_from_memory
@@ -216,8 +219,8 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def slot_rows(rows: int, links: int) -> int:
-    """The rows that a slot has room for, in steps of at most ``rows``. ``links``: of a worker at the start. The more it
-    has, the fewer rows of a step travel over each."""
+    """Return the rows that a slot has room for, in steps of at most ``rows``. ``links``: of a worker at the start. The
+    more it has, the fewer rows of a step travel over each."""
     return min(rows, SLOT_ROWS, max(LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL // links))
 
 

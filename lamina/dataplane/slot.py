@@ -32,24 +32,24 @@ class Place(enum.IntEnum):
 
 
 def pack(first: int, lane: int, place: int, turn: int, *others: int) -> bytes:
-    """A header. ``first``: the number of the message's first piece. ``place``: see ``Place``. ``others``: what follows
-    the turn."""
+    """Return a header. ``first``: the number of the message's first piece. ``place``: see ``Place``. ``others``: what
+    follows the turn."""
     return HEADER.pack(lane, place, turn & _LOW_BITS, first & _LOW_BITS, turn, *others)
 
 
 def pack_alone(first: int, lane: int, place: Place, turn: int, nbytes: int) -> bytes:
-    """The header of a message of one piece, without credits."""
+    """Return the header of a message of one piece, without credits."""
     return pack(first, lane, place, turn, nbytes, -1, 0, 0, *[0] * SLOTS)
 
 
 def stamp(lane: int, turn: int) -> int:
-    """The first word of the header of a message in a slot, as a little-endian number, without the number's bits, the
-    highest 16, and without where the body is."""
+    """Return the first word of the header of a message in a slot, as a little-endian number, without the number's bits,
+    the highest 16, and without where the body is."""
     return lane | (turn & _LOW_BITS) << 32
 
 
 def lane_of(slot: Buffer, first: int) -> int | None:
-    """The lane of the message in a slot, if ``first`` announced it."""
+    """Return the lane of the message in a slot, if ``first`` announced it."""
     (word,) = _WORD.unpack_from(slot)
     return int(word & _LOW_BITS) if word >> 48 == first & _LOW_BITS else None
 
@@ -79,8 +79,8 @@ class SlotCredits:
         return [slot for slot, used in enumerate(self.used) if used > self.given_back[slot]]
 
     def find(self, read: Callable[[], None]) -> int | None:
-        """A free slot, if possible one that no lane has booked; None without one. ``read`` takes in what the peer has
-        rung, which is done only if no slot is known to be free."""
+        """Return a free slot, if possible one that no lane has booked; None without one. ``read`` takes in what the
+        peer has rung, which is done only if no slot is known to be free."""
         for slot, used in enumerate(self.used):
             if used == self.given_back[slot] and slot not in self._booked:
                 return slot

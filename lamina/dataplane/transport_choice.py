@@ -44,14 +44,14 @@ class Choice:
 
 
 def candidates(wanted: TransportName, hosts: Collection[str]) -> tuple[Transport, ...]:
-    """What workers on these hosts should offer: every transport that some pair of them may use."""
+    """Return what workers on these hosts should offer: every transport that some pair of them may use."""
     if wanted != "auto":
         return (Transport(wanted),)
     return tuple(dict.fromkeys(transport for same in _kinds_of_pairs(hosts) for transport in _preferred(same)))
 
 
 def _kinds_of_pairs(hosts: Collection[str]) -> tuple[bool, ...]:
-    """Whether there may be pairs on one host, and pairs on two."""
+    """Return whether there may be pairs on one host, and pairs on two."""
     return (True,) if len(set(hosts)) == 1 else (True, False)
 
 
@@ -66,7 +66,7 @@ def choose(
     failures: Mapping[Transport, str],
     in_use: Collection[Transport] = (),
 ) -> Choice:
-    """The transport of a pair, given its offers and why it could not prove a link over some transports so far.
+    """Return the transport of a pair, given its offers and why it could not prove a link over some transports so far.
 
     A transport that both have ``in_use`` with others is preferred: a worker that waits on one transport notices a
     message sooner than one that waits on several. A transport requested by name has no fallback.

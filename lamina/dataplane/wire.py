@@ -93,8 +93,8 @@ class MessageRows:
 
 
 def attends_locally(step: SequenceStep) -> bool:
-    """A chunk of several tokens attends to itself on the compute worker; a single token's new k and v are read back
-    from the memory worker with all the others."""
+    """Return a chunk of several tokens attends to itself on the compute worker; a single token's new k and v are read
+    back from the memory worker with all the others."""
     return len(step.tokens) > 1
 
 
@@ -127,7 +127,7 @@ def _heads_rule(shards: HeadShards) -> str:
 
 
 def _follow(tokens: Sequence[tuple[int, int | None]]) -> bool:
-    """Whether ranges of tokens cover all from 0 on, each once."""
+    """Return whether ranges of tokens cover all from 0 on, each once."""
     ordered = sorted(tokens, key=lambda one: one[0])
     starts, stops = [start for start, _ in ordered], [stop for _, stop in ordered]
     return [0, *stops] == [*starts, None] and all(start != stop for start, stop in ordered)
@@ -231,7 +231,7 @@ def message_rows(
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """All numbers of ranges (start, count), one range after another."""
+    """Return all numbers of ranges (start, count), one range after another."""
     total = sum(count for _, count in ranges)
     if total == len(ranges):  # a step that decodes
         return np.array([start for start, _ in ranges], np.int64)
@@ -284,7 +284,7 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
 
 
 def slot_number(uses: int, piece: int) -> int:
-    """The doorbell's number for one piece of the message in a slot that had been used ``uses`` times before."""
+    """Return the doorbell's number for one piece of the message in a slot that had been used ``uses`` times before."""
     return uses * MOST_PIECES + piece + 1
 
 
@@ -327,7 +327,7 @@ def keys_values(buffer: Array, spec: AttentionSpec, dtype: DType, offset: int, r
 
 
 def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRows]:
-    """The pieces in which rows are laid out and fetched: at most ``most`` rows of one sequence each."""
+    """Yield the pieces in which rows are laid out and fetched: at most ``most`` rows of one sequence each."""
     for rows in pulled:
         for first in range(0, rows.rows, most):
             count = min(most, rows.rows - first)
@@ -337,7 +337,8 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
 def migrated_pieces(
     attentions: Sequence[AttentionSpec], element: KvElement, tokens: int, most_nbytes: int
 ) -> list[tuple[int, int, int]]:
-    """The pieces in which ``tokens`` tokens of a segment travel: (layer, first token, one after the last), in order."""
+    """Return the pieces in which ``tokens`` tokens of a segment travel: (layer, first token, one after the last), in
+    order."""
     pieces = []
     for layer, spec in enumerate(attentions):
         most = most_nbytes // spec.slab_bytes_per_token(element)
@@ -366,7 +367,7 @@ def nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> int:
 
 
 def paper_nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> float:
-    """The paper's count for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
+    """Return the paper's count for one token: 4 e d L bytes (Lamina, section 4.2), (2 + 2/G) e d L with grouped heads.
 
     q and out of d = Hq x D elements of e bytes, k and v of d / G, in each of L layers. It leaves out the lse and counts
     out in the model's element type, whereas partials here travel in float32.

@@ -113,7 +113,7 @@ class Watch:
                 )
 
     def _stuck(self, now: float) -> tuple[int, int, str] | None:
-        """A step without progress for too long, with its lane and the last worker that made progress there."""
+        """Return a step without progress for too long, with its lane and the last worker that made progress there."""
         while self._progress:
             lane, (since, worker) = next(iter(self._progress.items()))
             if now - since <= PROGRESS_TIMEOUT_S:
@@ -126,7 +126,7 @@ class Watch:
 
 
 def exited(worker: str, reason: str) -> TransportError:
-    """The error of a cluster that has lost this worker's process."""
+    """Return the error of a cluster that has lost this worker's process."""
     return TransportError(
         f"worker {worker} is gone: {reason}. If it was killed for memory, give less to kv_cache_memory_bytes"
     )

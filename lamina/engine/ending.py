@@ -74,7 +74,7 @@ def hand_over(spans: Mapping[str, list[Span]], receivers: Iterable[OnTrace]) -> 
 
 
 def poisonous(lost: Mapping[str, LaminaError]) -> str:
-    """The error of a request that ran alone when workers died, these ones last."""
+    """Return the error of a request that ran alone when workers died, these ones last."""
     last = "; ".join(str(why).partition("\n")[0] for why in lost.values())
     return (
         f"the request is not run again: {DEATHS_ALONE} times in a row, a worker died while it ran nothing but this "

@@ -30,7 +30,7 @@ class Complaints:
         }
 
     def due(self, topology: Topology, now: float) -> tuple[str, str] | None:
-        """The worker to give up, with the reason, if a complaint is older than ``GRACE_S``."""
+        """Return the worker to give up, with the reason, if a complaint is older than ``GRACE_S``."""
         if not any(now - since > GRACE_S for _, since in self._reasons.values()):
             return None
         worker = blamed(list(self._reasons), topology)
@@ -38,7 +38,7 @@ class Complaints:
 
 
 def blamed(pairs: Collection[tuple[str, str]], topology: Topology) -> str:
-    """The worker to give up, of pairs (complaining, accused) of which at least one cannot reach the other.
+    """Return the worker to give up, of pairs (complaining, accused) of which at least one cannot reach the other.
 
     Either may be the one whose network fails: it is the one in most pairs. The last worker of its role is given up only
     if no other is in any pair; of equals, the last memory worker, which costs least.

@@ -71,7 +71,7 @@ class _Member:
     lost: str | None = None
 
     def request_id(self, number: int) -> str:
-        """The engine's name of its request."""
+        """Return the engine's name of its request."""
         return f"{self.name}-{number}"
 
 

@@ -135,7 +135,7 @@ class Pools:
             )
 
     def _leavers(self, role: Role, change: PoolChange) -> list[str]:
-        """The workers to let go: of memory workers those that hold least, of compute workers the latest."""
+        """Return the workers to let go: of memory workers those that hold least, of compute workers the latest."""
         count = -change.count
         members = [one for one in self.topology.members if one.role == role and one.name not in self._leaves.names]
         least = 0 if role == "memory" and self.topology.local else 1
@@ -200,7 +200,7 @@ class Pools:
         return any(self.coming(one) for one in self._bringing(role))
 
     def _bringing(self, role: Role) -> Sequence[Role]:
-        """The roles of workers that bring this one; a compute worker may bring memory too."""
+        """Return the roles of workers that bring this one; a compute worker may bring memory too."""
         return (role, "compute") if role == "memory" and self._fabric.compute_setup.local else (role,)
 
     def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
@@ -323,7 +323,7 @@ class Pools:
         return self.topology.left(name, self._pipeline_of(replicas))
 
     def _pipeline_of(self, replicas: int) -> Pipeline:
-        """The pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
+        """Return the pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
         if replicas == len(self.topology.computes):
             return self.topology.pipeline
         pipeline = self._pipeline.with_replicas(max(1, replicas))

@@ -112,7 +112,7 @@ class Reading:
 
 
 def segments_of(group: Group) -> tuple[Segment, ...]:
-    """Where KV of a request is, on memory workers that take part: it may have lost some since its last token."""
+    """Return where KV of a request is, on memory workers that take part: it may have lost some since its last token."""
     if group.lane < 0:
         return ()
     return tuple(

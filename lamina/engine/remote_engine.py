@@ -77,7 +77,7 @@ class _Asked:
     drawn: list[list[int]]
 
     def resumed(self, number: int) -> Resumed | None:
-        """What another engine needs to go on with it; None if all completions have ended."""
+        """Return what another engine needs to go on with it; None if all completions have ended."""
         one, open_ = self.request, self.reading.open
         drawn = {index: packed(self.drawn[index]) for index in open_}
         return Resumed(number, packed(one.prompt_token_ids), one.params, one.client, one.seed, drawn) if drawn else None
@@ -349,6 +349,6 @@ def _stopped(reason: str) -> str:
 
 
 def _error(answer: Submitted | Scaled) -> LaminaError:
-    """The engine's error, as it was raised there."""
+    """Return the engine's error, as it was raised there."""
     kinds: tuple[type[LaminaError], ...] = (ConfigError, RequestError, OverloadedError, EngineDeadError)
     return next((kind for kind in kinds if kind.__name__ == answer.error), LaminaError)(answer.message)

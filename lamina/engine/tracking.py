@@ -31,13 +31,13 @@ class TokenEnds:
         self.tokens = self._eos.union(params.stop_token_ids)
 
     def at(self, token: int, count: int) -> FinishReason | None:
-        """The finish reason if ``token``, number ``count`` of its completion from 1, ends it."""
+        """Return the finish reason if ``token``, number ``count`` of its completion from 1, ends it."""
         if token in self.tokens and count > self._min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if count == self._max_tokens else None
 
     def stop_token(self, token: int) -> int | None:
-        """The stop token to report for a completion that stopped at ``token``; None for end of sequence."""
+        """Return the stop token to report for a completion that stopped at ``token``; None for end of sequence."""
         return None if token in self._eos else token
 
 

@@ -101,7 +101,8 @@ class Whole:
             self._update.extend(update)
 
     def output(self) -> RequestOutput:
-        """A copy of everything so far, as callers of the SDK see it. Raises ValueError before the first update."""
+        """Return a copy of everything so far, as callers of the SDK see it. Raises ValueError before the first
+        update."""
         update = self._update
         if update is None:
             raise ValueError("the request has had no update yet")
@@ -134,7 +135,7 @@ class Whole:
 
 
 def whole(tokenizer: Tokenizer, on_output: Callable[[RequestOutput], None]) -> OnUpdate:
-    """A receiver of one request's updates that passes everything so far to ``on_output``."""
+    """Return a receiver of one request's updates that passes everything so far to ``on_output``."""
     gathered = Whole(tokenizer)
 
     def on_update(update: RequestUpdate) -> None:

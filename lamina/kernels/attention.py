@@ -138,7 +138,8 @@ def partial_tasks(
 
 
 def count_tasks(query_offsets: IntArray, spec: AttentionSpec) -> int:
-    """The number of tasks of an attention of these query rows (``SegmentTable``): blocks of rows x key/value heads."""
+    """Return the number of tasks of an attention of these query rows (``SegmentTable``): blocks of rows x key/value
+    heads."""
     return _native.attention_count_tasks(query_offsets, spec.query_heads, spec.kv_heads)
 
 

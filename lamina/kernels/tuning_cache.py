@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def place(what: str, *names: str) -> Path | None:
-    """The file of one kind of measurement for the devices and versions with these names; None if the user has no
+    """Return the file of one kind of measurement for the devices and versions with these names; None if the user has no
     cache directory."""
     cache = environment().cache_dir
     name = "-".join(names).replace(" ", "-").replace("/", "-").lower()
@@ -23,7 +23,7 @@ def place(what: str, *names: str) -> Path | None:
 
 
 def load(path: Path | None, kind: type[T]) -> T | None:
-    """What ``save`` wrote; None if it is not there, or unreadable: it is a cache."""
+    """Return what ``save`` wrote; None if it is not there, or unreadable: it is a cache."""
     try:
         return None if path is None else msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, msgspec.DecodeError):

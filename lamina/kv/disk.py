@@ -27,7 +27,7 @@ MOST_BLOCKS = 32  # in one copy
 
 
 def keys_of(salt: str, ids: Ids, tokens: int) -> list[bytes]:
-    """The keys of the whole blocks among the first ``tokens`` tokens."""
+    """Return the keys of the whole blocks among the first ``tokens`` tokens."""
     digest, keys = hashlib.blake2b(salt.encode(), digest_size=16).digest(), []
     for start in range(0, tokens - BLOCK + 1, BLOCK):
         digest = hashlib.blake2b(digest + ids[start : start + BLOCK].tobytes(), digest_size=16).digest()
@@ -50,7 +50,7 @@ class Blocks:
         return key in self._kept
 
     def run(self, keys: Sequence[bytes], first: int) -> int:
-        """The number of consecutive ``keys`` from place ``first`` on whose blocks are on the disk."""
+        """Return the number of consecutive ``keys`` from place ``first`` on whose blocks are on the disk."""
         return next((n for n, key in enumerate(keys[first:]) if key not in self._kept), len(keys[first:]))
 
     def pin(self, keys: Sequence[bytes]) -> list[int]:
@@ -201,7 +201,7 @@ class Disks:
             self.missed[leaf.worker] += len(leaf.tokens)
 
     def _copies(self, worker: str) -> list[Spill]:
-        """The next copy of a worker: empty or one, if it is due."""
+        """Return the next copy of a worker: empty or one, if it is due."""
         placement, uncopied = self._placement, self._uncopied[worker]
         filled = placement.reserved[worker] + placement.idle[worker]
         if (

@@ -103,15 +103,15 @@ class Placement:
                 self._watermarks[worker] = int(WATERMARK * capacity)
 
     def lost(self, topology: Topology) -> set[str]:
-        """The places that are not in ``topology``."""
+        """Return the places that are not in ``topology``."""
         return self.capacities.keys() - topology.names
 
     def touching(self, places: Collection[str]) -> set[str]:
-        """All places that share a memory worker with one of these, themselves included."""
+        """Return all places that share a memory worker with one of these, themselves included."""
         return set(places)
 
     def places_on(self, worker: str) -> Collection[str]:
-        """The places that use slots of a memory worker."""
+        """Return the places that use slots of a memory worker."""
         return {worker}
 
     def idle_on(self, worker: str) -> int:
@@ -209,7 +209,7 @@ class Placement:
         besides: frozenset[str] = NOWHERE,
         found: Mapping[str, Found] = NOTHING,
     ) -> list[tuple[str, int]] | None:
-        """What ``reserve`` would return."""
+        """Return what ``reserve`` would return."""
         if self.splits(tokens):
             return self._spread(tokens, sequences, besides) or None
         worker = self._nearest(tokens, sequences, besides, found) or self._whole(tokens, sequences, besides)
@@ -236,7 +236,7 @@ class Placement:
         return spans
 
     def _whole(self, tokens: int, sequences: int, besides: frozenset[str]) -> str | None:
-        """A worker for all ``tokens``; None if they fit none now."""
+        """Return a worker for all ``tokens``; None if they fit none now."""
         room, worker = self._best(tokens, sequences, besides)
         if tokens + AHEAD * sequences > room:
             # An empty worker may be filled: nothing else there needs room to grow.
@@ -245,7 +245,7 @@ class Placement:
         return worker
 
     def _nearest(self, tokens: int, sequences: int, besides: frozenset[str], found: Mapping[str, Found]) -> str | None:
-        """The best worker with a cached prefix of a request; None if none has room, or one without is better."""
+        """Return the best worker with a cached prefix of a request; None if none has room, or one without is better."""
         rooms = {worker: self.room(worker) for worker in found if worker not in besides}
         fitting = [one for one in rooms if tokens - found[one].held + AHEAD * sequences <= rooms[one]]
         if not fitting:
@@ -262,8 +262,8 @@ class Placement:
         return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
     def next_worker(self, worker: str) -> str | None:
-        """The worker on which a sequence of ``worker`` should continue: the other one with most slots that its own
-        sequences do not need soon; None if none has enough for a segment that is worth it."""
+        """Return the worker on which a sequence of ``worker`` should continue: the other one with most slots that its
+        own sequences do not need soon; None if none has enough for a segment that is worth it."""
         best, most = None, -1
         for other in self._open:
             spare = self.left(other) - AHEAD * (self.sequences[other] + 1)
@@ -278,7 +278,7 @@ class Placement:
         self._roomiest.clear()
 
     def _best(self, tokens: int, sequences: int, besides: frozenset[str]) -> tuple[int, str]:
-        """The room of the worker for a request, and its name."""
+        """Return the room of the worker for a request, and its name."""
         rooms = {worker: self.room(worker) for worker in self.token_s if worker in self._open and worker not in besides}
         fitting = [worker for worker, room in rooms.items() if tokens + AHEAD * sequences <= room]
         if not fitting:
@@ -287,7 +287,7 @@ class Placement:
         return rooms[soonest], soonest
 
     def _most_room(self, besides: frozenset[str]) -> tuple[int, str]:
-        """The most room of a worker, and its name."""
+        """Return the most room of a worker, and its name."""
         if besides in self._roomiest:
             return self._roomiest[besides]
         most, roomiest = -1, ""
@@ -377,7 +377,8 @@ class Placement:
         self._roomiest.clear()
 
     def roomiest(self, tokens: int) -> str | None:
-        """The worker with most room among those with a capacity of at least ``tokens``; None if there is none."""
+        """Return the worker with most room among those with a capacity of at least ``tokens``; None if there is
+        none."""
         return next((name for name in self.by_room() if self.capacities[name] >= tokens), None)
 
     @property
@@ -391,6 +392,6 @@ class Placement:
         return len(self._open)
 
     def by_room(self) -> dict[str, int]:
-        """The room for one more sequence of every worker that takes requests, most room first."""
+        """Return the room for one more sequence of every worker that takes requests, most room first."""
         rooms = sorted(((self.room(name) - AHEAD, name) for name in self._open), key=lambda one: -one[0])
         return {name: room for room, name in rooms}

@@ -74,8 +74,8 @@ class Wish:
 
 
 def policy_for(balance: Balance, topology: Topology, partition: Partition) -> Balance:
-    """What "auto" means: "bandwidth" if the memory workers are of several kinds and ranges of tokens may move, else
-    "off". Others are themselves."""
+    """Return what "auto" means: "bandwidth" if the memory workers are of several kinds and ranges of tokens may move,
+    else "off". Others are themselves."""
     if balance != "auto":
         return balance
     kinds = {member.kind for member in topology.members if member.role == "memory"}
@@ -86,7 +86,7 @@ class Policy(Protocol):
     """Decides what should move."""
 
     def wishes(self, view: View) -> list[Wish]:
-        """The moves to make now, most useful first, within what targets have free and sources hold."""
+        """Return the moves to make now, most useful first, within what targets have free and sources hold."""
         ...
 
 

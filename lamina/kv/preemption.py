@@ -9,12 +9,13 @@ Policy = Callable[[Group, int], int]
 
 
 def latest(group: Group, held: int) -> int:
-    """The latest arrival: it has waited least, and dropping it does not change the order in which requests end."""
+    """Return the latest arrival: it has waited least, and dropping it does not change the order in which requests
+    end."""
     return -group.arrival
 
 
 def smallest(group: Group, held: int) -> int:
-    """The one with fewest tokens to compute again."""
+    """Return the one with fewest tokens to compute again."""
     return held
 
 
@@ -22,7 +23,7 @@ POLICIES: Mapping[str, Policy] = {"latest": latest, "smallest": smallest}
 
 
 def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) -> list[Group]:
-    """The requests to drop so that ``tokens`` come back, or as many as possible.
+    """Return the requests to drop so that ``tokens`` come back, or as many as possible.
 
     ``holders``: the requests with KV on one worker, and how many tokens. The earliest of them stays in any case: so
     there is always one that ends.
@@ -41,12 +42,13 @@ def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) 
 
 
 def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
-    """A completion that has drawn these tokens, of which no worker has KV. It adds to the list."""
+    """Return a completion that has drawn these tokens, of which no worker has KV. It adds to the list."""
     return Completion(sequence, index, generated, known=len(generated), own=len(generated))
 
 
 def again(group: Group, sequences: Iterator[int]) -> Group:
-    """A request's completions that go on, under new sequence numbers: what they have generated is computed again.
+    """Return a request's completions that go on, under new sequence numbers: what they have generated is computed
+    again.
 
     They share the lists of generated tokens with ``group``, which must not add to them any more. Beams begin with the
     tokens chosen last.

@@ -180,7 +180,7 @@ class PrefixCache:
         return self._shared[group][1].stop if group in self._shared else 0
 
     def path(self, group: Group) -> list[Node]:
-        """The nodes that a request shares, from its first token on."""
+        """Return the nodes that a request shares, from its first token on."""
         return list(self._shared[group][1].path())[::-1] if group in self._shared else []
 
     def exclusive(self, group: Group, worker: str) -> int:
@@ -246,8 +246,8 @@ class PrefixCache:
         self._let_go(tree, node)
 
     def sharers(self, tree: PrefixTree, node: Node, start: int) -> tuple[dict[Group, int], dict[int, int | None]]:
-        """The users of the tokens from ``start`` to the end of ``node``, requests and cached sequences, each with the
-        position up to which it has these tokens; None for a prefix that ends within them."""
+        """Return the users of the tokens from ``start`` to the end of ``node``, requests and cached sequences, each
+        with the position up to which it has these tokens; None for a prefix that ends within them."""
         top = next(one for one in node.path() if one.start == start)
         within = {id(one): one.stop for one in node.path() if one.start >= start}
 
@@ -261,11 +261,12 @@ class PrefixCache:
     # -- prefixes that come from elsewhere -----------------------------------------------------------------------
 
     def ends(self) -> Iterator[Node]:
-        """The last nodes of all cached prefixes."""
+        """Yield the last nodes of all cached prefixes."""
         return itertools.chain.from_iterable(tree.ends() for tree in self._trees.values())
 
     def beginning(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node | None, int]:
-        """The tree of a worker, the deepest node in it with some of these tokens, and how many of them it has."""
+        """Return the tree of a worker, the deepest node in it with some of these tokens, and how many of them it
+        has."""
         tree = self._trees[worker]
         return tree, *tree.find(salt, ids)
 
@@ -412,7 +413,7 @@ class PrefixCache:
         return any(segment.worker in self._placement.closed for segment in completion.segments)
 
     def _tree(self, group: Group, completion: Completion) -> PrefixTree:
-        """The tree that a completion's tokens belong to. Where an earlier one had its tokens may have left."""
+        """Return the tree that a completion's tokens belong to. Where an earlier one had its tokens may have left."""
         return self._shared[group][0] if group in self._shared else self._trees[completion.segments[0].worker]
 
     def _add(

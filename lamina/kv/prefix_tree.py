@@ -71,7 +71,7 @@ class Node:
         return str(first.parent.key), ids
 
     def path(self) -> "Iterator[Node]":
-        """The node and its ancestors that have tokens, from the node upwards."""
+        """Yield the node and its ancestors that have tokens, from the node upwards."""
         node: Node | None = self
         while node is not None and node.stop:
             yield node
@@ -104,8 +104,8 @@ class Checkpoints:
         return node in self._nodes
 
     def oldest(self, fixed: Collection[Node]) -> Node | None:
-        """The least recently used checkpoint if all need too many rows, else None. Skips those in ``fixed`` and leaves
-        that requests hold."""
+        """Return the least recently used checkpoint if all need too many rows, else None. Skips those in ``fixed`` and
+        leaves that requests hold."""
         if self.rows <= self._most:
             return None
         return next((one for one in self._nodes if one not in fixed and (one.children or not one.holders)), None)
@@ -130,7 +130,7 @@ class Checkpoints:
             self._count(self._next(node))
 
     def _next(self, node: Node) -> Iterator[Node]:
-        """The first checkpoint on every path down from a node."""
+        """Yield the first checkpoint on every path down from a node."""
         nodes = [*node.children.values()]
         while nodes:
             node = nodes.pop()
@@ -177,7 +177,7 @@ class PrefixTree:
         return self.held_on.total()
 
     def find(self, salt: str, ids: Ids) -> tuple[Node | None, int]:
-        """The deepest node with tokens of ``ids``, and how many of these the tree has; (None, 0) without any."""
+        """Return the deepest node with tokens of ``ids``, and how many of these the tree has; (None, 0) without any."""
         node, found = self._top.children.get(salt), 0
         while node is not None and found == node.stop and found < len(ids):
             child = node.children.get(ids[found])
@@ -318,14 +318,14 @@ class PrefixTree:
                 heapq.heapify(self._oldest)
 
     def oldest(self) -> Node:
-        """The least recently used idle leaf, which must exist. The caller removes it."""
+        """Return the least recently used idle leaf, which must exist. The caller removes it."""
         while True:
             used, _, node = heapq.heappop(self._oldest)
             if not node.children and not node.holders and node.used == used and node.sequence is not None:
                 return node
 
     def ends(self) -> Iterator[Node]:
-        """All nodes with a sequence of their own: leaves and checkpoints."""
+        """Yield all nodes with a sequence of their own: leaves and checkpoints."""
         return self.below(self._top)
 
 
@@ -345,8 +345,8 @@ def _common(edge: Ids, ids: Ids, start: int) -> int:
 
 
 def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tuple[Node | None, int, int]:
-    """The deepest node of the tree of worker ``home`` with tokens of a request; how many tokens the request can share,
-    never its last one, which must be computed; and how many it could if no layer had forgotten any."""
+    """Return the deepest node of the tree of worker ``home`` with tokens of a request; how many tokens the request can
+    share, never its last one, which must be computed; and how many it could if no layer had forgotten any."""
     first = group.completions[0]
     if group.ids is None:
         group.ids = ids_of(group.known_tokens(first, 0, first.goal))
@@ -359,8 +359,8 @@ def match(tree: PrefixTree, group: Group, home: str, placement: Placement) -> tu
 
 
 def _usable(node: Node | None, home: str, placement: Placement) -> int:
-    """How many tokens up to ``node`` a request on ``home`` can share, given that some are on other workers: those that
-    are idle need room there, and a worker may be about to leave."""
+    """Return how many tokens up to ``node`` a request on ``home`` can share, given that some are on other workers:
+    those that are idle need room there, and a worker may be about to leave."""
     rooms = Counter[str]()
     for one in reversed(list(node.path())) if node is not None else ():
         if one.worker != home:

@@ -65,7 +65,7 @@ def _cost(moves: Sequence[Move]) -> int:
 
 
 def _single(source: str, shortage: int, targets: Mapping[str, int], movable: Sequence[Movable]) -> tuple[Move, ...]:
-    """The cheapest sequence that is enough by itself."""
+    """Return the cheapest sequence that is enough by itself."""
     roomiest = max(targets, key=lambda name: targets[name])
     enough = [one for one in movable if shortage <= one.freed and one.reserved <= targets[roomiest]]
     return (Move(min(enough, key=lambda one: one.cost), source, roomiest),) if enough else ()
@@ -224,7 +224,7 @@ class Relocations:
         return move.source
 
     def _reachable(self) -> dict[str, int]:
-        """The room of every worker that sequences may move to, most first."""
+        """Return the room of every worker that sequences may move to, most first."""
         return {
             worker: room for worker, room in self._placement.by_room().items() if worker not in self._placement.local
         }
@@ -263,7 +263,7 @@ class Relocations:
         return begun
 
     def expected(self, number: int) -> Relocation | None:
-        """The relocation of migration ``number``; None if that is not in progress, or the request has ended."""
+        """Return the relocation of migration ``number``; None if that is not in progress, or the request has ended."""
         current = self._current
         return None if current is None or current.number != number or not current.group.alive else current
 

@@ -13,7 +13,7 @@ FEWEST = 2  # workers that heads are cut for, also if there is only one at first
 
 
 def head_workers(partition: Partition, workers: int) -> int:
-    """The number of a pool's memory workers among which the heads of a request may be divided."""
+    """Return the number of a pool's memory workers among which the heads of a request may be divided."""
     return max(workers, FEWEST) if partition == "head" else 1
 
 
@@ -34,7 +34,7 @@ def placement(
 
 
 def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range], ...]]:
-    """The workers of each stripe with their shards of heads: as even as possible, with the larger parts first.
+    """Return the workers of each stripe with their shards of heads: as even as possible, with the larger parts first.
 
     A stripe is a run of neighbours in the ring of workers, with at most one worker per shard. At least two workers are
     needed for a stripe.
@@ -70,7 +70,7 @@ class StripedPlacement(Placement):
         super().__init__(self._follow(capacities), longest)
 
     def _follow(self, workers: Mapping[str, int]) -> dict[str, int]:
-        """The places of these workers, with their capacities. Earlier stripes stay while they have tokens."""
+        """Return the places of these workers, with their capacities. Earlier stripes stay while they have tokens."""
         self._slots = {worker: tokens * self._shards.count for worker, tokens in workers.items()}
         found = stripes(list(workers), self._shards.count)
         self._current = ["+".join(f"{worker}[{part.start}:{part.stop}]" for worker, part in parts) for parts in found]

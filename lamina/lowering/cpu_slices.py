@@ -98,7 +98,7 @@ class LoweredSlice:
         self.program = None if steps is None else SliceProgram(steps, self.weights)
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The values that depend on positions [T] alone; the same for all slices with this ``prelude_key``."""
+        """Return the values that depend on positions [T] alone; the same for all slices with this ``prelude_key``."""
         return tuple(self._constants) if self._table is None else self._table.at(positions)
 
     def run(
@@ -156,7 +156,7 @@ class PositionTable:
         return tuple(value.contiguous() for value in self._prelude(*self._constants, positions.to(self._device)))
 
     def at(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The prelude's results for positions int64 [T], which are in host memory."""
+        """Return the prelude's results for positions int64 [T], which are in host memory."""
         needed = int(positions.max()) + 1 if len(positions) else 0
         if needed > self._most:
             return self._compute(positions)
@@ -203,12 +203,12 @@ class LoweredModel:
         return range(self.first, self.first + len(self.parts))
 
     def needs(self, index: int) -> set[str]:
-        """The weights that slice ``index`` uses, with the sinks of the attention before it."""
+        """Return the weights that slice ``index`` uses, with the sinks of the attention before it."""
         sink = self.sinks[index - 1] if index else None
         return {*self.parts[index - self.first].weights, *([] if sink is None else [sink])}
 
     def stage(self, slices: range) -> "LoweredModel":
-        """The part of a whole model that runs these slices, and its weights alone."""
+        """Return the part of a whole model that runs these slices, and its weights alone."""
         kept = [name if number + 1 in slices else None for number, name in enumerate(self.sinks)]
         return dataclasses.replace(
             self,
@@ -262,8 +262,8 @@ def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes | P
 def with_codes(
     parts: Sequence[LoweredPart], tensors: Mapping[str, Weight], linear: Linear, experts: Experts
 ) -> list[LoweredPart]:
-    """The parts with graphs that use ``linear`` and ``experts`` with those weights that are not tensors; slices whose
-    graphs are equal share theirs as before."""
+    """Return the parts with graphs that use ``linear`` and ``experts`` with those weights that are not tensors; slices
+    whose graphs are equal share theirs as before."""
     graphs: dict[tuple[SliceGraphs, frozenset[int]], SliceGraphs] = {}
     found = []
     for part in parts:
@@ -276,7 +276,7 @@ def with_codes(
 
 
 def _bound(parts: Sequence[LoweredPart], reduce: Reduce) -> list[LoweredPart]:
-    """The parts with graphs that call ``reduce``; equal slices share theirs as before."""
+    """Return the parts with graphs that call ``reduce``; equal slices share theirs as before."""
     graphs = {part.graphs.main: part.graphs for part in parts}
     bound = {main: dataclasses.replace(each, main=bind(main, reduce)) for main, each in graphs.items()}
     return [dataclasses.replace(part, graphs=bound[part.graphs.main]) for part in parts]

@@ -103,7 +103,8 @@ def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: in
 
 @functools.cache  # without a limit: recordings read these, and steps have few numbers of rows
 def _all_rows(rows: int, device: torch.device) -> Tensor:
-    """The ends of one expert that has all rows. Slices run before they are recorded, which is when this is made."""
+    """Return the ends of one expert that has all rows. Slices run before they are recorded, which is when this is
+    made."""
     return torch.tensor([rows], dtype=torch.int32, device=device)
 
 

@@ -37,7 +37,7 @@ def _value(node: Any) -> Tensor | None:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """Whether both are tensors of the same shape and the same element type, one that the kernels support."""
+    """Return whether both are tensors of the same shape and the same element type, one that the kernels support."""
     x, y = _value(a), _value(b)
     return x is not None and y is not None and x.shape == y.shape and x.dtype == y.dtype and _known(x.dtype)
 
@@ -47,7 +47,7 @@ def _known(dtype: torch.dtype) -> bool:
 
 
 def _operands(node: Any, target: Any) -> tuple[tuple[Any, Any], ...]:
-    """The two operands of a commutative operator in both orders; empty for any other node."""
+    """Return the two operands of a commutative operator in both orders; empty for any other node."""
     if not _is(node, target) or node.kwargs or len(node.args) != 2:
         return ()
     a, b = node.args
@@ -59,7 +59,7 @@ def _only_user(node: fx.Node) -> fx.Node | None:
 
 
 def _cast_source(node: Any, to: torch.dtype | None = None) -> Any:
-    """What ``node`` is a cast of (to ``to``, if given), or ``node`` itself."""
+    """Return what ``node`` is a cast of (to ``to``, if given), or ``node`` itself."""
     if not _is(node, aten._to_copy.default) or not {"dtype"} <= set(node.kwargs) <= {"dtype", "layout", "device"}:
         return node  # device and layout are those of all tensors
     return node.args[0] if to in (None, node.kwargs["dtype"]) else node
@@ -192,7 +192,7 @@ def _match_rotation(root: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] 
 
 
 def _is_rotated_half(cat: fx.Node, negated: fx.Node, part: fx.Node, size: int) -> bool:
-    """Whether ``cat``, which uses ``negated``, is cat([-upper half, lower half]) of ``part``."""
+    """Return whether ``cat``, which uses ``negated``, is cat([-upper half, lower half]) of ``part``."""
     halves: Any = cat.args[0]
     return (
         len(halves) == 2
@@ -204,7 +204,7 @@ def _is_rotated_half(cat: fx.Node, negated: fx.Node, part: fx.Node, size: int) -
 
 
 def _is_slice(node: Any, of: fx.Node, start: int, end: int) -> bool:
-    """Whether ``node`` is of[..., start:end], ``end`` being at most the size of a tensor of rank 4."""
+    """Return whether ``node`` is of[..., start:end], ``end`` being at most the size of a tensor of rank 4."""
     if not _is(node, aten.slice.Tensor) or node.args[0] is not of or len(node.args) != 4:
         return False
     _, dim, first, last = node.args
@@ -215,7 +215,7 @@ def _is_slice(node: Any, of: fx.Node, start: int, end: int) -> bool:
 
 
 def _are_angles(cosines: Any, sines: Any, x: Tensor) -> bool:
-    """Whether both are [1, 1, T, R] for x [1, H, T, R]."""
+    """Return whether both are [1, 1, T, R] for x [1, H, T, R]."""
     value = _value(cosines)
     shape = (1, 1, *x.shape[2:])
     return value is not None and value.dtype == x.dtype and tuple(value.shape) == shape and _alike(cosines, sines)

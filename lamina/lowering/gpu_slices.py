@@ -67,7 +67,7 @@ class PlacedSlice:
         return found
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """The values that depend on positions int64 [T], in host memory, alone."""
+        """Return the values that depend on positions int64 [T], in host memory, alone."""
         return self._constants if self._table is None else self._table.at(positions)
 
     def __call__(
@@ -96,7 +96,7 @@ def place(
     reduce: Reduce | None = None,
     grouped: bool = False,
 ) -> list[PlacedSlice]:
-    """The slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
+    """Return the slices of a model lowered for ``Target.GPU``; ``tensors`` holds all of its weights, on the device.
 
     ``reduce``: how the ranks of a replica add up what each has computed; slices of one rank alone need none.
     ``grouped``: torch's product of experts runs on this device without the host; Lamina's is used instead otherwise.
@@ -123,7 +123,7 @@ def place(
 
 
 def _like(weight: Weight) -> tuple[str, ...]:
-    """What a weight is, without its values."""
+    """Return what a weight is, without its values."""
     if isinstance(weight, StackedCodes):
         shapes = [None if part is None else tuple(part.shape) for part in weight.tensors]
         return str(weight.values.dtype), str(shapes), str(weight.group)
@@ -132,8 +132,8 @@ def _like(weight: Weight) -> tuple[str, ...]:
 
 
 def _on(module: fx.GraphModule, device: torch.device, grouped: bool) -> fx.GraphModule:
-    """A copy whose operators that make tensors make them on ``device``: they were captured on the CPU. ``grouped``: see
-    ``place``."""
+    """Return a copy whose operators that make tensors make them on ``device``: they were captured on the CPU.
+    ``grouped``: see ``place``."""
     moved = copy.deepcopy(module)
     for node in moved.graph.nodes:
         if node.kwargs.get("device") is not None:

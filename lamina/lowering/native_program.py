@@ -116,7 +116,7 @@ class SliceProgram:
     def run(
         self, ids: Tensor, inputs: Sequence[Tensor], workspace: Workspace, on_query: Callable[[Tensor], None] | None
     ) -> SliceOutput:
-        """The slice's results for ``workspace.rows`` rows; they live in ``workspace``.
+        """Return the slice's results for ``workspace.rows`` rows; they live in ``workspace``.
 
         Args:
             ids: int64 [rows].

@@ -84,7 +84,8 @@ class StoredModel(msgspec.Struct):
 
 
 def store(model: LoweredModel) -> StoredModel:
-    """The record of ``model``. Raises NotStorableError: its graphs have a target or an argument of an unknown kind."""
+    """Return the record of ``model``. Raises NotStorableError: its graphs have a target or an argument of an unknown
+    kind."""
     places: dict[int, int] = {}
     graphs: list[StoredGraphs] = []
     for part in model.parts:
@@ -115,7 +116,8 @@ def store(model: LoweredModel) -> StoredModel:
 
 
 def restore(stored: StoredModel) -> LoweredModel:
-    """The model that ``store`` got. Raises NotStorableError: a graph is invalid or calls something not allowed."""
+    """Return the model that ``store`` got. Raises NotStorableError: a graph is invalid or calls something not
+    allowed."""
     graphs = [
         SliceGraphs(
             _restore_graph(graph.main, "Slice"),
@@ -189,7 +191,7 @@ def _target_name(node: fx.Node) -> str:
 
 
 def _target(node: StoredNode) -> Any:
-    """The function or method a node calls, or the name of an input."""
+    """Return the function or method a node calls, or the name of an input."""
     match node.op:
         case "placeholder" | "output" if _is_name(node.target):
             return node.target

@@ -32,7 +32,7 @@ def translate(
     hoisted: Sequence[tuple[Tensor, Tensor]],
     arrivals: Sequence[tuple[int, ...]],
 ) -> Steps | None:
-    """A lowered slice's graph as steps; None if a program cannot express it.
+    """Return a lowered slice's graph as steps; None if a program cannot express it.
 
     Args:
         weights: the graph's first inputs, contiguous; those of linear layers packed.
@@ -94,7 +94,7 @@ class _Translation:
         self._inputs = list(range(len(self._widths)))
 
     def steps(self, output: fx.Node) -> Steps:
-        """All steps, once all nodes have been translated."""
+        """Return all steps, once all nodes have been translated."""
         results: list[Columns] = []
         returned: Any = output.args[0]
         for place, node in enumerate(returned):

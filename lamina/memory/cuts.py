@@ -44,7 +44,8 @@ class Cut:
 
 
 def cuts(table: SegmentTable, spec: AttentionSpec, threads: int, most: int) -> Iterator[Cut]:
-    """The cuts of an attention in the order in which they must run: a single one unless it has a long prompt chunk.
+    """Yield the cuts of an attention in the order in which they must run: a single one unless it has a long prompt
+    chunk.
 
     ``most``: products of a thread in one cut, roughly (``MOST_PRODUCTS``).
     """
@@ -80,20 +81,20 @@ def _cut_pair(table: SegmentTable, pair: int, spec: AttentionSpec, threads: int,
 
 
 def _seen(table: SegmentTable, pair: int, spec: AttentionSpec, begin: int, end: int | None) -> int:
-    """How many of tokens [begin, end) of a pair's segment its rows see, summed over the rows."""
+    """Return how many of tokens [begin, end) of a pair's segment its rows see, summed over the rows."""
     low, high = _bounds(table, pair, spec)
     stop = int(table.kv_offsets[pair + 1] - table.kv_offsets[pair]) if end is None else end
     return int(np.maximum(np.minimum(high, stop) - np.maximum(low, begin), 0).sum())
 
 
 def _visible(table: SegmentTable, pair: int, spec: AttentionSpec) -> tuple[int, int]:
-    """The range of a pair's segment, as indices into it, that any of its rows may see."""
+    """Return the range of a pair's segment, as indices into it, that any of its rows may see."""
     low, high = _bounds(table, pair, spec)
     return int(low.min()), max(int(high.max()), int(low.min()) + 1)
 
 
 def _bounds(table: SegmentTable, pair: int, spec: AttentionSpec) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The first token that each row of a pair sees, and one after the last: indices into the pair's segment."""
+    """Return the first token that each row of a pair sees, and one after the last: indices into the pair's segment."""
     rows = int(table.query_offsets[pair + 1] - table.query_offsets[pair])
     tokens = int(table.kv_offsets[pair + 1] - table.kv_offsets[pair])
     positions = int(table.query_start[pair]) + np.arange(rows, dtype=np.int64)

@@ -39,7 +39,7 @@ class Disk:
         return self._thread.submit(self._write, block, content)
 
     def read(self, block: int) -> "Future[bytearray]":
-        """A block's content; the future may have an OSError."""
+        """Return a block's content; the future may have an OSError."""
         return self._thread.submit(self._read, block)
 
     def close(self) -> None:
@@ -66,7 +66,7 @@ class Disk:
 
 
 def _open(folder: Path, nbytes: int) -> int:
-    """A new file without a name, with space for ``nbytes`` bytes. Raises ConfigError."""
+    """Return a new file without a name, with space for ``nbytes`` bytes. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"kv_spill_dir is '{folder}', a folder that does not exist; make it first")
     if (kind := _kind_of(folder)) in IN_MEMORY:
@@ -94,7 +94,7 @@ def _open(folder: Path, nbytes: int) -> int:
 
 
 def _kind_of(folder: Path) -> str:
-    """The type of the file system that a folder is on."""
+    """Return the type of the file system that a folder is on."""
     place, kinds = folder.resolve(), dict[Path, str]()
     with contextlib.suppress(OSError):
         kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
@@ -254,7 +254,8 @@ class Tier:
 def open_tier(
     store: KvStore, folder: str, overcommit: float, on_done: OnDone, resources: contextlib.ExitStack
 ) -> Tier | None:
-    """The disk with which a store holds ``overcommit`` times its slab; None for no disk. ``resources`` closes it.
+    """Return the disk with which a store holds ``overcommit`` times its slab; None for no disk. ``resources`` closes
+    it.
 
     Raises ConfigError if the folder cannot be used.
     """

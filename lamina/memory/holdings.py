@@ -21,7 +21,7 @@ Brought = tuple[SegmentKey, int]
 
 
 def brought(rows: MessageRows, key: Callable[[int, int, int], SegmentKey]) -> list[Brought]:
-    """What a message brings; those that must be fetched last. ``key``: of a sequence's segment and shard."""
+    """Return what a message brings; those that must be fetched last. ``key``: of a sequence's segment and shard."""
     return [*rows.kept, *((key(each.sequence, each.kv_start, each.shard), each.rows) for each in rows.pulled)]
 
 
@@ -197,7 +197,7 @@ class Holdings:
             self.slab.append(key, len(fetch.blocks) * BLOCK)
 
     def slots_of(self, migration: Migration) -> Slots:
-        """The slots that a migration copies from or to here: a copy, int32 [stop - start]."""
+        """Return the slots that a migration copies from or to here: a copy, int32 [stop - start]."""
         slots = self.slab.slots((migration.sequence, 0))
         return (slots if migration.parent is not None else slots[migration.start : migration.stop]).copy()
 
@@ -255,7 +255,7 @@ class Holdings:
             self._starts.setdefault(sequence, _first(start)).append(start)
 
     def _end(self, key: SegmentKey) -> int:
-        """The position behind the last token of a segment."""
+        """Return the position behind the last token of a segment."""
         return key[1] // self.shards.count + len(self.slab.slots(key))
 
     def needed(self, window: int) -> Iterator[Slots]:
@@ -267,8 +267,8 @@ class Holdings:
 
 
 def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -> list[tuple[SegmentKey, int, int]]:
-    """Where the tokens of a segment are. ``held``: tokens [start, stop) by ascending start, what holds them, and the
-    first token of that."""
+    """Return where the tokens of a segment are. ``held``: tokens [start, stop) by ascending start, what holds them, and
+    the first token of that."""
     low, high = segment.tokens
     ends = [stop if high is None else min(stop, high) for _, stop, _, _ in held]
     return [
@@ -279,5 +279,5 @@ def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -
 
 
 def _first(start: int) -> collections.deque[int]:
-    """The starts of a sequence whose next step begins there."""
+    """Return the starts of a sequence whose next step begins there."""
     return collections.deque([start], maxlen=STEPS_KEPT)

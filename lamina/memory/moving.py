@@ -202,6 +202,6 @@ class Migrations:
 
 
 def _counts(epoch: Epoch) -> collections.defaultdict[tuple[str, str], int]:
-    """What the doorbells between two workers, by (source, target), are to have reached so far."""
+    """Return what the doorbells between two workers, by (source, target), are to have reached so far."""
     first = first_use(epoch)
     return collections.defaultdict(lambda: first)

@@ -88,7 +88,7 @@ def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
 
 
 def largest(asked: Reserve, polls: bool = False) -> Largest:
-    """The largest steps of a worker. ``polls``: its device serves lanes itself."""
+    """Return the largest steps of a worker. ``polls``: its device serves lanes itself."""
     setup, (shards, specs) = asked.setup, _of_shards(asked.setup)
     own = shards.of_rank(setup.ranks).count
     rows = asked.rows * own

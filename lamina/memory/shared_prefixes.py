@@ -110,7 +110,7 @@ def _best(pairs: Sequence[int], held: Mapping[int, Slots], known: int = 0, depth
 
 
 def rest_of(pairs: Pairs, shared: Sequence[Shared]) -> Pairs:
-    """The pairs without the tokens that they share."""
+    """Return the pairs without the tokens that they share."""
     skipped = np.zeros(len(pairs.keys), int)
     for one in shared:
         skipped[list(one.pairs)] = one.tokens
@@ -119,7 +119,8 @@ def rest_of(pairs: Pairs, shared: Sequence[Shared]) -> Pairs:
 
 
 def shared_of(pairs: Pairs, shared: Sequence[Shared]) -> tuple[Pairs, Slots]:
-    """The shared tokens, each a pair with all rows that see them; and which rows these are of ``pairs``, int32 [R]."""
+    """Return the shared tokens, each a pair with all rows that see them; and which rows these are of ``pairs``, int32
+    [R]."""
     begins = np.cumsum([0, *pairs.rows])
     which = [one.pairs[0] for one in shared]
     first = [pairs.first[i] for i in which]

@@ -186,7 +186,7 @@ class Slab(Generic[Key]):
         self._growing.pop(segment, None)
 
     def slots(self, segment: Key) -> Slots:
-        """The page table: read-only int32 [length], a view that is valid until the segment changes.
+        """Return the page table: read-only int32 [length], a view that is valid until the segment changes.
 
         Raises ValueError if the segment is unknown.
         """
@@ -196,7 +196,7 @@ class Slab(Generic[Key]):
         return view
 
     def take_shortened(self) -> list[Key]:
-        """The segments that have lost tokens or were freed since the last call, each once."""
+        """Return the segments that have lost tokens or were freed since the last call, each once."""
         shortened, self._shortened = list(self._shortened), {}
         return shortened
 

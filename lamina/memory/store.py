@@ -135,13 +135,13 @@ class KvStore:
         return StepTables(plan, rows, cut, tables, further, newest, inline, sent, pulled, door, appends)
 
     def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
-        """What rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
+        """Return what rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
         last = dict(enumerate(rows.attends)) | dict(rows.further)
         stops = [attend.kv_stop for attend in last.values()]
         return self._tables(list(last.values()), stops, [min(attend.kv_stop, attend.start) for attend in last.values()])
 
     def _further(self, rows: MessageRows, piece: Piece, late: bool) -> tuple[Further, ...]:
-        """The second segments of a piece's sequences, then the third ones, and so on."""
+        """Return the second segments of a piece's sequences, then the third ones, and so on."""
         begins = np.cumsum([0, *(attend.rows for attend in rows.attends)]) - piece.start
         rounds: list[list[tuple[int, SegmentRows]]] = []
         counts: dict[int, int] = {}
@@ -167,7 +167,7 @@ class KvStore:
         starts: Sequence[int] | None = None,
         new: Sequence[int] = (),
     ) -> tuple[Attended, ...]:
-        """What the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
+        """Return what the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
 
         One table for all rows, or one for those of each part of the heads if that has slopes of its own.
         """

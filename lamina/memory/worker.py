@@ -217,15 +217,15 @@ class MemoryWorker:
         self._control.send(Changed(message.number))
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
-        """The leases of this worker and of the other memory workers to each other."""
+        """Return the leases of this worker and of the other memory workers to each other."""
         return {name: self._links.leases(name) for name in memories if self._links.has(name)}
 
     def _closed_doors(self) -> list[Door]:
-        """All slots for requests, without one. The door used last comes last."""
+        """Return all slots for requests, without one. The door used last comes last."""
         return [Door(channel, slot) for slot in range(SLOTS) for channel in self._channels.values()]
 
     def _awaited(self) -> tuple[list[Door], list[Target]]:
-        """The doors at which a piece of a request may arrive, and what announces it; behind that, credits."""
+        """Return the doors at which a piece of a request may arrive, and what announces it; behind that, credits."""
         doors = [door for door in self._doors if door.slot in door.channel.awaited]
         return doors, [door.channel.awaited[door.slot] for door in doors] + self._hub.credits
 
@@ -272,7 +272,8 @@ class MemoryWorker:
         return self._running and self._fence.epoch == epoch
 
     def _has_step(self, lane: int) -> bool:
-        """Whether a lane has a step to run. It may be one of a compute worker that has joined, and unknown so far."""
+        """Return whether a lane has a step to run. It may be one of a compute worker that has joined, and unknown so
+        far."""
         return lane < len(self._lanes) and len(self._lanes[lane].steps) > 0
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
@@ -316,7 +317,7 @@ class MemoryWorker:
         return True
 
     def _receiver(self, lane: Lane) -> str:
-        """The compute worker that gets the next reply."""
+        """Return the compute worker that gets the next reply."""
         plan, ranks = lane.steps[0].plan, self._pipeline.ranks
         following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
         return self._computes[following * ranks + lane.number % ranks]

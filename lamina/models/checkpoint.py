@@ -127,7 +127,7 @@ def _no_weights(path: Path) -> str:
 
 
 def some(names: Iterable[str], limit: int = 3) -> str:
-    """The first of ``names`` and the number of others, for a message."""
+    """Return the first of ``names`` and the number of others, for a message."""
     names = sorted(names)
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more

@@ -14,7 +14,8 @@ _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size
 
 
 def load_config(directory: ModelDirectory) -> PretrainedConfig:
-    """The directory's config as transformers reads it, from local files only and without running code from there.
+    """Return the directory's config as transformers reads it, from local files only and without running code from
+    there.
 
     Raises:
         UnsupportedModelError: transformers does not know the family, or the family has no causal language model.
@@ -65,7 +66,7 @@ def resolve_dtype(config: PretrainedConfig, requested: DType | Literal["auto"]) 
 
 
 def meta_model(config: PretrainedConfig, dtype: DType) -> PreTrainedModel:
-    """The model without weights, on the meta device: names, shapes, element types and ties of every parameter.
+    """Return the model without weights, on the meta device: names, shapes, element types and ties of every parameter.
 
     Raises:
         UnsupportedModelError: transformers cannot build this model.

@@ -77,7 +77,7 @@ class ModelDirectory:
 
 
 def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenizer: bool = True) -> ModelDirectory:
-    """The model directory ``model``; None is the model that comes with Lamina.
+    """Return the model directory ``model``; None is the model that comes with Lamina.
 
     Args:
         weights: read the headers of the safetensors files and check them; False for dummy weights or a config alone.
@@ -130,7 +130,7 @@ def find_config(model: str | Path | None) -> ModelDirectory:
 
 
 def max_model_len(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence, in tokens, that a config.json allows; None if it gives no limit (ALiBi models).
+    """Return the longest sequence, in tokens, that a config.json allows; None if it gives no limit (ALiBi models).
 
     YaRN configs whose max_position_embeddings is still that of training get the length that YaRN extends them to.
     """
@@ -146,7 +146,7 @@ def max_model_len(config: Mapping[str, Any]) -> int | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in ``file``.
+    """Return the JSON object in ``file``.
 
     Raises:
         ModelError: it does not hold one.

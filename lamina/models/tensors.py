@@ -42,7 +42,7 @@ class Recipe:
     inputs: list[tuple[str, str]] = field(default_factory=list)
 
     def make(self, read: Read) -> dict[str, torch.Tensor]:
-        """The outputs by name; ``read`` gives a tensor of the checkpoint. May return views of what was read."""
+        """Return the outputs by name; ``read`` gives a tensor of the checkpoint. May return views of what was read."""
         if self.convert is None:
             return {self.outputs[0]: read(self.inputs[0][1])}
         return self.convert(self, read)
@@ -149,7 +149,7 @@ class _Checkpoint:
         return result
 
     def _stored(self, name: str) -> str:
-        """The name under which the checkpoint holds ``name``: its own, or one that it is tied to."""
+        """Return the name under which the checkpoint holds ``name``: its own, or one that it is tied to."""
         for candidate in self._tied(name):
             if candidate in self._recipes:
                 return candidate
@@ -160,7 +160,7 @@ class _Checkpoint:
         )
 
     def _tied(self, name: str) -> list[str]:
-        """All names that share the tensor of ``name``; first the one that the others are tied to."""
+        """Return all names that share the tensor of ``name``; first the one that the others are tied to."""
         source = self._ties.get(name, name)
         return [source, *(tied for tied, to in self._ties.items() if to == source)]
 
@@ -259,7 +259,7 @@ class _Checkpoint:
     def _held_experts(
         self, recipe: Recipe, stored: Callable[[str], torch.Tensor], mapped: set[int], shard: Shard
     ) -> Weight | None:
-        """The weights of a layer's experts, if they can be held as the codes that they are stored in."""
+        """Return the weights of a layer's experts, if they can be held as the codes that they are stored in."""
         name, *others = recipe.outputs
         packed = {key: self._directory.packed.get(key) for _, key in recipe.inputs}
         if recipe.convert is None or others or name not in self._form.experts or None in packed.values():
@@ -284,8 +284,8 @@ class _Checkpoint:
 
 
 def _own(tensor: torch.Tensor, mapped: set[int], device: torch.device) -> torch.Tensor:
-    """A contiguous tensor with its own memory on ``device``; a view of the memory map would depend on the file and be
-    unaligned, and a part of another tensor would keep all of that."""
+    """Return a contiguous tensor with its own memory on ``device``; a view of the memory map would depend on the file
+    and be unaligned, and a part of another tensor would keep all of that."""
     if tensor.device != device:
         return tensor.to(device, memory_format=torch.contiguous_format)
     storage = tensor.untyped_storage()

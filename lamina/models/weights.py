@@ -18,7 +18,8 @@ from lamina.models.tensors import Progress, Read, Recipe, WeightPlan
 
 
 def recipes(model: PreTrainedModel, checkpoint: Iterable[str]) -> dict[str, Recipe]:
-    """The recipe of every tensor of ``model`` that can be made from the names in ``checkpoint``, by state-dict name."""
+    """Return the recipe of every tensor of ``model`` that can be made from the names in ``checkpoint``, by state-dict
+    name."""
     expected = model.state_dict()
     transforms = get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
@@ -49,7 +50,7 @@ def _convert(original: WeightConverter, model: PreTrainedModel, recipe: Recipe, 
 
 
 def _outputs(first: str, converter: WeightConverter | None) -> list[str]:
-    """All names that a converter makes, given the name for its first target pattern."""
+    """Return all names that a converter makes, given the name for its first target pattern."""
     if converter is None:
         return [first]
     patterns = converter.target_patterns

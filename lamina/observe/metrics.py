@@ -102,7 +102,7 @@ class Metrics:
             self.traffic = Traffic(self._registry)
 
     def text(self) -> bytes:
-        """All metrics in the exposition format of ``CONTENT_TYPE``."""
+        """Return all metrics in the exposition format of ``CONTENT_TYPE``."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

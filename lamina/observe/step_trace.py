@@ -63,7 +63,7 @@ def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> l
 
 
 def bottleneck(parts: Sequence[Share]) -> Share:
-    """The work stage that takes the most time: the first one to make faster."""
+    """Return the work stage that takes the most time: the first one to make faster."""
     return max((part for part in parts if part.stage not in IDLE), key=lambda part: part.seconds)
 
 

@@ -98,7 +98,7 @@ class Autoscaler:
         return -1 if keep < load.workers else 0
 
     def _within(self, window_s: float, now: float) -> list[_Seen]:
-        """What was seen within so long; nothing if the pool has not been observed for all of that time."""
+        """Return what was seen within so long; nothing if the pool has not been observed for all of that time."""
         if self._seen[0].at > now - window_s:
             return []
         late = list(itertools.takewhile(lambda one: one.at > now - window_s, reversed(self._seen)))

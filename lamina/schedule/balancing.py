@@ -61,7 +61,7 @@ class Draining:
         # Else it grows there until its lane's next plan, or steps in flight have yet to write the last tokens.
 
     def _targets(self, tokens: int) -> dict[str, int]:
-        """The room of workers that together hold so many more tokens, most first; empty if there are none."""
+        """Return the room of workers that together hold so many more tokens, most first; empty if there are none."""
         rooms = {
             worker: room
             for worker, room in self._placement.by_room().items()
@@ -151,7 +151,7 @@ class Balancing:
                 self._wishes.append((kept, groups[wish.request]))
 
     def view(self, groups: Sequence[Group]) -> View:
-        """The memory workers and who has what there."""
+        """Return the memory workers and who has what there."""
         placement = self._placement
         reads = dict.fromkeys(placement.capacities, 0)
         held: list[Held] = []
@@ -205,5 +205,5 @@ class Balancing:
 
 
 def _mean(seconds: Mapping[str, float]) -> float:
-    """What is assumed of a worker that was not measured."""
+    """Return what is assumed of a worker that was not measured."""
     return sum(seconds.values()) / len(seconds) if seconds else 1.0

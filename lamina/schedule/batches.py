@@ -97,12 +97,12 @@ class DecodeBatch:
         self._full.setdefault(self.steps + steps, []).append(sequence)
 
     def full(self) -> list[Owner]:
-        """The sequences whose segments are full now. The caller calls ``turn_over`` or ``postpone`` for each."""
+        """Return the sequences whose segments are full now. The caller calls ``turn_over`` or ``postpone`` for each."""
         ended = self._full.pop(self.steps, ())
         return [self._owners[one] for one in ended if self._ends.get(one) == self.steps]
 
     def on(self, worker: str) -> list[Owner]:
-        """The sequences whose next tokens go to this worker, in order of arrival there."""
+        """Return the sequences whose next tokens go to this worker, in order of arrival there."""
         return [self._owners[sequence] for sequence, place in self._places.items() if place == worker]
 
     def pause(self, sequence: int) -> int:
@@ -184,7 +184,7 @@ class PromptBatch:
         return shared
 
     def split(self, budget: int) -> dict[Completion, int]:
-        """What ``share`` would give each. Changes nothing."""
+        """Return what ``share`` would give each. Changes nothing."""
         if budget <= 0 or not self._owners:
             return {}
         oldest = next(iter(self._owners))

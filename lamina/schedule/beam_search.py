@@ -107,7 +107,7 @@ class BeamSearch:
         self.hypotheses = heapq.nlargest(self._beams, self.hypotheses, key=lambda one: one.score)
 
     def _is_done(self, best: float, length: int) -> bool:
-        """Whether no beam, the best of which has the score ``best``, is worth continuing."""
+        """Return whether no beam, the best of which has the score ``best``, is worth continuing."""
         if len(self.hypotheses) < self._beams:
             return False
         if self._early_stopping is True:
@@ -135,7 +135,8 @@ class BeamSearch:
 
 
 def continued(tokens: Sequence[list[int]], choice: Choice) -> list[list[int]]:
-    """The tokens of every place after a choice, given those before; the list of a beam that goes on is extended."""
+    """Return the tokens of every place after a choice, given those before; the list of a beam that goes on is
+    extended."""
     lists = [tokens[parent] if parent == place else list(tokens[parent]) for place, (parent, _) in enumerate(choice)]
     for own, (_, token) in zip(lists, choice, strict=True):
         own.append(token)
@@ -242,6 +243,6 @@ class Beams:
 
 
 def _admission(group: Group, completion: Completion, sequence: int, segments: list[Segment]) -> Admission:
-    """What workers are told of a new beam."""
+    """Return what workers are told of a new beam."""
     request, segments = group.request, group.expand(segments)
     return Admission(sequence, 1, group.prompt_length, segments, request.params, request.seed, [], [completion.index])

@@ -59,8 +59,8 @@ class Growth:
                 lane.decoding.postpone(completion.sequence, AHEAD)
 
     def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
-        """A sequence continues on another memory worker from its next position on. False, and it does not, if it is on
-        its way to another worker, or no other worker has room."""
+        """Let a sequence continue on another memory worker from its next position on. False, and it does not, if it
+        is on its way to another worker, or no other worker has room."""
         if worker is None or self._relocations.is_moving(group):
             return False
         position, before = lane.decoding.position(completion.sequence), completion.worker
@@ -80,8 +80,8 @@ class Growth:
             self._spread(lane, worker, len(lane.decoding.on(worker)))
 
     def make_way(self, lane: Lane) -> bool:
-        """Where memory workers are about to run out of slots for the sequences of this lane, let these go on elsewhere;
-        drop KV if there is no room either. True if the lane was stalled and is not any more."""
+        """Return where memory workers are about to run out of slots for the sequences of this lane, let these go on
+        elsewhere; drop KV if there is no room either. True if the lane was stalled and is not any more."""
         self._find_slots(lane)
         stalled = self._placement.stalled
         before = lane.number in stalled

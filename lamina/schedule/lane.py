@@ -75,7 +75,7 @@ class Lane:
         return planned
 
     def rows(self, most: int) -> tuple[DecodeRows, list[SequenceStep], dict[int, Owner]]:
-        """What the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
+        """Return what the next step runs, at most ``most`` rows, and the owners of what its chunks draw."""
         rows = self.decoding.rows(still_drawn=self.completed < self.decoding.steps)
         self.due.clear()
         budget = most - len(rows.sequences)
@@ -120,7 +120,7 @@ class Lane:
         return min(starts, default=completion.cached)
 
     def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
-        """The next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
+        """Return the next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
         drawing: dict[int, Owner] = {}
         for (group, completion), count in self.prompts.share(budget).items():

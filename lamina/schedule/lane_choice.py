@@ -17,7 +17,7 @@ STEPS_BETWEEN_LOOKS = 8  # at least, of each lane in use
 
 
 def chooser(pipeline: Pipeline) -> "LaneChooser | None":
-    """A LaneChooser for a pipeline; None if it has only one arrangement."""
+    """Return a LaneChooser for a pipeline; None if it has only one arrangement."""
     return LaneChooser(pipeline) if len(pipeline.choices) > 1 else None
 
 
@@ -120,8 +120,8 @@ class LaneChooser:
         return self._steps >= STEPS_BETWEEN_LOOKS * self.active.lanes
 
     def choose(self, sequences: int, now: float) -> Arrangement:
-        """The arrangement to use if ``sequences`` would decode once all prompts are done: evaluated again when ``due``,
-        otherwise the one in use. ``now``: seconds of any monotonic clock."""
+        """Return the arrangement to use if ``sequences`` would decode once all prompts are done: evaluated again when
+        ``due``, otherwise the one in use. ``now``: seconds of any monotonic clock."""
         if not self.due or not sequences:
             return self.active
         lanes, steps = self.active.lanes, self._steps

@@ -37,7 +37,7 @@ class Limits:
         placement.require_possible(prompt_length + params.n * (room - 1))
 
     def most_tokens(self, prompt_length: int, params: SamplingParams, placement: Placement) -> int:
-        """The most tokens of one of its completions."""
+        """Return the most tokens of one of its completions."""
         room = self.max_model_len - prompt_length
         if params.max_tokens is not None:
             return min(params.max_tokens, room)

@@ -169,7 +169,7 @@ class Moves:
         return count
 
     def movable(self, group: Group, source: str) -> Range | None:
-        """The first tokens of a request on a worker that can move now, if any."""
+        """Return the first tokens of a request on a worker that can move now, if any."""
         lane = self.lanes[group.lane]
         busy = group.searches or self.touches(group) or self._relocations.is_moving(group)  # beams change owners
         if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):
@@ -229,7 +229,7 @@ class Moves:
         return relocation.arrived
 
     def relocated(self, lane: int) -> list[Segment]:
-        """The new segments of a sequence of this lane that has moved as a whole, and resumes with this plan."""
+        """Return the new segments of a sequence of this lane that has moved as a whole, and resumes with this plan."""
         own = self.lanes[lane]
         finished = self._relocations.finish(lane, own.completed)
         if finished is None:
@@ -358,19 +358,19 @@ def _nothing() -> None:
 
 
 def _nodes(move: Move) -> list[Node]:
-    """What moves of the prefix cache: one node at first, which may have been split since."""
+    """Return what moves of the prefix cache: one node at first, which may have been split since."""
     return [] if move.node is None else [one for one in move.node.path() if one.start >= move.start]
 
 
 def _parent(move: Move) -> int:
-    """A sequence with the range at its source that stays until the next plan."""
+    """Return a sequence with the range at its source that stays until the next plan."""
     if move.node is not None:
         return move.node.any_sequence
     return (move.completion or next(one for one in move.group.completions if not one.released)).sequence
 
 
 def _on(worker: str, segments: Sequence[Segment], begin: int, end: int) -> tuple[int, int] | None:
-    """The first of tokens [begin, end) that are together on a worker."""
+    """Return the first of tokens [begin, end) that are together on a worker."""
     for segment in segments:
         start, stop = segment.tokens
         low, high = max(start, begin), end if stop is None else min(stop, end)

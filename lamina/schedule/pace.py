@@ -46,7 +46,7 @@ class StepTimes:
         self._parts = None
 
     def seconds(self, tokens: int, pairs: float) -> float:
-        """The prediction; 0 if nothing is known."""
+        """Return the prediction; 0 if nothing is known."""
         if self._parts is None:
             self._parts = self._solve()
         return float(self._parts @ (np.array([1.0, tokens, pairs]) / _UNITS))

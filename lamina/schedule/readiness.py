@@ -48,7 +48,8 @@ class Readiness:
         self._resting.add(lane)
 
     def candidates(self, moving: bool, dealing: bool) -> set[int]:
-        """The lanes to plan for. ``moving``: all requests are about to be dealt out again; ``dealing``: some wait."""
+        """Return the lanes to plan for. ``moving``: all requests are about to be dealt out again; ``dealing``: some
+        wait."""
         if moving:
             return set(range(self._lanes)) - self._ahead
         if dealing and self._resting:  # the first lane planned deals to all of them

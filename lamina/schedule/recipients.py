@@ -109,7 +109,7 @@ class Recipients:
         self._holding = {one: workers & topology.names for one, workers in self._holding.items()}
 
     def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
-        """The workers to send something to, and what: the next plan, whole or the part that concerns them.
+        """Return the workers to send something to, and what: the next plan, whole or the part that concerns them.
 
         ``now``: seconds of any monotonic clock.
         """
@@ -253,14 +253,15 @@ class Recipients:
         return homes
 
     def _begin(self, sequence: int, segments: list[Segment]) -> list[str]:
-        """A sequence that no worker knows has these segments. Returns the memory workers with them, which are told."""
+        """Return a sequence that no worker knows has these segments. Returns the memory workers with them, which are
+        told."""
         homes = list(dict.fromkeys(segment.worker for segment in segments))
         self._segments[sequence], self._homes[sequence] = segments, homes
         self._knowing[sequence], self._holding[sequence] = set(), set(homes)
         return homes
 
     def _present(self, admission: Admission) -> Admission:
-        """A request with the segments that it has by now."""
+        """Return a request with the segments that it has by now."""
         known = range(admission.sequence, admission.sequence + admission.count)
         placed = {sequence: self._segments[sequence] for sequence in known if sequence in self._segments}
         if all(segments == for_sequence(sequence, admission.segments) for sequence, segments in placed.items()):
@@ -269,7 +270,7 @@ class Recipients:
         return msgspec.structs.replace(admission, segments=segments)
 
     def _strange(self, plan: StepPlan, replicas: tuple[str, ...], before: _Decoding | None) -> list[int]:
-        """The sequences that the plan names and some of these replicas do not know."""
+        """Return the sequences that the plan names and some of these replicas do not know."""
         named: Iterable[int] = plan.decoding.sequences
         if before is not None and before.replicas == replicas:
             same = before.sequences is named
@@ -291,7 +292,7 @@ class Recipients:
     def _whole(
         self, plan: StepPlan, replicas: tuple[str, ...], strange: list[int], now: float
     ) -> list[tuple[tuple[str, ...], StepPlan]]:
-        """The plan for the compute workers: the same for all, but for what some of them have missed."""
+        """Return the plan for the compute workers: the same for all, but for what some of them have missed."""
         if not strange and self._untold.keys().isdisjoint(replicas):
             return [(replicas, plan)]
         addressed: list[tuple[tuple[str, ...], StepPlan]] = []

@@ -174,7 +174,7 @@ class Scheduler:
         return {one.sequence: (group, one) for group in self._all_running for one in group.completions}
 
     def alive(self, request_id: str) -> list[int]:
-        """The completions of a request that still draw tokens; none if it has ended."""
+        """Return the completions of a request that still draw tokens; none if it has ended."""
         return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
 
     def hold(self, hold: Hold) -> None:
@@ -269,7 +269,7 @@ class Scheduler:
             own.allowance = self._rows_left(lane)
 
     def plannable(self, depth: int) -> Iterator[int]:
-        """The lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
+        """Yield the lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
 
         Evaluated lazily: planning for one lane may give another one something to do.
         """
@@ -282,7 +282,7 @@ class Scheduler:
                 self._ready.note_ahead(lane)
 
     def plan(self, lane: int) -> StepPlan | None:
-        """The next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
+        """Return the next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
         if self._moving:
             if any(own.in_flight for own in self._lanes):
                 return None

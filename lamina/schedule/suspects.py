@@ -38,7 +38,7 @@ class Hold:
         return bool(self.held) or self.only is not None
 
     def may_run(self, request_id: str) -> bool:
-        """Whether steps may run this request."""
+        """Return whether steps may run this request."""
         return request_id not in self.held and (self.only is None or request_id in self.only)
 
 
@@ -120,7 +120,7 @@ class Suspects:
 
 
 def at_work(plans: Iterable[StepPlan], owners: Mapping[int, Owner]) -> set[str]:
-    """The requests with rows in these steps. ``owners``: of sequences."""
+    """Return the requests with rows in these steps. ``owners``: of sequences."""
     sequences = (sequence for plan in plans for sequence, _ in rows(plan))
     return {owners[sequence][0].request.request_id for sequence in sequences if sequence in owners}
 
@@ -131,8 +131,8 @@ def exposed(
     deaths: Deaths,
     replicas_of: Callable[[StepPlan], Collection[int]],
 ) -> dict[str, Positions]:
-    """The requests that steps in flight ran on workers that died: those of a dead replica, and those with KV on a dead
-    memory worker. ``owners``: of sequences; ``replicas_of``: the replicas that run a step."""
+    """Return the requests that steps in flight ran on workers that died: those of a dead replica, and those with KV on
+    a dead memory worker. ``owners``: of sequences; ``replicas_of``: the replicas that run a step."""
     found: dict[str, Positions] = {}
     for plan in plans:
         everyone = not set(deaths.replicas).isdisjoint(replicas_of(plan))
@@ -146,7 +146,7 @@ def exposed(
 
 
 def rows(plan: StepPlan) -> Iterable[tuple[int, int]]:
-    """The sequences that a step runs, each with the position behind its tokens."""
+    """Return the sequences that a step runs, each with the position behind its tokens."""
     decoding = plan.decoding
     yield from ((sequence, start + 1) for sequence, start in zip(decoding.sequences, decoding.starts, strict=True))
     yield from ((chunk.sequence, chunk.stop) for chunk in plan.chunks)
@@ -166,7 +166,7 @@ class Holding:
         return len(self._parked)
 
     def may_run(self, group: Group) -> bool:
-        """Whether steps may run this request."""
+        """Return whether steps may run this request."""
         return self._hold.may_run(group.request.request_id)
 
     def use(self, hold: Hold, waiting: Iterable[Group]) -> None:

@@ -39,7 +39,8 @@ class Answers:
             self._awaited.setdefault(plan.lane, collections.deque()).append(plan.step)
 
     def take(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
-        """The answers of this lane that are usable now that ``done`` has come for ``plan``, in the order of its steps.
+        """Return the answers of this lane that are usable now that ``done`` has come for ``plan``, in the order of its
+        steps.
 
         A step without sequences neither waits for others nor makes others wait.
         """
@@ -188,8 +189,8 @@ class Turn:
         self._ended = self._paused = False
 
     def in_order(self, answer: StepDone) -> list[StepDone]:
-        """The answers that ``complete`` may have now that this one has come: none while one before it is missing, or
-        for a step of an epoch that has ended."""
+        """Return the answers that ``complete`` may have now that this one has come: none while one before it is
+        missing, or for a step of an epoch that has ended."""
         if answer.step not in self.in_flight:
             return []
         return self._answers.take(self.in_flight[answer.step], answer)
@@ -226,7 +227,7 @@ class Turn:
             self._chooser.note_attention(worker, seconds)
 
     def plan(self, now: float) -> Iterator[StepPlan]:
-        """The steps that begin now, for lanes with room for them; each is in flight once it is returned.
+        """Yield the steps that begin now, for lanes with room for them; each is in flight once it is returned.
 
         ``now``: seconds of any monotonic clock.
         """

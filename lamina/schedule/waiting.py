@@ -48,7 +48,7 @@ class Seats:
         return self._accounts[client.account], self._clients[client]
 
     def holders(self, client: Client, wanted: int) -> list[Client]:
-        """The clients that should give seats to this one, which wants ``wanted`` more; those with most first.
+        """Return the clients that should give seats to this one, which wants ``wanted`` more; those with most first.
 
         Max-min fairness between accounts, and within an account between its connections: another one gives way if it
         has more than this one would have then. So no exchange is undone at once.
@@ -133,18 +133,18 @@ class WaitingQueue:
         self._length += 1
 
     def _next(self) -> "WaitingQueue | _Line":
-        """The line served next. Drops lines before it that have no requests."""
+        """Return the line served next. Drops lines before it that have no requests."""
         while not (line := self._lines[self._order[0][2]]):
             self._now, _, name = heapq.heappop(self._order)
             del self._lines[name]
         return line
 
     def first(self) -> Group:
-        """The request to admit next. The queue must not be empty."""
+        """Return the request to admit next. The queue must not be empty."""
         return self._next().first()
 
     def firsts(self) -> Iterator[Group]:
-        """The next request of every connection."""
+        """Yield the next request of every connection."""
         for line in self._lines.values():
             yield from line.firsts()
 

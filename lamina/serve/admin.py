@@ -79,7 +79,7 @@ def _authorize(request: Request) -> None:
 
 
 def _changes(body: bytes) -> dict[str, str]:
-    """The change of each pool, as ``parse_change`` takes it. Raises APIError, ConfigError."""
+    """Return the change of each pool, as ``parse_change`` takes it. Raises APIError, ConfigError."""
     example = 'give an object such as {"memory": "+2", "compute": "-1"}'
     if len(body) > MOST_NBYTES:
         raise APIError(413, f"the body has {len(body)} bytes; {example}")

@@ -26,7 +26,7 @@ from lamina.text.prompts import chat_prompt, encode_prompt
 
 
 def placement_of(stats: EngineStats) -> dict[str, Any]:
-    """The placement of KV as JSON. Counts are in tokens, which are slots, but for ``moved_bytes``."""
+    """Return the placement of KV as JSON. Counts are in tokens, which are slots, but for ``moved_bytes``."""
     placement = stats.placement
     return {
         "workers": {
@@ -92,14 +92,14 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
-        """The one model served, under each of its names."""
+        """Return the one model served, under each of its names."""
         names = (engine.model_name, *engine.model_aliases)
         return JSONResponse({"object": "list", "data": [_model(engine, name, started) for name in names]})
 
     @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
-        """The served model, if ``name`` is one of its names."""
+        """Return the served model, if ``name`` is one of its names."""
         check_model(engine, name)
         return JSONResponse(_model(engine, name, started))
 

@@ -136,7 +136,7 @@ class EngineProcess:
 
 
 def describe(engine: Engine) -> str:
-    """What a server says of its engine when it starts."""
+    """Return what a server says of its engine when it starts."""
     held = engine.cluster.weights and f" ({engine.cluster.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     defaults = described(engine.sampling_defaults)

@@ -99,7 +99,7 @@ class _Process:
     ready: bool = False  # it accepts connections, as ``said`` has found
 
     def said(self) -> bytes:
-        """What it has said since the last call: see ``lamina.serve``."""
+        """Return what it has said since the last call: see ``lamina.serve``."""
         with contextlib.suppress(BlockingIOError):
             words = os.read(self.popen.stdout.fileno(), 1024)  # type: ignore[union-attr]
             self.ready = self.ready or READY in words

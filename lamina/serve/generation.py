@@ -64,7 +64,8 @@ class Generation:
         self._usage = Usage(prompts)
 
     async def answer(self, request: Request) -> Response:
-        """The complete answer. If the client leaves, cancels the engine's requests and raises ClientDisconnect."""
+        """Return the complete answer. If the client leaves, cancels the engine's requests and raises
+        ClientDisconnect."""
         gathered: dict[int, RequestUpdate] = {}
         reading = asyncio.ensure_future(self._read_all(gathered))
         leaving = asyncio.ensure_future(_disconnect(request))
@@ -98,7 +99,8 @@ class Generation:
             _check(update)
 
     async def _whole(self, gathered: dict[int, RequestUpdate]) -> AsyncIterator[bytes]:
-        """The answer's JSON, choice by choice: with logprobs it is much larger than the tokens it is made from."""
+        """Yield the answer's JSON, choice by choice: with logprobs it is much larger than the tokens it is made
+        from."""
         answer = envelope(self._form.answer, self._id, self._engine.model_name)
         yield msgspec.json.encode(answer)[:-1] + b',"choices":['
         between = b""
@@ -115,7 +117,7 @@ class Generation:
         yield b'],"usage":' + msgspec.json.encode(self._usage.body()) + b"}"
 
     def _encoded(self, pieces: Iterator[Piece]) -> bytes:
-        """The next piece as JSON; empty after the last."""
+        """Return the next piece as JSON; empty after the last."""
         piece = next(pieces, None)
         return b"" if piece is None else msgspec.json.encode(self._form.answer_choice(piece))
 
@@ -198,7 +200,7 @@ def check_model(engine: Runtime, name: str | None) -> None:
 
 
 def _client(request: Request) -> Client:
-    """The client for fair scheduling: its API key, if sent, and its connection.
+    """Return the client for fair scheduling: its API key, if sent, and its connection.
 
     Keys are not checked, and many clients send the same placeholder, so the connections of one key share its part.
     """

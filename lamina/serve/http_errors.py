@@ -43,12 +43,12 @@ class APIError(Exception):
         return {"error": fields}
 
     def response(self) -> Response:
-        """The HTTP response."""
+        """Return the HTTP response."""
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def as_api_error(error: Exception) -> APIError:
-    """The response for ``error``; unexpected exceptions are logged."""
+    """Return the response for ``error``; unexpected exceptions are logged."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, UserError):
@@ -64,7 +64,7 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def first_line(reason: str) -> str:
-    """A worker's error without its traceback, which is in the server's log."""
+    """Return a worker's error without its traceback, which is in the server's log."""
     return reason.partition("\n")[0]
 
 

@@ -134,7 +134,7 @@ class Intake:
 
 
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """The result of ``work``; if the client leaves first, cancels it and raises ClientDisconnect."""
+    """Return the result of ``work``; if the client leaves first, cancels it and raises ClientDisconnect."""
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))
     try:

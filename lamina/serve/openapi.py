@@ -121,7 +121,7 @@ _MESSAGE = {
 
 
 def interface(app: FastAPI, engine: Runtime) -> Schema:
-    """The OpenAPI document: FastAPI's routes, plus the bodies they decode themselves and every error."""
+    """Return the OpenAPI document: FastAPI's routes, plus the bodies they decode themselves and every error."""
     if app.openapi_schema is None:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
@@ -160,7 +160,7 @@ _ANSWER = {
 
 
 def body_schema(kind: type[GenerationRequest], engine: Runtime) -> tuple[Schema, Schema]:
-    """The JSON schema of a body, and those that it refers to by name."""
+    """Return the JSON schema of a body, and those that it refers to by name."""
     types = types_of(kind)
     found, parts = msgspec.json.schema_components(types.values(), ref_template="#/components/schemas/{name}")
     properties: Schema = {
@@ -192,12 +192,12 @@ def _messages() -> Schema:
 
 
 def _given(name: str, *values: Any) -> Schema:
-    """A body in which a field is one of several values, and not left out."""
+    """Return a body in which a field is one of several values, and not left out."""
     return {"required": [name], "properties": {name: {"enum": [*values]}}}
 
 
 def _left_out(**neutral: Sequence[Any]) -> Schema:
-    """A body in which fields are left out, null, or one of their neutral values."""
+    """Return a body in which fields are left out, null, or one of their neutral values."""
     return {"properties": {name: {"enum": [None, *values]} for name, values in neutral.items()}}
 
 
@@ -231,7 +231,7 @@ _TOGETHER: Mapping[type[GenerationRequest], Sequence[Sequence[Schema]]] = {
 
 
 def _statuses(path: str) -> list[int]:
-    """The errors that a path answers with."""
+    """Return the errors that a path answers with."""
     if path in (COMPLETIONS_PATH, CHAT_PATH):
         return [400, 404, 408, 413, 429, 503]
     return {

@@ -98,7 +98,7 @@ UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens":
 
 
 def has_no_effect(value: Any, neutral: Sequence[Any]) -> bool:
-    """Whether ``value`` is null or equals one of ``neutral``. 1 equals 1.0 here, but not true."""
+    """Return whether ``value`` is null or equals one of ``neutral``. 1 equals 1.0 here, but not true."""
     return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
 
 
@@ -144,7 +144,7 @@ def _folded(name: str) -> str:
 
 
 def _shown(name: str) -> str:
-    """A name from a client, fit for a header or a log line."""
+    """Return a name from a client, fit for a header or a log line."""
     name = re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)
     return name if len(name) <= 64 else f"{name[:64]}..."
 
@@ -205,8 +205,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     @classmethod
     @abc.abstractmethod
     def large_value(cls, raw: msgspec.Raw) -> tuple[Any, list[str]]:
-        """The value of the field ``large``, and names that are ignored in it. Raises APIError, RequestError or what
-        msgspec raises."""
+        """Return the value of the field ``large``, and names that are ignored in it. Raises APIError, RequestError or
+        what msgspec raises."""
 
     @property
     def include_usage(self) -> bool:
@@ -287,7 +287,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
         return prompts, []
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
-        """The sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
+        """Return the sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
 
         Without a limit, OpenAI's 16 tokens are the limit, whatever the model's default is.
         """
@@ -343,7 +343,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
 
     @classmethod
     def large_value(cls, raw: msgspec.Raw) -> tuple[list[dict[str, Any]], list[str]]:
-        """The messages as ``ChatTemplate.render`` takes them: null fields left out, text parts joined."""
+        """Return the messages as ``ChatTemplate.render`` takes them: null fields left out, text parts joined."""
         if (count := bytes(raw).count(b'"role"')) > MOST_MESSAGES:  # before they are decoded, see the module docstring
             raise RequestError(f"messages holds about {count} messages; give at most {MOST_MESSAGES}")
         messages, ignored = _decode_messages(raw)
@@ -359,7 +359,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
         return plain, ignored
 
     def sampling_params(self, defaults: Defaults) -> SamplingParams:
-        """The sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
+        """Return the sampling parameters; ``defaults`` are the model's. Raises APIError 400 for values out of range.
 
         Without a limit, and if the model has no default, an answer may take the rest of the context.
         """
@@ -379,7 +379,7 @@ R = TypeVar("R", bound=GenerationRequest)
 
 @functools.cache
 def types_of(kind: type[GenerationRequest]) -> Mapping[str, Any]:
-    """The type in JSON of each supported field of a body, but for its large one."""
+    """Return the type in JSON of each supported field of a body, but for its large one."""
     own = {field.name: field.type for field in msgspec.structs.fields(kind)}
     return {name: own[name] for name in own if name not in (kind.large, "sampling", "ignored")} | SAMPLING
 
@@ -422,7 +422,7 @@ def _splitter(kind: type[GenerationRequest], strict: bool) -> msgspec.json.Decod
 
 
 def _split(kind: type[GenerationRequest], body: bytes) -> tuple[dict[str, bytes], list[str]]:
-    """The undecoded value of every known field in ``body``, and the names of its other fields."""
+    """Return the undecoded value of every known field in ``body``, and the names of its other fields."""
     if not body:
         raise APIError(400, _NO_OBJECT)
     unknown: list[str] = []
@@ -474,7 +474,8 @@ def _why(error: Exception) -> str:
 
 
 def _surrogates(body: bytes) -> str:
-    """A hint at half a surrogate pair, which JSON can express but Unicode text cannot; msgspec does not name it."""
+    """Return a hint at half a surrogate pair, which JSON can express but Unicode text cannot; msgspec does not name
+    it."""
     found = re.search(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", body)
     return f"; is {found[0].decode()} half of a surrogate pair?" if found else ""
 

@@ -52,7 +52,7 @@ class Sent:
         self._ended = set[int]()
 
     def advance(self, prompt: int, update: RequestUpdate, most: int = MOST_POSITIONS) -> Iterator[Piece]:
-        """The pieces of ``update``, each of at most ``most`` tokens of one completion; they count as sent."""
+        """Yield the pieces of ``update``, each of at most ``most`` tokens of one completion; they count as sent."""
         for completion in update.completions:
             choice = prompt * self._n + completion.index
             ends = completion.finish_reason is not None and choice not in self._ended
@@ -95,7 +95,7 @@ class Usage:
                 self.ends[prompt, completion.index] = completion.finish_reason.value
 
     def body(self) -> Body:
-        """The counts in OpenAI's form."""
+        """Return the counts in OpenAI's form."""
         prompt = sum(self.prompts.values())
         return {
             "prompt_tokens": prompt,
@@ -114,7 +114,7 @@ class Usage:
 def envelope(
     kind: Literal["text_completion", "chat.completion", "chat.completion.chunk"], id_: str, model: str
 ) -> Body:
-    """The leading fields of every answer and chunk."""
+    """Return the leading fields of every answer and chunk."""
     return {"id": id_, "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -149,7 +149,8 @@ def _completion_logprobs(positions: Sequence[list[Logprob]], offsets: list[int])
 
 
 def _by_text(entries: Sequence[Logprob]) -> dict[str, float]:
-    """The log-probability of each token by its text; tokens whose text another one has are named as vLLM names ids."""
+    """Return the log-probability of each token by its text; tokens whose text another one has are named as vLLM names
+    ids."""
     tokens: dict[str, int] = {}
     found: dict[str, float] = {}
     for entry in entries:  # the drawn token is first, and its text is its key

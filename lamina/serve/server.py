@@ -33,7 +33,7 @@ POLL_S = 0.1
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening socket on ``host``; port 0 lets the system choose.
+    """Return a listening socket on ``host``; port 0 lets the system choose.
 
     Raises:
         ConfigError: the port is in use or may not be opened, or the host is not an address of this machine.
@@ -66,7 +66,7 @@ def _why_not(error: OSError, host: str, port: int) -> str:
 
 
 def url(listener: socket.socket) -> str:
-    """The URL of ``listener`` for clients."""
+    """Return the URL of ``listener`` for clients."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

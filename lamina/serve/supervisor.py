@@ -224,7 +224,7 @@ class Supervisor:
         self.dead, self.gave_up = why, True
 
     def _read(self, line: Connection) -> FromEngine | None:
-        """The engine's next message; None if it has exited."""
+        """Return the engine's next message; None if it has exited."""
         try:
             return receive_from_engine(line)
         except (EOFError, OSError):
@@ -297,7 +297,7 @@ def _settings(config: EngineConfig) -> dict[str, Any]:
 
 
 def _error(refusal: Stopped) -> LaminaError:
-    """The error of an engine that could not start, as it was raised there."""
+    """Return the error of an engine that could not start, as it was raised there."""
     kind = getattr(errors, refusal.kind, None)
     if isinstance(kind, type) and issubclass(kind, UserError):
         return kind(refusal.reason)

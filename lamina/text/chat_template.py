@@ -174,7 +174,7 @@ def _plain_call(call: Mapping[str, Any], arguments_as_text: bool) -> dict[str, A
 
 
 def joined_text(parts: Sequence[Any]) -> str:
-    """The text of OpenAI style text parts, joined by line breaks. Raises RequestError for any other part."""
+    """Return the text of OpenAI style text parts, joined by line breaks. Raises RequestError for any other part."""
     return "\n".join(map(_text_of, parts))
 
 

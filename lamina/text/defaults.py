@@ -21,7 +21,7 @@ _NAMES = {
 
 
 def sampling_defaults(model: ModelDirectory, choice: GenerationConfig) -> Defaults:
-    """The defaults of generation_config.json; none if ``choice`` is "none".
+    """Return the defaults of generation_config.json; none if ``choice`` is "none".
 
     Raises:
         ModelError: a value has the wrong type or is out of range.
@@ -40,5 +40,5 @@ def sampling_defaults(model: ModelDirectory, choice: GenerationConfig) -> Defaul
 
 
 def described(defaults: Defaults) -> str:
-    """The defaults for people, as "temperature 0.6, top_k 20"."""
+    """Return the defaults for people, as "temperature 0.6, top_k 20"."""
     return ", ".join(f"{name} {value:g}" for name, value in defaults.items())

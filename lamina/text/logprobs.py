@@ -22,7 +22,7 @@ class Position(NamedTuple):
 
 
 def named(position: Position, tokenizer: Tokenizer) -> list[Logprob]:
-    """The drawn token, then the most likely ones, with their texts and bytes.
+    """Return the drawn token, then the most likely ones, with their texts and bytes.
 
     The drawn tokens' texts join to the text of the completion, and their bytes to its UTF-8. Only special tokens are
     written out although the completion leaves them out. Of a character that several tokens make up, the last one has

@@ -119,7 +119,7 @@ class StopChecker:
         return StopDecision(self._release(len(self._held) - self._kept()))
 
     def end(self, text: str, special: str = "") -> StopDecision:
-        """The last text to stream when an end-of-sequence or stop token ends the completion.
+        """Return the last text to stream when an end-of-sequence or stop token ends the completion.
 
         Args:
             text: what the token adds. It is left out unless ``include_stop_str_in_output``.
@@ -152,7 +152,7 @@ class StopChecker:
         return StopDecision(text + with_special[max(0, -before) :] if include else text, with_special)
 
     def _kept(self) -> int:
-        """How many of the characters held back stay held back: those that may be part of a stop string.
+        """Return how many of the characters held back stay held back: those that may be part of a stop string.
 
         Where stop strings stay in the output, text is held back only to be in order with a special token's.
         """

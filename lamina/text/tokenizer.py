@@ -25,7 +25,7 @@ _BYTES = 256
 
 
 def most_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The most UTF-8 bytes of text that become a single token; None if they are unbounded.
+    """Return the most UTF-8 bytes of text that become a single token; None if they are unbounded.
 
     A bound exists only if every byte of the text is part of a token: not if text is dropped (whitespace by a
     pre-tokenizer, accents by a normalizer, unknown characters by a model without tokens for all 256 bytes), or if an
@@ -51,7 +51,7 @@ def most_bytes_per_token(tokenizer: tokenizers.Tokenizer) -> int | None:
 
 
 def _state(part: Any) -> Any:
-    """A normalizer or pre-tokenizer as in tokenizer.json; one implemented in Python cannot be serialized."""
+    """Return a normalizer or pre-tokenizer as in tokenizer.json; one implemented in Python cannot be serialized."""
     try:
         return None if part is None else json.loads(part.__getstate__())
     except Exception:  # the library raises plain Exception
@@ -69,7 +69,7 @@ def _parts(state: Any, key: str) -> Iterable[dict[str, Any]]:
 
 
 def _shrinks_by(normalizer: Any) -> int | None:
-    """The factor by which normalization may at most reduce a text's bytes; None if it is unbounded."""
+    """Return the factor by which normalization may at most reduce a text's bytes; None if it is unbounded."""
     factor = 1
     for part in _parts(normalizer, "normalizers"):
         if part["type"] == "NFC":
@@ -166,7 +166,7 @@ class Tokenizer:
         return text
 
     def token(self, token_id: int) -> str | None:
-        """The token with this id as tokenizer.json spells it; None if it has none."""
+        """Return the token with this id as tokenizer.json spells it; None if it has none."""
         found: str | None = self._tokenizer.id_to_token(token_id) if 0 <= token_id < _IDS else None
         return found
 
@@ -175,7 +175,7 @@ class Tokenizer:
         return token_id not in self.special_texts and self.token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
-        """The byte that a byte-fallback token such as ``<0xE2>`` represents; None for any other token."""
+        """Return the byte that a byte-fallback token such as ``<0xE2>`` represents; None for any other token."""
         return self._bytes.get(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -209,7 +209,8 @@ class Tokenizer:
         return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
     def context(self, prompt: Sequence[int]) -> list[int]:
-        """The last tokens of ``prompt`` that have text: all that the text of the following tokens can depend on."""
+        """Return the last tokens of ``prompt`` that have text: all that the text of the following tokens can depend
+        on."""
         found: list[int] = []
         for token in reversed(prompt):
             if self.has_text(token):
@@ -232,7 +233,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
+        """Return the prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
 
         Raises:
             RequestError: the template is invalid or uses no tools, a message is malformed, or the template rejects it.
@@ -281,7 +282,7 @@ class IncrementalDetokenizer:
             self._next(token)
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """The text that ``token_ids`` add; empty while a character is incomplete."""
+        """Return the text that ``token_ids`` add; empty while a character is incomplete."""
         return "".join(self._next(token) for token in token_ids if self._has_text(token))
 
     @property
@@ -292,7 +293,7 @@ class IncrementalDetokenizer:
         return complete_text(b"".join(map(self._tokenizer.token_bytes, self._window)))[1]
 
     def flush(self) -> str:
-        """The rest of the text: replacement characters for the bytes of an incomplete character."""
+        """Return the rest of the text: replacement characters for the bytes of an incomplete character."""
         text = self._window_text()
         new = text[self._sent :]
         self._sent = len(text)
@@ -350,7 +351,8 @@ class _ByteRun:
         self._broken = False
 
     def append(self, byte: int) -> str:
-        """The character that the next byte completes, replacement characters once the run is invalid, or nothing."""
+        """Return the character that the next byte completes, replacement characters once the run is invalid, or
+        nothing."""
         if self._broken:
             return _REPLACEMENT
         self.pending += bytes([byte])
@@ -372,7 +374,7 @@ class _ByteRun:
 
 
 def complete_text(encoded: bytes) -> tuple[str, bytes]:
-    """The text of ``encoded``, and the bytes of an incomplete character at its end."""
+    """Return the text of ``encoded``, and the bytes of an incomplete character at its end."""
     try:
         return encoded.decode(), b""
     except UnicodeDecodeError:
@@ -381,7 +383,8 @@ def complete_text(encoded: bytes) -> tuple[str, bytes]:
 
 
 def check_unicode(text: str) -> int:
-    """The length of ``text`` in UTF-8 bytes. Raises RequestError for a lone surrogate, which cannot be encoded."""
+    """Return the length of ``text`` in UTF-8 bytes. Raises RequestError for a lone surrogate, which cannot be
+    encoded."""
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as error:
@@ -402,7 +405,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    """The model's template, from its own file or tokenizer_config.json (where there may be several, by name)."""
+    """Return the model's template, from its own file or tokenizer_config.json (where there may be several, by name)."""
     if (path / CHAT_TEMPLATE).is_file():
         return (path / CHAT_TEMPLATE).read_text(encoding="utf-8")
     template = config.get("chat_template")

@@ -38,7 +38,7 @@ class Mapper(Protocol):
         """This peer's memory is written no more."""
 
     def arrived(self, array: Any) -> Any:
-        """A part of an own inbox, uint8 [nbytes], as what runs here reads it."""
+        """Return a part of an own inbox, uint8 [nbytes], as what runs here reads it."""
 
     def copied(self, body: Any) -> Buffer:
         """A copy in the host's memory of what has ``arrived``."""

@@ -166,7 +166,7 @@ class Links:
         return Granted(granted)
 
     def _with_inbox(self, name: str, lease: Lease, by_device: bool, by_nic: bool) -> Lease:
-        """A lease with an inbox for a peer's device or NIC, if that is possible."""
+        """Return a lease with an inbox for a peer's device or NIC, if that is possible."""
         endpoint = self._sharing() if by_nic else None
         if self.inboxes is None or not (by_device or endpoint):
             return lease
@@ -183,7 +183,7 @@ class Links:
             return lease
 
     def _sharing(self) -> SharesMemory | None:
-        """The endpoint whose network interface writes into inboxes."""
+        """Return the endpoint whose network interface writes into inboxes."""
         endpoint = self._endpoints.get(Transport.RDMA)
         return endpoint if isinstance(endpoint, SharesMemory) else None
 
@@ -276,8 +276,8 @@ class Links:
         self.arena.view(self._leases[name].offset + VERDICT, 1)[0] = arrived
 
     def settle(self) -> Wait:
-        """The first links stand: close endpoints that none uses, unless later workers may. Returns how to wait for
-        messages from now on, see ``Endpoint.wait``.
+        """Note that the first links stand: close endpoints that none uses, unless later workers may. Returns how to
+        wait for messages from now on, see ``Endpoint.wait``.
 
         Without a link, the most preferred endpoint stays open for workers that join."""
         self._members = set(self._links)
@@ -348,7 +348,8 @@ class Links:
                 link.endpoint.ring(link.peer, link.lease.doorbell + PROOF, sequence)
 
     def bell(self, name: str) -> int:
-        """The doorbell that ``ring`` of this peer rings here. Its numbers begin beyond the rounds of ``link``."""
+        """Return the doorbell that ``ring`` of this peer rings here. Its numbers begin beyond the rounds of
+        ``link``."""
         return self._leases[name].doorbell + PROOF
 
     def channel(self, name: str) -> Channel:
@@ -360,11 +361,12 @@ class Links:
         return channel
 
     def inbox(self, name: str) -> Inbox | None:
-        """Where a peer's device or NIC writes bodies here, if it can."""
+        """Return where a peer's device or NIC writes bodies here, if it can."""
         return None if self.inboxes is None else self.inboxes.own(name)
 
     def direct(self, name: str) -> Direct | None:
-        """The memory of a link whose two arenas are mapped here, for a device of this process; None if they are not."""
+        """Return the memory of a link whose two arenas are mapped here, for a device of this process; None if they are
+        not."""
         link = self._links.get(name)
         if link is None or not isinstance(link.peer, ShmPeer):
             return None
@@ -373,11 +375,11 @@ class Links:
         return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, self.inbox(name), theirs)
 
     def leased(self, name: str) -> Buffer:
-        """What a peer may write into here."""
+        """Return what a peer may write into here."""
         return self.arena.view(self._leases[name].offset, self._leases[name].nbytes)
 
     def leases(self, name: str) -> tuple[Lease, Lease]:
-        """What a linked peer may write into here, and this worker there."""
+        """Return what a linked peer may write into here, and this worker there."""
         return self._leases[name], self._links[name].lease
 
     def outbox(self, name: str, slot: Slot) -> Outbox:
@@ -443,7 +445,7 @@ class WaitInTurns:
 
 
 def _place(lease: Lease) -> Slot:
-    """Where the peer puts its proof."""
+    """Return where the peer puts its proof."""
     return Slot(lease.offset, PROOF_NBYTES, lease.doorbell + PROOF)
 
 

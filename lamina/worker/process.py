@@ -56,14 +56,14 @@ def free_memory() -> int:
 
 
 def greeting() -> Hello:
-    """The first message of this process to the engine."""
+    """Return the first message of this process to the engine."""
     rdma = RDMA_DEVICES.is_dir() and any(RDMA_DEVICES.iterdir())
     return Hello(host(), __version__, platform.node(), sorted(os.sched_getaffinity(0)), rdma)
 
 
 def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
-    """What answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: bytes free on it and in all, 0 unless it is a
-    GPU."""
+    """Return what answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: bytes free on it and in all, 0 unless
+    it is a GPU."""
 
     def inspect(sent_ns: int, now_ns: int) -> Resources:
         machine = psutil.virtual_memory().available
@@ -88,7 +88,7 @@ What the worker has to give back at its end goes onto the stack, which is closed
 
 
 def read_bootstrap() -> Bootstrap:
-    """What this process was started with, from its standard input. Once."""
+    """Return what this process was started with, from its standard input. Once."""
     return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
 
 

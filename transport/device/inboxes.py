@@ -34,7 +34,7 @@ class Inbox:
     settle: Callable[[], None] = lambda: None
 
     def parts(self, count: int) -> list[Any]:
-        """The array, cut into so many of equal size."""
+        """Return the array, cut into so many of equal size."""
         size = len(self.array) // count
         return [self.array[start : start + size] for start in range(0, count * size, size)]
 
@@ -128,11 +128,11 @@ class Inboxes:
         return peer in self._own and self._own[peer].read(len(proof)) == proof
 
     def own(self, peer: str) -> Inbox | None:
-        """What a peer writes into here."""
+        """Return what a peer writes into here."""
         return self._own[peer].inbox if peer in self._own else None
 
     def theirs(self, peer: str) -> Inbox | None:
-        """What this device writes into there."""
+        """Return what this device writes into there."""
         return self._theirs[peer].inbox if peer in self._theirs else None
 
     def leave(self, peer: str) -> None:

@@ -35,7 +35,7 @@ class DeviceArena:
         return int(self.bytes.data.ptr)
 
     def handle(self) -> bytes:
-        """What ``PeerArena`` in another process of this machine needs; valid while this arena lives."""
+        """Return what ``PeerArena`` in another process of this machine needs; valid while this arena lives."""
         import cupy
 
         return bytes(cupy.cuda.runtime.ipcGetMemHandle(self.address))
@@ -99,15 +99,16 @@ class Ability:
 
 
 def ability(index: int) -> Ability:
-    """The ability of GPU ``index``. Initialises the driver in this process. Raises TransportError without that GPU."""
+    """Return the ability of GPU ``index``. Initialises the driver in this process. Raises TransportError without that
+    GPU."""
     flushes = bool(_ask(index, Attribute.FLUSH_OPTIONS) & FLUSH_BY_HOST)
     ordered = _ask(index, Attribute.WRITES_ORDERING) >= OWNER
     return Ability(bool(_ask(index, Attribute.DMA_BUF_SUPPORTED)), ordered, flushes)
 
 
 def uses_host_addresses(index: int) -> bool:
-    """Whether kernels of GPU ``index`` use registered host memory under its own addresses. Initialises the driver in
-    this process. Raises TransportError without that GPU."""
+    """Return whether kernels of GPU ``index`` use registered host memory under its own addresses. Initialises the
+    driver in this process. Raises TransportError without that GPU."""
     return bool(_ask(index, Attribute.HOST_ADDRESSES))
 
 
@@ -158,7 +159,7 @@ class PeerMemory:
 
 
 def _driver() -> ctypes.CDLL:
-    """The driver's C interface. Raises TransportError without it."""
+    """Return the driver's C interface. Raises TransportError without it."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -63,7 +63,7 @@ class Polling:
             kernel(name, device)  # compiled and loaded before anything waits
 
     def doorbell(self, address: int) -> Doorbell:
-        """A doorbell at the address of an 8-byte word in device, peer or pinned memory, counted from 0."""
+        """Return a doorbell at the address of an 8-byte word in device, peer or pinned memory, counted from 0."""
         return Doorbell(address, self._cupy.zeros(1, np.uint64))
 
     def wait(self, doorbell: Doorbell, timeout_s: float) -> None:
@@ -147,7 +147,7 @@ class Polling:
 
 @cache
 def kernel(name: str, device: int) -> Any:
-    """The compiled kernel for one GPU, ``device``, which must be the current one.
+    """Return the compiled kernel for one GPU, ``device``, which must be the current one.
 
     Its code is loaded when this returns. Loading a kernel at its first launch may wait for running kernels to end, a
     deadlock if one of them waits for a doorbell that this stream rings.

@@ -156,7 +156,7 @@ class ThreadStream:
 
 
 def expired(silence_s: float) -> DeadlineError:
-    """The error after a wait that has ended by itself."""
+    """Return the error after a wait that has ended by itself."""
     return DeadlineError(
         f"the device stopped waiting for a message: this process had done nothing for {silence_s:g} s; it hung, or "
         "was stopped"

@@ -57,7 +57,7 @@ LAST_WORDS_S = 0.05  # for the arrival of what a peer wrote before it exited
 
 
 def _verbs() -> Any:
-    """The modules of pyverbs used here, in one namespace."""
+    """Return the modules of pyverbs used here, in one namespace."""
     try:
         from types import SimpleNamespace
 
@@ -362,7 +362,8 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return peer.sender
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
-        """A peer that exited long enough ago for all its writes to be here. Releases what exited peers held here."""
+        """Return a peer that exited long enough ago for all its writes to be here. Releases what exited peers held
+        here."""
         incoming = own.accepted.incoming
         ended = _ended([peer.connection for peer in self._peers] + [one.connection for one in incoming])
         own.accepted.close([one for one in incoming if one.connection in ended])
@@ -404,7 +405,7 @@ def dma_buf_obstacle(selected: SelectedPort) -> str:
 
 
 def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
-    """The listener's ``admit``: gives every peer a queue pair of its own into the arena."""
+    """Return the listener's ``admit``: gives every peer a queue pair of its own into the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         try:

@@ -67,7 +67,8 @@ def inventory(sysfs: Path = SYSFS) -> list[Port]:
 
 
 def own_numa_node(cores: AbstractSet[int], nodes: Path = NODES) -> int:
-    """The NUMA node that all of a process's cores belong to; -1 if they span several or the kernel reports none."""
+    """Return the NUMA node that all of a process's cores belong to; -1 if they span several or the kernel reports
+    none."""
     for node in nodes.glob("node[0-9]*"):
         ranges = [part.partition("-") for part in _read(node / "cpulist").split(",") if part]
         if cores <= {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}:
@@ -148,7 +149,8 @@ def _read_port(device: Path, port: Path) -> Port:
 
 
 def _read(file: Path) -> str:
-    """The file's text; empty if it does not exist or cannot be read (the kernel reports empty entries as EINVAL)."""
+    """Return the file's text; empty if it does not exist or cannot be read (the kernel reports empty entries as
+    EINVAL)."""
     try:
         return file.read_text().strip()
     except OSError:

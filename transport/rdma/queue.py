@@ -193,7 +193,7 @@ class QueuePair:
             self.queue.to_rts(attributes)
 
     def collect(self, what: str) -> tuple[int, str]:
-        """The number of requests completed since the last call, and why the next one failed, if it did.
+        """Return the number of requests completed since the last call, and why the next one failed, if it did.
 
         ``what`` names a request in the reason.
         """
@@ -376,7 +376,7 @@ class Reader:
 
 
 def _flat(part: Any) -> memoryview:
-    """The bytes of a part as a flat view. Raises ValueError unless it is contiguous."""
+    """Return the bytes of a part as a flat view. Raises ValueError unless it is contiguous."""
     view = memoryview(part)
     if not view.c_contiguous:
         raise ValueError("a part is not C-contiguous; copy it first")

@@ -58,7 +58,7 @@ class Keys:
 
 
 def keys_of(secret: Secret) -> Keys:
-    """The keys of a supervisor that has the cluster's secret."""
+    """Return the keys of a supervisor that has the cluster's secret."""
     return Keys(secret.curve_keys(ENGINE)[0], *secret.curve_keys(SUPERVISOR))
 
 

@@ -33,7 +33,7 @@ do."""
 
 
 def mps_runs(variables: Mapping[str, str]) -> bool:
-    """Whether MPS runs, by the environment of the processes that would use it."""
+    """Return whether MPS runs, by the environment of the processes that would use it."""
     return Path(variables.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps", "control").exists()
 
 
@@ -68,7 +68,7 @@ MODULES: Mapping[Role, str] = {"compute": COMPUTE, "memory": MEMORY}
 
 
 def worker_command(module: str) -> list[str]:
-    """The command of a worker's process. -P: no modules from the working directory."""
+    """Return the command of a worker's process. -P: no modules from the working directory."""
     return [sys.executable, "-P", "-m", module]
 
 
@@ -143,7 +143,7 @@ class LocalWorkers:
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
 
     def _share(self, module: str, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
-        """What a worker has to know of those on its GPU, and its environment variables."""
+        """Return what a worker has to know of those on its GPU, and its environment variables."""
         if not bootstrap.device.startswith(CUDA):
             return bootstrap, {}
         roles = self._roles[bootstrap.device]
@@ -189,7 +189,7 @@ class LocalWorkers:
         return []
 
     def command(self, name: str, module: str) -> list[str]:
-        """The command of a worker, which must run it in the started process itself."""
+        """Return the command of a worker, which must run it in the started process itself."""
         return worker_command(module)
 
     def ended(self) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ class SupervisorActor:
         self._public, self._secret = zmq.curve_keypair()
 
     def key(self) -> bytes:
-        """The public key, for the engine to trust."""
+        """Return the public key, for the engine to trust."""
         return bytes(self._public)
 
     def run(self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str) -> str:

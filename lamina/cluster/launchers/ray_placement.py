@@ -54,7 +54,8 @@ def known_kinds(own: Mapping[str, str]) -> list[str]:
 
 
 def bundle(kind: str, own: Mapping[str, str], threads: int | None) -> dict[str, float]:
-    """What a worker of this kind takes from Ray: a GPU, or a core per thread, and the resource that names the kind.
+    """Return what a worker of this kind takes from Ray: a GPU, or a core per thread, and the resource that names the
+    kind.
 
     ``own``: see ``own_kinds``. A GPU that Ray does not recognize has the kind's name as a resource.
     """
@@ -69,14 +70,14 @@ def bundle(kind: str, own: Mapping[str, str], threads: int | None) -> dict[str, 
 
 
 def device(kind: str) -> str:
-    """What a worker of this kind runs on, within the GPUs that Ray has given to it."""
+    """Return what a worker of this kind runs on, within the GPUs that Ray has given to it."""
     if kind in GPUS or kind == CUDA:
         return "cuda:0"
     return EMULATED if kind == EMULATED else CPU
 
 
 def place(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> dict[str, str]:
-    """The node of each worker, by first fit, the most demanding first. Ray may choose others.
+    """Return the node of each worker, by first fit, the most demanding first. Ray may choose others.
 
     Raises ConfigError if some have no place, with the resource that is missing and what the cluster has.
     """

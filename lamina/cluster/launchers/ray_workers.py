@@ -80,7 +80,7 @@ def leave() -> None:
 
 
 def nodes() -> list[Node]:
-    """The nodes of the cluster that this process has joined."""
+    """Return the nodes of the cluster that this process has joined."""
     free = ray._private.state.available_resources_per_node()
     return [
         Node(f"{one['NodeManagerAddress']} ({one['NodeID'][:6]})", one["Resources"], free.get(one["NodeID"], {}))
@@ -254,7 +254,7 @@ class RayWorkers:
 
 
 def dry_run(bundles: Mapping[str, Bundle]) -> dict[str, str]:
-    """Where workers would run: node by worker. Raises ConfigError, naming the resource that is missing."""
+    """Return where workers would run: node by worker. Raises ConfigError, naming the resource that is missing."""
     return place(bundles, nodes())
 
 

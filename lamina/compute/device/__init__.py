@@ -5,7 +5,7 @@ from lamina.core.errors import ConfigError
 
 
 def make(name: str) -> Device:
-    """The device ``name``: "cpu", "cuda:INDEX", or "emulated", which runs the code for GPUs on the CPU.
+    """Return the device ``name``: "cpu", "cuda:INDEX", or "emulated", which runs the code for GPUs on the CPU.
 
     Raises ConfigError if the device does not exist, or torch cannot use it.
     """

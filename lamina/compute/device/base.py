@@ -41,7 +41,7 @@ class Sums(Protocol):
         """``names``: of all ranks, in order, with this worker's, to whom ``links`` lead. Before the first step."""
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of ``x`` over all ranks, the same bits on each; may overwrite ``x``.
+        """Return the sum of ``x`` over all ranks, the same bits on each; may overwrite ``x``.
 
         Raises PeerLostError, DeadlineError.
         """
@@ -50,7 +50,7 @@ class Sums(Protocol):
         """Return once all ranks have called this as often as this one. Raises what ``reduce`` raises."""
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens that the first rank gives; all give as many. Raises what ``reduce`` raises."""
+        """Return the tokens that the first rank gives; all give as many. Raises what ``reduce`` raises."""
 
 
 class Device(Mapper, Protocol):
@@ -76,8 +76,8 @@ class Device(Mapper, Protocol):
         """How weights are held here if those of linear layers are quantised ``to`` a type. Raises ConfigError."""
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "Runner":
-        """The model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``, as ``form`` says.
-        ``reduce``: how the ranks of a replica add up what each has computed, if there are several."""
+        """Return the model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``, as ``form``
+        says. ``reduce``: how the ranks of a replica add up what each has computed, if there are several."""
 
 
 class Carrier(Protocol):
@@ -90,14 +90,14 @@ class Carrier(Protocol):
     dtype: DType
 
     def transfers(self, moves: Moves) -> "Transfers":
-        """What moves the rows of a step."""
+        """Return what moves the rows of a step."""
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
         """q, k and v as contiguous arrays, as ``memory.device.base`` takes those that have been ``sent`` to the same
         device; bfloat16 as uint16."""
 
     def borrowed(self, array: Any) -> torch.Tensor:
-        """An array of that device, or of host memory, as a tensor with the same memory."""
+        """Return an array of that device, or of host memory, as a tensor with the same memory."""
 
     def attend(
         self, output: SliceOutput, rows: npt.NDArray[np.int64], table: SegmentTable, spec: AttentionSpec
@@ -134,7 +134,7 @@ class Runner(Carrier, Protocol):
         """
 
     def padded(self, rows: int) -> int:
-        """The number of rows that ``rows`` are padded to."""
+        """Return the number of rows that ``rows`` are padded to."""
 
     def run(
         self,
@@ -168,7 +168,7 @@ class Transfers(Protocol):
     lingers: bool
 
     def queries(self, q: torch.Tensor) -> Sequence[Array]:
-        """The shards of q [rows, Hq, D] that travel, in the order of messages: [Rq, Hq / n, D] each."""
+        """Return the shards of q [rows, Hq, D] that travel, in the order of messages: [Rq, Hq / n, D] each."""
 
     def keys_values(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Sequence[Array], Sequence[Array]]:
         """Take the step's rows of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
@@ -191,7 +191,7 @@ class Transfers(Protocol):
         """
 
     def bulk(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Array, Array]:
-        """All rows of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
+        """Return all rows of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
 
     def settle(self) -> None:
         """Return once replies have been read."""

@@ -158,6 +158,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(results: Any) -> tuple[Tensor, ...]:
-    """The tensors of an operator's result: one, several, or none."""
+    """Return the tensors of an operator's result: one, several, or none."""
     every = results if isinstance(results, list | tuple) else (results,)
     return tuple(each for each in every if isinstance(each, Tensor))

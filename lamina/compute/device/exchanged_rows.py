@@ -64,7 +64,8 @@ class Arrivals:
 
 
 def arrange(moves: Moves, heads: int, v_dim: int) -> Arrivals:
-    """Where partials of ``heads`` heads to a shard arrive: those from here first, then those of memory workers."""
+    """Return where partials of ``heads`` heads to a shard arrive: those from here first, then those of memory
+    workers."""
     unit = heads * v_dim
     shape = moves.most_parts, moves.rows * moves.shards
     outs, lses = np.zeros(shape, np.int64), np.full(shape, v_dim, np.int64)

@@ -39,7 +39,8 @@ class Fusion:
         self._failed = set[Main]()
 
     def record(self, piece: PlacedSlice, rows: int, record: Record) -> Sequence[Replay]:
-        """The faster of two recordings of a slice for so many rows, by ``record``. The first time, makes both."""
+        """Return the faster of two recordings of a slice for so many rows, by ``record``. The first time, makes
+        both."""
         graph = piece.graph
         key = f"{piece.digest}/{rows}"
         known = self._known.get(key)

@@ -17,7 +17,7 @@ MULTIPLE = 64  # of the rows of larger steps
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows that a step of ``rows`` runs with."""
+    """Return the number of rows that a step of ``rows`` runs with."""
     return next((size for size in ROWS if size >= rows), -(-rows // MULTIPLE) * MULTIPLE)
 
 
@@ -45,11 +45,11 @@ class Kit(Protocol):
         memory, in parts: one up to each call of its argument, and the rest. ``work`` may be called more than once."""
 
     def compiled(self, graph: Main) -> Main | None:
-        """The graph with its operators fused, for all numbers of rows: compiles when it is called, which raises
+        """Return the graph with its operators fused, for all numbers of rows: compiles when it is called, which raises
         RuntimeError for what cannot be fused. None: nothing is fused here."""
 
     def seconds(self, replays: Sequence[Replay]) -> float:
-        """How long these take, one after another."""
+        """Return how long these take, one after another."""
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """Return the attention of a chunk to itself; None if the card has no fused kernel for this element type."""
@@ -82,7 +82,7 @@ class Kit(Protocol):
         """
 
     def lent(self, tensor: Tensor) -> Any:
-        """A contiguous tensor as an array with the same memory, see ``Carrier.lent``."""
+        """Return a contiguous tensor as an array with the same memory, see ``Carrier.lent``."""
 
     def borrowed(self, array: Any) -> Tensor:
         """Return an array of the card as a tensor over the same memory."""

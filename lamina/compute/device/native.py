@@ -122,7 +122,7 @@ class NativeTransfers:
         return self._buffers[key]
 
     def _are_all(self, shards: Indices) -> bool:
-        """Whether these are all rows in order; with several shards to a row, they come shard by shard."""
+        """Return whether these are all rows in order; with several shards to a row, they come shard by shard."""
         return self._moves.shards == 1 and len(shards) == self._moves.total
 
     def _take(self, array: Array, shards: Indices) -> Array:

@@ -71,7 +71,7 @@ def _run(
 
 
 def _context_before(runner: Runner, count: int) -> tuple[Tensor, ...]:
-    """What the first slice here gets from the stage before."""
+    """Return what the first slice here gets from the stage before."""
     first = runner.slices.start
     crossings = runner.contexts[first - 1] if first else ()
     return tuple(torch.zeros((count, *one.shape), dtype=one.dtype) for one in crossings)

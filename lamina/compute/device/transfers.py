@@ -195,8 +195,8 @@ class GpuTransfers:
         self._lines.kit.wait()
 
     def _collect(self, bodies: Sequence[int], *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
-        """The rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned memory; for
-        ``bodies`` see ``Transfers.all``."""
+        """Return the rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned
+        memory; for ``bodies`` see ``Transfers.all``."""
         key = tuple(id(source) for _, source in sources)  # slices leave their results in the same tensors every time
         found = self._collected.get(key)
         if found is None:
@@ -240,7 +240,7 @@ class GpuTransfers:
         return _Collected(tuple(source for _, source in sources), held, bodies.numpy()[:count], starts, replay, arrays)
 
     def _table(self, name: str, recorded: bool) -> tuple[object, tuple[Tensor, Tensor]]:
-        """Where rows of a group are written: a name, memory on the card, and its content."""
+        """Return where rows of a group are written: a name, memory on the card, and its content."""
         table = self._tables[name]
         what = "table", name, table.shape[1]
         if not recorded:
@@ -288,7 +288,7 @@ class GpuTransfers:
         return merge.result
 
     def _body(self, number: int, slot: int, body: Any) -> Tensor:
-        """A reply as an array; the next one may come in the same slot."""
+        """Return a reply as an array; the next one may come in the same slot."""
         arrived = isinstance(body, Tensor)
         key = number, slot, len(body), arrived
         known = self._replies.get(key)

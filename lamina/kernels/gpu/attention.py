@@ -58,7 +58,7 @@ class KvSlab:
     def allocate(
         cls, backend: Backend, element: KvElement, spec: AttentionSpec, slots: int, on_host: bool = False
     ) -> "KvSlab":
-        """A slab of uninitialised slots; ``on_host``: in the host's memory."""
+        """Return a slab of uninitialised slots; ``on_host``: in the host's memory."""
         empty = backend.on_host if on_host else backend.empty
         k = empty((slots, spec.kv_heads, spec.qk_dim), STORAGE[element])
         v = empty((slots, spec.kv_heads, spec.v_dim), STORAGE[element])
@@ -162,7 +162,7 @@ class _PairClass:
 
     @classmethod
     def of(cls, spec: AttentionSpec, element: KvElement, block_m: int, rows: tuple[int, int]) -> "_PairClass":
-        """The class of these pairs: the spec without the fields that planning ignores."""
+        """Return the class of these pairs: the spec without the fields that planning ignores."""
         cut = replace(spec, layer=0, scale=1.0, softcap=0.0, sinks=False, alibi_slopes=None)
         return cls(cut, element, block_m, rows)
 

@@ -109,13 +109,13 @@ class Backend(Protocol):
         be in an inbox."""
 
     def aligned(self, array: Any) -> Any:
-        """The array, or a copy if it does not begin at a multiple of ``ALIGNMENT`` bytes."""
+        """Return the array, or a copy if it does not begin at a multiple of ``ALIGNMENT`` bytes."""
 
     def fits(self, program: Program) -> bool:
         """Compile; False if the device has too little shared memory to run it."""
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """How long the programs that ``call`` launches take, without the host. Only if ``timed``."""
+        """Return how long the programs that ``call`` launches take, without the host. Only if ``timed``."""
 
     def prepare(self, program: Program) -> None:
         """Compile and load, so that no later ``launch`` has to."""

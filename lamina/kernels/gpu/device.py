@@ -109,7 +109,7 @@ def memory(index: int) -> tuple[int, int]:
 
 
 def find_gpus() -> tuple[Gpu, ...] | None:
-    """The GPUs that this process may use, in the order of their PCI bus addresses; None without a driver."""
+    """Return the GPUs that this process may use, in the order of their PCI bus addresses; None without a driver."""
     import pynvml  # takes 20 ms, and most processes do not need it
 
     try:
@@ -124,7 +124,7 @@ def find_gpus() -> tuple[Gpu, ...] | None:
 
 
 def reach(gpus: Sequence[Gpu]) -> frozenset[tuple[int, int]]:
-    """The pairs of these GPUs, by their places, of which the first can write into the other's memory."""
+    """Return the pairs of these GPUs, by their places, of which the first can write into the other's memory."""
     import pynvml
 
     pynvml.nvmlInit()
@@ -157,8 +157,8 @@ def _gpu(handle: Any) -> Gpu:
 
 
 def visible(gpus: tuple[Gpu, ...], wanted: str | None) -> tuple[Gpu, ...]:
-    """The GPUs that CUDA shows if CUDA_VISIBLE_DEVICES is ``wanted``: indices or prefixes of UUIDs, up to the first
-    entry that matches no GPU. https://docs.nvidia.com/cuda/cuda-programming-guide (environment variables)
+    """Return the GPUs that CUDA shows if CUDA_VISIBLE_DEVICES is ``wanted``: indices or prefixes of UUIDs, up to the
+    first entry that matches no GPU. https://docs.nvidia.com/cuda/cuda-programming-guide (environment variables)
     """
     if wanted is None:
         return gpus

@@ -143,7 +143,7 @@ def match_gpus() -> None:
 
 
 def constants(program: Program, language: Any) -> dict[str, Any]:
-    """The kernel's compile-time parameters, by name."""
+    """Return the kernel's compile-time parameters, by name."""
     names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     return {
         name: getattr(language, names[value]) if isinstance(value, str) else value for name, value in program.constants

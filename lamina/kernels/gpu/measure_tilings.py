@@ -80,12 +80,12 @@ def measure(
 
 
 def fastest(seconds: Mapping[Tiling, float]) -> Tiling:
-    """The tiling that took the least time."""
+    """Return the tiling that took the least time."""
     return min(seconds, key=seconds.__getitem__)
 
 
 def candidates(element: KvElement, prompt: bool) -> Sequence[Tiling]:
-    """What is tried, without waves."""
+    """Return what is tried, without waves."""
     if prompt:
         return PROMPT
     return NARROW if element.scaled else WIDE
@@ -128,7 +128,7 @@ def times(
 def _fitting(
     backend: Backend, spec: AttentionSpec, element: KvElement, query: npt.DTypeLike, prompt: bool
 ) -> list[Tiling]:
-    """The candidates that this GPU has room for, in every variant that steps may need."""
+    """Return the candidates that this GPU has room for, in every variant that steps may need."""
     block_m, found = tile(spec, element, prompt), list[Tiling]()
     for tiling in candidates(element, prompt):
         given = spec, element, tiling, block_m, query, backend.capability

@@ -24,7 +24,7 @@ def sees_all(spec: AttentionSpec) -> bool:
 
 
 def decode_tile(spec: AttentionSpec) -> tuple[int, int]:
-    """The tile of decode programs: its rows, and the most query rows of a pair that such a program takes.
+    """Return the tile of decode programs: its rows, and the most query rows of a pair that such a program takes.
 
     A tile's rows are query rows times the query heads that share a KV head.
     """
@@ -46,8 +46,8 @@ def plan_program(pairs: int) -> Program:
 def plan_numbers(
     spec: AttentionSpec, tiling: Tiling, block_m: int, rows: tuple[int, int], wanted_items: int
 ) -> tuple[int, ...]:
-    """The integer arguments of ``plan`` that follow the number of pairs. ``rows``: the fewest and most query rows of
-    the pairs to plan; ``wanted_items``: programs that run at once."""
+    """Return the integer arguments of ``plan`` that follow the number of pairs. ``rows``: the fewest and most query
+    rows of the pairs to plan; ``wanted_items``: programs that run at once."""
     group = spec.query_heads // spec.kv_heads
     return (*rows, group, spec.window, spec.chunk, block_m, tiling.block_n, wanted_items, tiling.least_tokens)
 
@@ -183,13 +183,13 @@ class GroupedTile:
     inputs: int
 
     def grid(self, rows: int, weights: GroupedWeights) -> tuple[int, int]:
-        """A program for every tile that there may be: each expert may have one that is not full."""
+        """Return a program for every tile that there may be: each expert may have one that is not full."""
         return min(rows, -(-rows // self.rows) + weights.experts), -(-weights.outputs // self.outputs)
 
 
 def grouped_tile(rows: int, itemsize: int, weights: GroupedWeights) -> GroupedTile:
-    """The tile for so many rows, of elements of ``itemsize`` bytes: as few rows as experts have in steps that decode,
-    where weights are read once, and more in larger ones. Narrower where more registers are needed."""
+    """Return the tile for so many rows, of elements of ``itemsize`` bytes: as few rows as experts have in steps that
+    decode, where weights are read once, and more in larger ones. Narrower where more registers are needed."""
     height = 16 if rows <= 16 * weights.experts else 64
     if itemsize == 2:
         in_groups = 32 if height == 64 else 128 if weights.group == 32 else 64
@@ -240,14 +240,15 @@ def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **
 
 
 def _element_code(element: KvElement, capability: int) -> int:
-    """The kernels' constant: 0 no scales, 1 INT8, 2 FP8 converted by the hardware, 3 FP8 converted in software."""
+    """Return the kernels' constant: 0 no scales, 1 INT8, 2 FP8 converted by the hardware, 3 FP8 converted in
+    software."""
     if element is KvElement.FP8:
         return 2 if capability >= HARDWARE_FP8 else 3
     return 1 if element is KvElement.INT8 else 0
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least ``number``, and at least 1."""
+    """Return the smallest power of two that is at least ``number``, and at least 1."""
     return 1 << max(0, number - 1).bit_length()
 
 

@@ -81,7 +81,8 @@ def classify(tokens: npt.NDArray[np.int32]) -> tuple[Context, bool]:
 
 
 def default(shape: Shape, block_m: int, capability: int) -> Tiling:
-    """A tiling for a device without measurements: no spills, and enough loads in flight while some programs compute.
+    """Return a tiling for a device without measurements: no spills, and enough loads in flight while some programs
+    compute.
 
     On an H200, a multiprocessor needs about 36 KB in flight (4.8 TB/s, 132 multiprocessors, a latency of 1 us). Four
     programs with 64 tokens of 128 x 2 bytes for K and V load 128 KiB, of which half is in flight if they wait about
@@ -108,7 +109,7 @@ class Choices:
         self.measured = measured or {}
 
     def tiling(self, shape: Shape, block_m: int, capability: int) -> Tiling:
-        """The measured tiling of ``shape``, or the default."""
+        """Return the measured tiling of ``shape``, or the default."""
         return self.measured.get(str(shape)) or default(shape, block_m, capability)
 
     @property
@@ -128,7 +129,7 @@ class Choices:
 
 
 def _file(device: str) -> Path | None:
-    """What is the fastest depends on the compiler too."""
+    """Return what is the fastest depends on the compiler too."""
     try:
         compiler = f"triton-{metadata.version('triton')}"
     except metadata.PackageNotFoundError:

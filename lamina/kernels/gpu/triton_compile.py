@@ -80,7 +80,7 @@ def compile_for_amd(program: Program, architecture: str) -> bytes:
 
 
 def _source(program: Program) -> tuple[ASTSource, int]:
-    """A program's source for Triton's compiler, and how many arguments it takes."""
+    """Return a program's source for Triton's compiler, and how many arguments it takes."""
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: kernels are interpreted in this process; unset it to compile")
     kernel = getattr(importlib.import_module(f"lamina.kernels.gpu.{program.module}"), program.kernel)

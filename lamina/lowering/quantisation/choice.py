@@ -16,7 +16,8 @@ from lamina.splitter.split_model import Shard
 
 
 def linear_weights(model: LoweredModel) -> frozenset[str]:
-    """The weights that linear layers use, and nothing else does: neither embeddings nor experts in one tensor."""
+    """Return the weights that linear layers use, and nothing else does: neither embeddings nor experts in one
+    tensor."""
     found, others = set[str](), {name for name in model.sinks if name is not None}
     for part in model.parts:
         for name, node in zip(part.weights, _inputs(part), strict=False):
@@ -25,7 +26,7 @@ def linear_weights(model: LoweredModel) -> frozenset[str]:
 
 
 def expert_weights(model: LoweredModel) -> frozenset[str]:
-    """The weights that products of experts use, and nothing else does."""
+    """Return the weights that products of experts use, and nothing else does."""
     return frozenset(name for part in model.parts for name, node in _named_inputs(part) if grouped_by(node))
 
 
@@ -35,14 +36,14 @@ def turned_weights(model: LoweredModel) -> frozenset[str]:
 
 
 def head_weights(model: LoweredModel) -> frozenset[str]:
-    """The weights of the linear layers whose results become logits without another in between."""
+    """Return the weights of the linear layers whose results become logits without another in between."""
     return frozenset[str]().union(
         *(_last_before(part, [part.graphs.main.graph.output_node()]) for part in model.parts if part.last)
     )
 
 
 def router_weights(model: LoweredModel) -> frozenset[str]:
-    """The weights of the linear layers that choose experts."""
+    """Return the weights of the linear layers that choose experts."""
     found = frozenset[str]()
     for part in model.parts:
         chosen = [node for node in part.graphs.main.graph.nodes if node.target is torch.ops.aten.topk.default]
@@ -51,7 +52,7 @@ def router_weights(model: LoweredModel) -> frozenset[str]:
 
 
 def _last_before(part: LoweredPart, nodes: Sequence[fx.Node]) -> set[str]:
-    """The weights of the linear layers before some nodes, without another in between."""
+    """Return the weights of the linear layers before some nodes, without another in between."""
     names, found, seen = dict(zip(_inputs(part), part.weights, strict=False)), set[str](), set(nodes)
     todo = list(nodes)
     while todo:
@@ -125,7 +126,7 @@ class HostForm:
 
 
 def chosen(model: LoweredModel, linear: Collection[str], to: Quantization) -> frozenset[str]:
-    """The weights to quantise: those of linear layers but for the head, and for what chooses experts.
+    """Return the weights to quantise: those of linear layers but for the head, and for what chooses experts.
 
     Raises ConfigError if there are none.
     """

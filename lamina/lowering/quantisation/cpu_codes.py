@@ -71,18 +71,18 @@ class PackedExperts:
 
 
 def can_pack(codes: Codes) -> bool:
-    """Whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too short:
-    a group has a scale and maybe a zero point of 4 bytes each."""
+    """Return whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too
+    short: a group has a scale and maybe a zero point of 4 bytes each."""
     return codes.values.dtype in (torch.int8, torch.uint8) and codes.group >= _LEAST_GROUP
 
 
 def pack_experts(codes: ExpertCodes) -> PackedExperts:
-    """The form that ``linear_experts`` takes; the original can then be freed."""
+    """Return the form that ``linear_experts`` takes; the original can then be freed."""
     return PackedExperts(tuple(map(pack_codes, codes.each)))
 
 
 def pack_codes(codes: Codes) -> PackedCodes:
-    """The form that ``linear_codes`` takes; the original can then be freed."""
+    """Return the form that ``linear_codes`` takes; the original can then be freed."""
     outputs, inputs = codes.values.shape
     group, bits = codes.group, codes.bits
     # The product takes codes of 8 bits as signed ones, and those of 4 bits as 0 to 15.
@@ -169,7 +169,7 @@ def linear_experts(
 
 
 def grouped_by(weight: fx.Node) -> list[fx.Node]:
-    """The products that are all that uses the weights of experts; empty if there are others.
+    """Return the products that are all that uses the weights of experts; empty if there are others.
 
     Weights are [experts, outputs, inputs] and transposed first, or [experts, inputs, outputs] (``is_turned``).
     """
@@ -191,8 +191,8 @@ def _multiplies_experts(node: fx.Node) -> bool:
 
 
 def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, experts: Experts) -> fx.GraphModule:
-    """A copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its inputs, and
-    whose experts use ``experts``."""
+    """Return a copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its
+    inputs, and whose experts use ``experts``."""
     changed = copy.deepcopy(module)
     weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
     for weight in weights:

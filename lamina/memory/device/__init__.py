@@ -21,9 +21,9 @@ def make(
     needed: Needed | None = None,
     polling: Polling = "host",
 ) -> Device:
-    """The device ``name``, with slabs of ``capacity`` token slots: "cpu", "cuda:0", or "emulated", which runs the code
-    for GPUs in Triton's interpreter. ``needed``: the slots that layers with a window keep on a CPU; GPUs keep all.
-    ``polling``: who waits for messages, see ``reserve``.
+    """Return the device ``name``, with slabs of ``capacity`` token slots: "cpu", "cuda:0", or "emulated", which runs
+    the code for GPUs in Triton's interpreter. ``needed``: the slots that layers with a window keep on a CPU; GPUs keep
+    all. ``polling``: who waits for messages, see ``reserve``.
 
     Raises ConfigError if the device does not exist or a package is missing.
     """
@@ -39,7 +39,8 @@ def make(
 
 @functools.cache
 def gpu_polls(name: str, polling: Polling) -> bool:
-    """Whether the device ``name`` waits for messages itself; CPUs never do. Raises ConfigError if it cannot be used."""
+    """Return whether the device ``name`` waits for messages itself; CPUs never do. Raises ConfigError if it cannot be
+    used."""
     if name == "cpu" or polling == "host":
         return False
     from lamina.memory.device.gpu import backend, polled_slots

@@ -152,8 +152,8 @@ class Device(Mapper, Protocol):
         """How it serves requests without the host; None if the host serves them all."""
 
     def sent(self, array: Array) -> Array:
-        """An array of the host or of an inbox where the device reads it: a copy, or the array itself. So are views of
-        it. Inboxes, and memory that was adopted, must not change before ``settle``."""
+        """Return an array of the host or of an inbox where the device reads it: a copy, or the array itself. So are
+        views of it. Inboxes, and memory that was adopted, must not change before ``settle``."""
 
     def settle(self) -> None:
         """Return once everything that was ``sent`` has been read."""
@@ -175,7 +175,7 @@ class Device(Mapper, Protocol):
         ``sent``."""
 
     def table(self, pairs: Pairs, slots: SlotsOf) -> Table:
-        """What rows attend to. ``slots``: of the segments that ``pairs`` name."""
+        """Return what rows attend to. ``slots``: of the segments that ``pairs`` name."""
 
     def forget(self, segments: Sequence[Hashable]) -> None:
         """Drop what is kept of segments that have ended or lost tokens. Tables made before stay valid."""

@@ -43,7 +43,8 @@ NO_SLOTS = np.empty(0, np.int32)
 
 @functools.cache
 def backend(name: str) -> Backend:
-    """The GPU "cuda:INDEX", or Triton's interpreter for "emulated", with or without an index: the same every time.
+    """Return the GPU "cuda:INDEX", or Triton's interpreter for "emulated", with or without an index: the same every
+    time.
 
     Raises ConfigError if it cannot be used.
     """
@@ -64,7 +65,7 @@ def backend(name: str) -> Backend:
 
 
 def polled_slots(name: str) -> PolledSlots:
-    """What the GPU ``name`` reads and writes itself; threads in place of its streams for "emulated"."""
+    """Return what the GPU ``name`` reads and writes itself; threads in place of its streams for "emulated"."""
     if name.partition(":")[0] == EMULATED:
         from lamina.transport.device.threads import ThreadSlots
 
@@ -227,7 +228,7 @@ class Gpu:
         order: Slots | None = None,
         rows: int = 0,
     ) -> Attention:
-        """The attentions ``kinds`` of these pairs, whose segments' page tables begin at ``starts``; see
+        """Return the attentions ``kinds`` of these pairs, whose segments' page tables begin at ``starts``; see
         ``Attention.begin``. ``rows``: of the step, if not those of the pairs."""
         new = np.array(pairs.new, np.int32) if pairs.new else None
         words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
@@ -305,8 +306,8 @@ class Gpu:
 def _slabs(
     backend: Backend, element: KvElement, attentions: Sequence[AttentionSpec], capacity: int, share: float
 ) -> list[KvSlab]:
-    """The slabs of all layers. If the GPU has no room for all, the last ones are in the host's memory, and ``share`` of
-    the GPU's is used."""
+    """Return the slabs of all layers. If the GPU has no room for all, the last ones are in the host's memory, and
+    ``share`` of the GPU's is used."""
     sizes = [capacity * spec.slab_bytes_per_token(element) for spec in attentions]
     left, total = backend.memory()
     if sum(sizes) > left:
@@ -358,7 +359,7 @@ class GpuTable:
     cascade: tuple[Attention, Attention] | None
 
     def attentions(self, spec: AttentionSpec) -> tuple[Attention, Attention | None]:
-        """What an attention runs, and what it adds to that."""
+        """Return what an attention runs, and what it adds to that."""
         if self.cascade is not None and sees_all(spec):
             return self.cascade
         assert self.whole is not None

@@ -33,7 +33,7 @@ class Trips:
 
 
 def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) -> bool:
-    """Whether the device of ``backend`` polls. Without a measurement that says something, the host does.
+    """Return whether the device of ``backend`` polls. Without a measurement that says something, the host does.
 
     The first time on a kind of GPU, "auto" takes a moment. Nothing may run on the GPU meanwhile. Raises ConfigError if
     it has to poll and its kernels must not run for long.
@@ -108,7 +108,7 @@ def _device_trip(backend: Backend, slots: PolledSlots) -> float:
 
 
 def _strides(*arrays: np.ndarray) -> list[tuple[int, int]]:
-    """Where arrays begin, and bytes from one row to the next."""
+    """Return where arrays begin, and bytes from one row to the next."""
     return [(array.ctypes.data, array.strides[0]) for array in arrays]
 
 

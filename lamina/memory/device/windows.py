@@ -62,7 +62,7 @@ class Windows:
         return len(self._free) - self._free_count
 
     def place(self, slots: Rows) -> Rows:
-        """The rows of these slots, whose K and V arrive; those that have none of their own get one."""
+        """Return the rows of these slots, whose K and V arrive; those that have none of their own get one."""
         rows = self._rows[slots]
         new = slots[(rows < 0) | self._shared[rows]]
         if not len(new):
@@ -76,7 +76,7 @@ class Windows:
         return self._rows[slots]
 
     def find(self, slots: Rows) -> Rows:
-        """The rows of these slots; any row for one that has been forgotten."""
+        """Return the rows of these slots; any row for one that has been forgotten."""
         return np.maximum(self._rows[slots], 0)
 
     def renew(self, slots: Rows, others: Rows, left: int) -> None:
@@ -105,8 +105,8 @@ class Windows:
         self._shared = owners > 1
 
     def table(self, table: SegmentTable) -> SegmentTable:
-        """What is left of a table for these layers, by row. Made once per step: the rows of what it may attend to stay
-        as they are."""
+        """Return what is left of a table for these layers, by row. Made once per step: the rows of what it may attend
+        to stay as they are."""
         known = self._tables.get(id(table))
         if known is None or known[0] is not table:
             known = self._tables[id(table)] = table, self._cut(table)

@@ -54,7 +54,7 @@ class Codes:
         return Codes(self.bits, change(self.values), change(self.scales), zeros, *parts)
 
     def cut(self, shard: Shard) -> "Codes":
-        """The part that a rank holds; groups may be divided."""
+        """Return the part that a rank holds; groups may be divided."""
         return replace(
             self,
             values=cut(self.values, shard),
@@ -63,7 +63,7 @@ class Codes:
         )
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight, computed in float32 and rounded to ``dtype``."""
+        """Return the weight, computed in float32 and rounded to ``dtype``."""
         outputs, inputs = self.values.shape
         result = torch.empty(outputs, inputs, dtype=dtype, device=self.values.device)
         for block in _row_blocks(outputs, inputs):
@@ -75,7 +75,7 @@ class Codes:
 
 
 def _runs(columns: Tensor) -> int:
-    """The largest number such that ``columns`` is runs of so many equal ones."""
+    """Return the largest number such that ``columns`` is runs of so many equal ones."""
     starts = (columns[1:] != columns[:-1]).nonzero().flatten() + 1
     return math.gcd(len(columns), *starts.tolist())
 
@@ -87,7 +87,7 @@ class ExpertCodes:
     each: tuple[Codes, ...]
 
     def cut(self, shard: Shard) -> "ExpertCodes":
-        """The part that a rank holds."""
+        """Return the part that a rank holds."""
         here = cut(torch.arange(len(self.each)), {0: shard[0]} if 0 in shard else {})
         of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
         return ExpertCodes(tuple(self.each[expert].cut(of_each) for expert in here.tolist()))
@@ -140,8 +140,8 @@ class StackedCodes:
 
 
 def stacked_group(codes: Codes) -> int | None:
-    """The inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be, even
-    with their inputs in another order."""
+    """Return the inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be,
+    even with their inputs in another order."""
     group, inputs = _runs(codes.columns.sort().values), codes.values.shape[1]
     if codes.bits == 8 and codes.zeros is None and group == inputs:
         return inputs
@@ -156,7 +156,7 @@ def _least_order(order: Tensor) -> Tensor | None:
 
 
 def _stacked(codes: Codes, group: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The values, scales, zeros and order of one expert, see ``StackedCodes``."""
+    """Return the values, scales, zeros and order of one expert, see ``StackedCodes``."""
     columns, order = codes.columns.sort(stable=True)
     places = columns[::group]
     values = codes.values if torch.equal(columns, codes.columns) else codes.values[:, order]
@@ -179,7 +179,7 @@ class Held:
 
 
 def plain(weight: Weight) -> Tensor:
-    """A weight that is not held as codes."""
+    """Return a weight that is not held as codes."""
     assert isinstance(weight, Tensor)
     return weight
 
@@ -201,10 +201,11 @@ class Form(Protocol):
         """Names of the layers with experts that are held as codes."""
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
-        """The part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
+        """Return the part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
-        """A weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in ``dtype``."""
+        """Return a weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in
+        ``dtype``."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
         """Return the codes of one of ``experts`` as this form holds them."""
@@ -231,7 +232,8 @@ DENSE = Dense()
 
 
 def turned(weight: Tensor, shard: Shard) -> tuple[Tensor, Shard]:
-    """The whole weights [experts, inputs, outputs] of a layer, and the part of them, as [experts, outputs, inputs]."""
+    """Return the whole weights [experts, inputs, outputs] of a layer, and the part of them, as [experts, outputs,
+    inputs]."""
     return weight.mT, {(0, 2, 1)[dim]: ranges for dim, ranges in shard.items()}
 
 
@@ -244,7 +246,7 @@ def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) 
 
 
 def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes:
-    """The part ``shard`` of codes of a whole weight [outputs, inputs].
+    """Return the part ``shard`` of codes of a whole weight [outputs, inputs].
 
     int8 and fp8 (e4m3): a scale for each output, of its largest weight. int4: a scale and a zero point for each group
     of inputs (``group_size``), of its smallest and largest weight and 0. All round to nearest even. ``name``: for
@@ -255,8 +257,8 @@ def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes
 
 
 def group_size(name: str, inputs: int, shard: Shard) -> int:
-    """The inputs of a weight that share a scale in int4: the first of ``GROUPS`` that divides them, and cuts none among
-    ranks. Raises ConfigError if none of them does."""
+    """Return the inputs of a weight that share a scale in int4: the first of ``GROUPS`` that divides them, and cuts
+    none among ranks. Raises ConfigError if none of them does."""
     bounds = [inputs, *(bound for part in shard.get(1, ()) for bound in part)]
     size = next((size for size in GROUPS if all(bound % size == 0 for bound in bounds)), None)
     if size is None:

@@ -93,7 +93,7 @@ class Scheme:
 
 
 def scheme(where: object, config: Mapping[str, Any]) -> Scheme | None:
-    """The scheme in a config.json; None for weights that are not quantised. ``where``: for messages.
+    """Return the scheme in a config.json; None for weights that are not quantised. ``where``: for messages.
 
     Raises UnsupportedModelError for one that Lamina does not read.
     """
@@ -180,7 +180,7 @@ _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "na
 
 
 def _compressed_block(group: Mapping[str, Any]) -> Block:
-    """The block of one of the config's groups of modules."""
+    """Return the block of one of the config's groups of modules."""
     weights = group["weights"]
     bits, kind, strategy = weights["num_bits"], weights.get("type", "int"), weights.get("strategy")
     _require((kind, bits) in (("int", 4), ("int", 8), ("float", 8)), f"its weights are {kind} of {bits} bits")
@@ -206,7 +206,8 @@ _METHODS = {"gptq": _gptq, "awq": _awq, "fp8": _fp8, "compressed-tensors": _comp
 
 
 def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, Packed]:
-    """The weights that are stored as codes, by the names that they have otherwise. Others are stored as they are.
+    """Return the weights that are stored as codes, by the names that they have otherwise. Others are stored as they
+    are.
 
     Raises ModelError: tensors that belong to a weight are missing, or their shapes do not fit.
     """
@@ -215,7 +216,7 @@ def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, 
 
 
 def part_names(packed: Mapping[str, Packed]) -> set[str]:
-    """The tensors in which weights are stored as codes."""
+    """Return the tensors in which weights are stored as codes."""
     return {
         name for one in packed.values() for name in (one.codes, one.scales, one.zeros, one.groups) if name is not None
     }

@@ -13,7 +13,7 @@ Arrange = Callable[[Callable[[str], Tensor]], Tensor]
 
 
 def arranged(codes: Mapping[str, Codes], arrange: Arrange, shape: Sequence[int]) -> ExpertCodes | None:
-    """The codes of the weights [experts, outputs, inputs], of this shape, that ``arrange`` makes of matrices.
+    """Return the codes of the weights [experts, outputs, inputs], of this shape, that ``arrange`` makes of matrices.
 
     It may stack matrices and join their outputs, which moves scales as it moves codes. None if it does more, or if the
     inputs of an expert's matrices are grouped differently.
@@ -37,7 +37,7 @@ def arranged(codes: Mapping[str, Codes], arrange: Arrange, shape: Sequence[int])
 
 
 def _columns(codes: Mapping[str, Codes], arrange: Arrange) -> list[Tensor] | None:
-    """The group of each input, of each expert; None if the matrices of one differ in that."""
+    """Return the group of each input, of each expert; None if the matrices of one differ in that."""
     every, places = list(codes.values()), {name: place for place, name in enumerate(codes)}
     sources = arrange(lambda name: torch.full((len(codes[name].values), 1), places[name]))  # of each output
     found = []
@@ -71,7 +71,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_codes(packed: Packed, read: Read) -> Codes:
-    """The codes of a weight."""
+    """Return the codes of a weight."""
     outputs, inputs = packed.shape
     turned = packed.layout in (Layout.GPTQ, Layout.AWQ)
     values, zeros = _LAYOUTS[packed.layout](packed, read)

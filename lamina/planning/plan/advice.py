@@ -37,7 +37,7 @@ def recommend(plans: Sequence[Plan]) -> Plan:
 
 
 def beyond(planner: Planner, plan: Plan) -> list[str]:
-    """What larger pools would gain, one line each: the answer to "why not more?"."""
+    """Return what larger pools would gain, one line each: the answer to "why not more?"."""
     pools = plan.pools
     variants = (
         (f"{2 * pools.memory_workers} {pools.memory.kind} instead of {pools.memory_workers}", {"memory_workers": 2}),
@@ -94,8 +94,8 @@ class Alone:
 
 
 def alone(planner: Planner, plan: Plan) -> Alone | None:
-    """The cheapest conventional serving on devices of one kind of either pool, for about the plan's hourly cost: the
-    answer to "compared with what?". None if the model fits neither or misses the SLO on both."""
+    """Return the cheapest conventional serving on devices of one kind of either pool, for about the plan's hourly cost:
+    the answer to "compared with what?". None if the model fits neither or misses the SLO on both."""
     found = []
     for kind in (plan.pools.compute, plan.pools.memory):
         hourly, model = planner.prices.usd_per_hour(kind), planner.models[kind.kind]
@@ -110,7 +110,7 @@ def alone(planner: Planner, plan: Plan) -> Alone | None:
 
 
 def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
-    """The error that says why no candidate works and which goal is nearest. ``candidates`` is not empty."""
+    """Return the error that says why no candidate works and which goal is nearest. ``candidates`` is not empty."""
     shape, workload, goals, models = planner.shape, planner.workload, planner.goals, planner.models
     fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
     if not fitting:
@@ -143,7 +143,7 @@ def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
 
 
 def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
-    """The error if the weights fit no candidate's compute workers."""
+    """Return the error if the weights fit no candidate's compute workers."""
     shape, models = planner.shape, planner.models
     most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
     usable, kind = models[most.compute.kind].usable_bytes, most.compute.kind
@@ -161,7 +161,7 @@ def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
 
 
 def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
-    """The error if no candidate's memory pool holds a sequence for each lane."""
+    """Return the error if no candidate's memory pool holds a sequence for each lane."""
     shape, workload = planner.shape, planner.workload
     room = {pools.memory.kind: planner.models[pools.memory.kind].kv_tokens for pools in fitting}
     enough = {kind: _workers(planner, fitting, kind) for kind in room}

@@ -143,7 +143,8 @@ class Fits:
 
     @classmethod
     def load(cls, hardware: Hardware, measured: ProfileStore | None = None) -> "Fits":
-        """The fits for a kind: from ``measured`` where it has them, else the package's for it or the kind it is like.
+        """Return the fits for a kind: from ``measured`` where it has them, else the package's for it or the kind it is
+        like.
 
         Raises:
             ConfigError: a store lacks a part, or was written by another version.
@@ -219,8 +220,9 @@ class CostModel:
         return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, *kinds)
 
     def _of_experts(self, operator: str, rows: Floats, tp: Any, experts: Experts) -> Floats:
-        """An operator on the experts that the rows touch, each with its share of the rows, as one grouped product: of
-        these shares and the touched experts' columns side by side. Besides, the experts that all rows take."""
+        """Return the time of an operator on the experts that the rows touch, each with its share of the rows, as one
+        grouped product: of these shares and the touched experts' columns side by side. Besides, the experts that all
+        rows take."""
         shape = self.shape
         always = replace(shape, intermediate=experts.shared)
         each = replace(shape, intermediate=experts.intermediate)
@@ -363,7 +365,7 @@ class CostModel:
         return np.asarray(rows, dtype=np.float64) * width * self.shape.dtype.itemsize
 
     def weights_fit(self, tensor_parallel: int) -> bool:
-        """Whether a replica's share of the weights fits one device."""
+        """Return whether a replica's share of the weights fits one device."""
         return self.shape.weight_bytes / tensor_parallel <= self.usable_bytes
 
     @property

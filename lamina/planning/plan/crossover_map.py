@@ -56,7 +56,7 @@ class Grid:
 
 
 def grids() -> list[Grid]:
-    """What a map shows."""
+    """Return what a map shows."""
     columns = [f"{prompt}" for prompt in PROMPTS]
     return [
         Grid(
@@ -132,7 +132,7 @@ def cells(
     prices: Prices,
     slo: Slo,
 ) -> Iterable[Cell]:
-    """A cell for every workload, in order."""
+    """Return a cell for every workload, in order."""
     candidates = [way for way in ways(shape, *pools, (None, SEGMENT)) if _coarse(way)]
     server: Server | None = None
     for workload in workloads:
@@ -146,7 +146,7 @@ def cells(
 
 
 def side(way: Way) -> str:
-    """The attribute of a cell that a way is for."""
+    """Return the attribute of a cell that a way is for."""
     if way.memory is None or way.memory.kind == way.compute.kind:
         return "alone"
     return "offloaded" if way.kind is Kind.OFFLOADED else "apart"
@@ -164,7 +164,7 @@ def crossover(found: Sequence[Cell]) -> str:
 
 
 def _count(found: Sequence[Cell], name: str) -> str:
-    """How many cells gain, and between which outputs and prompts."""
+    """Return how many cells gain, and between which outputs and prompts."""
     paying = [cell for cell in found if (getattr(cell, name) or 0) > PAYS]
     text = f"{len(paying)} of {len(found)} cells"
     if not paying:
@@ -193,7 +193,7 @@ def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
 
 
 def _seconds(found: Sequence[Capacity]) -> tuple[Capacity, ...]:
-    """The cheapest way of each system and degree of tensor parallelism, without the very cheapest."""
+    """Return the cheapest way of each system and degree of tensor parallelism, without the very cheapest."""
     layouts: dict[tuple[Kind, int], Capacity] = {}
     for one in sorted(found, key=lambda one: one.usd_per_request):
         layouts.setdefault((one.way.kind, one.way.tensor_parallel), one)
@@ -206,7 +206,7 @@ def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:
 
 
 def _coarse(way: Way) -> bool:
-    """Whether a map has this way: counts that are powers of two, two lengths of chunks, no rotation."""
+    """Return whether a map has this way: counts that are powers of two, two lengths of chunks, no rotation."""
     counts = (way.compute_workers, way.memory_workers or 1)
     if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):
         return False

@@ -82,7 +82,7 @@ class Experts:
 
 
 def _step(config: Mapping[str, Any]) -> int:
-    """The period of layers with experts: 1 if all have them."""
+    """Return the period of layers with experts: 1 if all have them."""
     return _first(config, ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")) or 1
 
 

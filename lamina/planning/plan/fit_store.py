@@ -58,7 +58,7 @@ class Fit:
 
 
 def packaged_fit(name: str, kind: str = "") -> Fit:
-    """The package's fit of a part of the cost model for ``kind``, else its first fit for another kind."""
+    """Return the package's fit of a part of the cost model for ``kind``, else its first fit for another kind."""
     fits = [fit for stored in json.loads(PACKAGED.read_text()) if (fit := Fit(**stored)).name == name]
     return next((fit for fit in fits if fit.kind == kind), fits[0])
 
@@ -76,12 +76,12 @@ class ProfileStore:
 
     @classmethod
     def beside(cls, hardware: Path | None) -> "ProfileStore | None":
-        """The store that ``lamina plan --measure`` wrote next to a hardware file; None if it does not exist."""
+        """Return the store that ``lamina plan --measure`` wrote next to a hardware file; None if it does not exist."""
         store = cls(hardware.with_suffix(".sqlite")) if hardware else None
         return store if store and store.file.is_file() else None
 
     def fit(self, name: str, kind: str) -> Fit | None:
-        """The fit called ``name`` for ``kind``, None if the store has none.
+        """Return the fit called ``name`` for ``kind``, None if the store has none.
 
         Raises:
             ConfigError: the file does not exist or is not a profile store.
@@ -94,7 +94,7 @@ class ProfileStore:
         return Fit(stored[0], stored[1], stored[2], json.loads(stored[3]), stored[4], stored[5])
 
     def samples(self, name: str, kind: str) -> list[Sample]:
-        """The samples of a fit, in the order they were written."""
+        """Return the samples of a fit, in the order they were written."""
         query = (
             "SELECT operator, size, devices, measured_ns, predicted_ns FROM samples "
             "WHERE fit = (SELECT id FROM fits WHERE name = ? AND kind = ?) ORDER BY rowid"

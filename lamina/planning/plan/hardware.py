@@ -80,7 +80,7 @@ class Catalogue:
         self.kinds = dict(kinds)
 
     def __getitem__(self, kind: str) -> Hardware:
-        """The entry of ``kind``. Raises ConfigError naming the nearest kinds."""
+        """Return the entry of ``kind``. Raises ConfigError naming the nearest kinds."""
         name = ALIASES.get(kind.lower(), kind.lower())
         if name == CPU and name not in self.kinds:
             raise ConfigError(
@@ -111,7 +111,7 @@ class Catalogue:
 
 
 def load(user_file: Path | None = None) -> Catalogue:
-    """The packaged catalogue, with the values of ``user_file`` added or replaced.
+    """Return the packaged catalogue, with the values of ``user_file`` added or replaced.
 
     Raises:
         ConfigError: the file is not TOML, or an entry has a missing, unknown or out-of-range value.

@@ -49,7 +49,8 @@ def batches(most: int) -> list[int]:
 def evaluate(
     model: CostModel, devices: int, workload: Workload, longest_tbt_s: float | None = None
 ) -> Homogeneous | None:
-    """The group at the batch of highest throughput within ``longest_tbt_s``; None if no batch fits or meets it."""
+    """Return the group at the batch of highest throughput within ``longest_tbt_s``; None if no batch fits or meets
+    it."""
     most = min(capacity(model, devices, workload), MOST_ROWS)
     best: Homogeneous | None = None
     for batch in batches(most):

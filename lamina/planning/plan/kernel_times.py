@@ -112,7 +112,7 @@ def _kernel_seconds(
 
 
 def _joined(exponent: float, *seconds: Floats) -> Floats:
-    """The smooth maximum ``(a^p + b^p + ...)^(1/p)``, scaled so that it neither overflows nor vanishes."""
+    """Return the smooth maximum ``(a^p + b^p + ...)^(1/p)``, scaled so that it neither overflows nor vanishes."""
     largest = np.maximum.reduce(seconds)
     return np.asarray(largest * sum((part / largest) ** exponent for part in seconds) ** (1 / exponent))
 

@@ -56,7 +56,7 @@ class ModelShape:
     experts: Experts | None = None
 
     def stored_as(self, kv_cache_dtype: KvCacheDType, weight_dtype: WeightDType) -> "ModelShape":
-        """The model with K and V, and weights, of other types; auto leaves them as they are."""
+        """Return the model with K and V, and weights, of other types; auto leaves them as they are."""
         kept = weight_dtype if self.weight_dtype == "auto" else self.weight_dtype
         return replace(self, kv_cache_dtype=kv_cache_dtype, weight_dtype=kept)
 
@@ -177,7 +177,7 @@ _ATTENTION = "attention"
 
 
 def find(model: str) -> ModelShape:
-    """The shape of a model directory, a config.json, or a name in ``KNOWN`` in any case.
+    """Return the shape of a model directory, a config.json, or a name in ``KNOWN`` in any case.
 
     Raises:
         ModelError: the file or name does not exist, or the config lacks a size.
@@ -209,7 +209,7 @@ def directory_to_launch(model: str) -> str:
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a parsed config.json describes. Raises like ``find``."""
+    """Return the shape that a parsed config.json describes. Raises like ``find``."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
     weight_dtype = _require_covered(name, config, text)

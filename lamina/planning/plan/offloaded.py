@@ -100,7 +100,7 @@ class OffloadedSteps:
         return np.asarray(np.maximum.reduce([path, load, wire]))
 
     def _behind(self, path: Floats, reading: Floats, others_s: Floats, chunk_s: Floats) -> Floats:
-        """The step of a lane that waits behind other lanes' chunks at memory workers.
+        """Return the step of a lane that waits behind other lanes' chunks at memory workers.
 
         Every layer it finds one of its workers busy with a chunk with the probability ``met``, for half of what that
         takes, and longer the busier the worker is: T = path + met chunk_s / 2 / (1 - reading / T). Lanes without chunks

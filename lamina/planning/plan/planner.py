@@ -142,7 +142,7 @@ class Goals:
     usd_per_hour: float | None = None
 
     def affords(self, usd_per_hour: float) -> bool:
-        """Whether a cost is within the budget, with a margin for rounding: 11.06 + 4.63 dollars are 15.69."""
+        """Return whether a cost is within the budget, with a margin for rounding: 11.06 + 4.63 dollars are 15.69."""
         return self.usd_per_hour is None or usd_per_hour <= self.usd_per_hour + 1e-6
 
 
@@ -161,7 +161,7 @@ class Planner:
         self._prefills: dict[tuple[str, int], float] = {}
 
     def evaluate(self, pools: Pools) -> Plan | None:
-        """The plan at the batch of highest throughput, or None if weights, KV or a goal rule out every batch."""
+        """Return the plan at the batch of highest throughput, or None if weights, KV or a goal rule out every batch."""
         goals = self.goals
         hourly = pools.usd_per_hour(self.prices)
         if not goals.affords(hourly):
@@ -181,7 +181,7 @@ class Planner:
         return self._plan(pools, rows, terms, best, bool(allowed.all()), ttft, hourly)
 
     def least_tbt(self, pools: Pools) -> float:
-        """The least seconds between tokens at any batch, ignoring the goals; infinite if nothing fits."""
+        """Return the least seconds between tokens at any batch, ignoring the goals; infinite if nothing fits."""
         rows = self._rows(pools)
         return float(self._terms(pools, rows).max(axis=0).min()) if len(rows) else math.inf
 

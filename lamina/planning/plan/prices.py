@@ -56,7 +56,7 @@ class Prices:
     network: str = ""
 
     def has(self, kind: str) -> bool:
-        """Whether the market has a price for a kind."""
+        """Return whether the market has a price for a kind."""
         return kind in self.entries
 
     def usd_per_hour(self, hardware: Hardware, networked: bool = False) -> float:
@@ -92,7 +92,7 @@ class Prices:
         )
 
     def describe(self, kinds: Iterable[str]) -> str:
-        """The market, and the price of each kind with source and date."""
+        """Return the market, and the price of each kind with source and date."""
         unit = "/h" if self.years is None else f" over {self.years:g} years, ${self.usd_per_kwh:g}/kWh"
         listed = "; ".join(
             f"{kind} ${price.usd:,.2f}{unit} ({price.source}; {price.date})"
@@ -109,12 +109,12 @@ UNPRICED = Prices(name="none", entries={})
 
 
 def names() -> list[str]:
-    """The package's markets."""
+    """Return the package's markets."""
     return sorted(file.stem for file in MARKETS.glob("*.toml"))
 
 
 def load(text: str = DEFAULT) -> Prices:
-    """The market called ``text``, or that of the TOML file ``text``.
+    """Return the market called ``text``, or that of the TOML file ``text``.
 
     Raises:
         ConfigError: there is no such market or file, or the file has a missing, unknown or out-of-range value.

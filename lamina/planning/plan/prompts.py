@@ -127,7 +127,7 @@ class Prompts:
         return PromptAttention(**dict(zip(names, between, strict=True)))
 
     def _by_chunk(self, compute: CostModel, memory: CostModel, way: Way, found: float) -> Floats:
-        """The figures of ``PromptAttention``, in their order, if so many tokens are found on average."""
+        """Return the figures of ``PromptAttention``, in their order, if so many tokens are found on average."""
         layers, offloaded = compute.shape.layers, way.kind is Kind.OFFLOADED
         hits = self._lengths - self._computed(found)
         starts = np.concatenate([np.arange(hit, n, way.chunk) for hit, n in zip(hits, self._lengths, strict=True)])
@@ -164,7 +164,7 @@ class Prompts:
     def first_token_s(
         self, chunk: Floats, found: Floats, busy: Floats, step_s: Floats, longest_s: Floats, servers: int
     ) -> Floats:
-        """The time to a first token at PERCENTILE, by batch.
+        """Return the time to a first token at PERCENTILE, by batch.
 
         Prompts, of which ``found`` tokens are cached, arrive at random and wait for chunks of ``chunk`` tokens, of
         which ``servers`` run at once, each in ``step_s``; ``busy`` is the share of the time in which they do. Either

@@ -66,7 +66,7 @@ class Server:
         return other
 
     def evaluate(self, way: Way) -> Capacity | None:
-        """The capacity of a way; None if weights, the longest request, an SLO or the budget rule it out."""
+        """Return the capacity of a way; None if weights, the longest request, an SLO or the budget rule it out."""
         usd = sum(way.usd_per_hour(self.prices))
         if self.slo.usd_per_hour is not None and usd > self.slo.usd_per_hour + 1e-6:
             return None
@@ -218,7 +218,7 @@ class Server:
         busy: Floats,
         memory_busy: Floats,
     ) -> Capacity | None:
-        """The batch of the highest rate within the SLOs."""
+        """Return the batch of the highest rate within the SLOs."""
         allowed = (share <= 1) & (steps.longest <= MARGIN * self.slo.tbt_s) & (steps.first <= self.slo.ttft_s)
         rates = np.where(allowed, sequences / (self.workload.output * steps.average), 0.0)
         best = int(rates.argmax())

@@ -82,7 +82,7 @@ class Way:
         return compute, prices.usd_per_hour(self.memory, networked=True) * self.memory_workers if self.memory else 0.0
 
     def describe(self) -> str:
-        """The pools in words."""
+        """Return the pools in words."""
         copies = f"{self.replicas} x TP{self.tensor_parallel}"
         if self.kind is Kind.LOCAL:
             return f"{self.compute.kind}:{self.compute_workers} with local memory, TP{self.tensor_parallel}"
@@ -232,7 +232,7 @@ def _offloaded(pools: Pools, chunk: int, segment: int | None) -> Way:
 
 
 def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:
-    """The ways worth simulating: the cheapest per request of every system on every pair of kinds, with every
+    """Return the ways worth simulating: the cheapest per request of every system on every pair of kinds, with every
     number of lanes of a replica, and rotating; at most ``most``, and at least one of every system."""
     best: dict[tuple[Kind, str, str, bool, int], Capacity] = {}
     for one in sorted(found, key=lambda one: (one.usd_per_request, one.usd_per_hour)):

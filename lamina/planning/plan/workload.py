@@ -73,7 +73,7 @@ class Workload:
         return any(request.content for request in self.sample)
 
     def summary(self) -> dict[str, Any]:
-        """All figures but the single requests, for JSON; ``reuse`` as the tokens of a prompt found at most."""
+        """Return all figures but the single requests, for JSON; ``reuse`` as the tokens of a prompt found at most."""
         values = {name: value for name, value in vars(self).items() if name not in ("sample", "reuse")}
         return values | {"found_at_most": self.reuse.most}
 
@@ -86,12 +86,12 @@ def of_context(tokens: int) -> Workload:
 
 
 def of_trace(file: Path) -> Workload:
-    """The means of a trace. Raises ConfigError like ``read_trace``."""
+    """Return the means of a trace. Raises ConfigError like ``read_trace``."""
     return of_requests(file.name, read_trace(file))
 
 
 def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
-    """The means of requests, of which there is at least one."""
+    """Return the means of requests, of which there is at least one."""
     prompts = np.array([request.prompt for request in requests], dtype=np.float64)
     outputs = np.array([request.output for request in requests], dtype=np.float64)
     steps = outputs.sum()

@@ -133,7 +133,7 @@ class Part:
 
 
 def fit_part(part: Part, starts: int = STARTS) -> Any:
-    """The parameters of ``part``, the best of ``starts`` fits."""
+    """Return the parameters of ``part``, the best of ``starts`` fits."""
     initial = asdict(part.start)
     free = [name for name, value in initial.items() if value and name not in part.held]
     weights = np.ones_like(part.seconds) if part.weights is None else part.weights
@@ -168,7 +168,7 @@ _CATALOGUE = hardware.load()
 
 
 def operators(series: list[Series], name: str, start: Any, kind: str = KIND) -> Part:
-    """A part that predicts operators of MODEL: ``gemm`` or ``pointwise``. Every band of rows counts the same."""
+    """Return a part that predicts operators of MODEL: ``gemm`` or ``pointwise``. Every band of rows counts the same."""
     device = _CATALOGUE[kind]
 
     def predict(fitted: Any) -> Floats:
@@ -261,7 +261,7 @@ def prefilling(table: Table, kind: str) -> Part:
 
 
 def reducing(times: Reduction, name: str, kind: str, start: Any) -> Part:
-    """All-reduces on one device."""
+    """Return all-reduces on one device."""
     link = _CATALOGUE[kind].link_bytes_s
     return Part(
         name=name,
@@ -274,7 +274,7 @@ def reducing(times: Reduction, name: str, kind: str, start: Any) -> Part:
 
 
 def own_kernel(times: Reduction) -> Reduction:
-    """The sizes that vLLM leaves to its own kernel."""
+    """Return the sizes that vLLM leaves to its own kernel."""
     return times.where(times.sizes < CUSTOM_BYTES)
 
 
@@ -339,7 +339,7 @@ def _across_devices(directory: Path) -> Iterator[tuple[str, Floats]]:
 
 
 def _without_a_count(directory: Path) -> Iterator[tuple[str, Floats]]:
-    """All-reduces on a number of devices that was not fitted, and on another machine (a DGX A100, older NCCL)."""
+    """Yield all-reduces on a number of devices that was not fitted, and on another machine (a DGX A100, older NCCL)."""
     nccl, custom, bus = (
         read_reductions(directory / f"{name}.csv")
         for name in ("a100_all_reduce_nccl", "a100_all_reduce_custom", "l40s_all_reduce_nccl")

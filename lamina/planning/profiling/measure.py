@@ -41,13 +41,13 @@ class Watch:
 
     @classmethod
     def sample(cls) -> Disturbance:
-        """The disturbance of the next second, in which this thread does nothing."""
+        """Return the disturbance of the next second, in which this thread does nothing."""
         watch = cls()
         time.sleep(1.0)
         return watch.so_far()
 
     def so_far(self) -> Disturbance:
-        """The disturbance since the beginning."""
+        """Return the disturbance since the beginning."""
         seconds = time.monotonic() - self._begun_s
         others = _all_seconds() - self._all_s - (_own_seconds() - self._own_s)
         available = max(1e-9, seconds * len(os.sched_getaffinity(0)))
@@ -101,7 +101,7 @@ def entry() -> dict[str, float | str]:
 
 
 def as_toml(values: dict[str, float | str]) -> str:
-    """The text of a hardware file with ``values`` as the kind ``cpu``."""
+    """Return the text of a hardware file with ``values`` as the kind ``cpu``."""
     lines = [
         f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value:.4g}" for name, value in values.items()
     ]

@@ -57,7 +57,7 @@ TIMEOUT_S = 300.0
 
 
 def halves() -> tuple[list[int], list[int]]:
-    """The cores of this process divided into compute and memory; both get the same one if there is only one."""
+    """Return the cores of this process divided into compute and memory; both get the same one if there is only one."""
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     return cores[:half], cores[-half:]
@@ -357,7 +357,7 @@ class _Attention(NamedTuple):
     kv_bytes_s: float
 
     def seconds(self, shape: ModelShape, run: Run) -> float:
-        """What the memory worker needs for a step of ``run``."""
+        """Return what the memory worker needs for a step of ``run``."""
         read_s = run.batch * run.live * shape.kv_bytes_per_token / self.kv_bytes_s
         return read_s + shape.layers * float(self.curve.at(run.batch, shape.query_heads))
 

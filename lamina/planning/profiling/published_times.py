@@ -87,7 +87,7 @@ class Reduction:
 
 
 def columns_of(file: Path) -> frozenset[str]:
-    """The columns of a file of measurements. Raises ConfigError if it cannot be read or has no rows."""
+    """Return the columns of a file of measurements. Raises ConfigError if it cannot be read or has no rows."""
     return frozenset(_rows(file)[0])
 
 
@@ -122,7 +122,7 @@ def prefill_seconds(fitted: PrefillAttentionFit, device: Hardware, table: Table)
 
 
 def read_reductions(file: Path) -> Reduction:
-    """All-reduces in either project's columns. Raises ConfigError like ``read_table``."""
+    """Return all-reduces in either project's columns. Raises ConfigError like ``read_table``."""
     rows = _rows(file)
     if "elements" in rows[0]:
         rows = _rows(file, "gpus", "elements", "latency_ms")
@@ -143,7 +143,7 @@ def _numbers(file: Path, rows: list[dict[str, str]], column: str, least: float =
 
 
 def read_operators(file: Path, shape: ModelShape, operators: Iterable[str]) -> list[Series]:
-    """The series of those ``operators`` that the file has, in its order of rows.
+    """Return the series of those ``operators`` that the file has, in its order of rows.
 
     Raises:
         ConfigError: the file cannot be read, is for another model, or has none of the operators.
@@ -167,7 +167,7 @@ def read_operators(file: Path, shape: ModelShape, operators: Iterable[str]) -> l
 
 
 def read_network(file: Path, operator: str) -> Series:
-    """The times of a collective or transfer by bytes. Raises ConfigError if the file has none."""
+    """Return the times of a collective or transfer by bytes. Raises ConfigError if the file has none."""
     rows = _rows(file, "size", "num_workers", f"time_stats.{operator}.median")
     return _series(rows, operator, "size", "num_workers")
 

@@ -64,7 +64,7 @@ def errors(file: Path, model: CostModel) -> Iterator[ErrorRow]:
 
 
 def needs_model(file: Path) -> bool:
-    """Whether predictions for the file depend on the shape of a model."""
+    """Return whether predictions for the file depend on the shape of a model."""
     return "num_tokens" in columns_of(file)
 
 

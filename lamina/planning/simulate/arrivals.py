@@ -42,7 +42,7 @@ class Arrivals:
 
 
 def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0, max_tokens: int = 1) -> Arrivals:
-    """The requests of a trace at ``rate_scale`` times its rate. Raises ConfigError for a scale not above 0."""
+    """Return the requests of a trace at ``rate_scale`` times its rate. Raises ConfigError for a scale not above 0."""
     _check(rate_scale)
     requests = sorted(trace, key=lambda request: request.arrival_s)
     alike = any(request.content for request in requests)

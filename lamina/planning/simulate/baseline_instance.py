@@ -102,11 +102,11 @@ class Instance:
         return len(self.waiting) + len(self.running)
 
     def could_hold(self, tokens: int) -> bool:
-        """Whether a request of ``tokens`` fits at all."""
+        """Return whether a request of ``tokens`` fits at all."""
         return blocks_of(tokens) <= self.blocks - self._watermark
 
     def has_room(self, tokens: int, held: int = 0) -> bool:
-        """Whether a request of ``tokens``, ``held`` blocks of which others hold too, could be admitted now."""
+        """Return whether a request of ``tokens``, ``held`` blocks of which others hold too, could be admitted now."""
         seats = len(self.running) + len(self.coming) < self._seats
         return seats and blocks_of(tokens) - held <= self.left - self._watermark
 
@@ -138,7 +138,7 @@ class Instance:
         self.give_back(*self.hand_over(sequence))
 
     def hand_over(self, sequence: Running) -> tuple[int, list[int]]:
-        """The blocks that a sequence has here stay in use until ``give_back``, but are no longer its own."""
+        """Return the blocks that a sequence has here stay in use until ``give_back``, but are no longer its own."""
         held = sequence.blocks, sequence.shared
         sequence.blocks, sequence.shared = 0, []
         return held
@@ -149,7 +149,7 @@ class Instance:
         self.free += own + self.prefixes.let_go(shared)
 
     def plan(self) -> Batch | None:
-        """The next step; None if there is nothing to do."""
+        """Return the next step; None if there is nothing to do."""
         if self._chunked:
             decoding = self._decoding()
             batch = Batch(decoding, self._chunks(self._rows - len(decoding)))

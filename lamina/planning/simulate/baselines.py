@@ -125,7 +125,7 @@ class BaselineSimulation:
         self._begin(chosen, now)
 
     def _content(self, index: int, output: int) -> Content:
-        """What a request's KV says in the end: its prompt, and its answer if later prompts may repeat that."""
+        """Return what a request's KV says in the end: its prompt, and its answer if later prompts may repeat that."""
         if not self._deployment.prefix_cache or not len(self._arrivals.contents):
             return ()
         prompt, answer = self._arrivals.contents[index], self._arrivals.answers[index]
@@ -264,7 +264,7 @@ def _alive(instances: Sequence[Instance]) -> list[Instance]:
 
 
 def _chosen(able: Sequence[Instance], request: Running) -> Instance:
-    """The instance that a router sends a request to: as SGLang's, by what is cached while loads are balanced."""
+    """Return the instance that a router sends a request to: as SGLang's, by what is cached while loads are balanced."""
     least = min(able, key=lambda instance: instance.load)
     if not request.content:
         return least

@@ -31,7 +31,7 @@ def can_simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> boo
 
 
 def _near(cell: Cell) -> dict[str, Capacity]:
-    """The sides that cost at most ``WORSE`` times the cheapest by the closed form."""
+    """Return the sides that cost at most ``WORSE`` times the cheapest by the closed form."""
     sides = _sides(cell)
     least = min((found.usd_per_request for found in sides.values()), default=0.0)
     return {name: found for name, found in sides.items() if found.usd_per_request <= WORSE * least}
@@ -64,8 +64,9 @@ def confirm(
     slo: Slo,
     run: Callable[[Callable[[Cell], Cell], Sequence[Cell]], Iterable[Cell]] = map,
 ) -> list[Cell]:
-    """The cells, with the simulator's rates where two kinds pay by the closed form and a run is not too long, so that
-    no gain is shown that the simulator contradicts. ``run``: calls a function with each cell, such as ``Pool.imap``."""
+    """Return the cells, with the simulator's rates where two kinds pay by the closed form and a run is not too long, so
+    that no gain is shown that the simulator contradicts. ``run``: calls a function with each cell, such as
+    ``Pool.imap``."""
     chosen = [place for place, cell in enumerate(found) if pays(cell) and can_simulate(cell, shape, prices, slo)]
     each = partial(simulate, shape=shape, prices=prices, slo=slo)
     cells = list(found)
@@ -75,12 +76,12 @@ def confirm(
 
 
 def pays(cell: Cell) -> bool:
-    """Whether two kinds cost less than one, by more than the closed form is off."""
+    """Return whether two kinds cost less than one, by more than the closed form is off."""
     return max(cell.gain or 0.0, cell.offloading or 0.0) > PAYS
 
 
 def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
-    """The cell with the simulator's rates in place of the closed form's.
+    """Return the cell with the simulator's rates in place of the closed form's.
 
     The cheapest way of each side is simulated, and on one kind also those that come next, of which the cheapest is
     kept: no gain is over a way that the closed form overrates. Sides that hold no load are left out, and prefill apart

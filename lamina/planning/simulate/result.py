@@ -245,7 +245,7 @@ class Result:
         return what if share else "nothing"
 
     def summary(self) -> dict[str, Any]:
-        """All figures except single requests, for JSON; None where there is no number. Equal for equal seeds."""
+        """Return all figures except single requests, for JSON; None where there is no number. Equal for equal seeds."""
         return {
             "system": self.system,
             "requests": {state.value: self.log.count(state) for state in State},

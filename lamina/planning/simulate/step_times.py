@@ -21,7 +21,8 @@ _BEFORE_ATTENTION = ("input_layernorm", "attn_pre_proj", "attn_rope")
 
 @lru_cache(maxsize=32)
 def slice_times(cost: CostModel, tensor_parallel: int, most_rows: int) -> "SliceTimes":
-    """The table of ``SliceTimes``. It takes as long as a short simulation, and the runs of a plan need the same."""
+    """Return the table of ``SliceTimes``. It takes as long as a short simulation, and the runs of a plan need the
+    same."""
     return SliceTimes(cost, tensor_parallel, most_rows)
 
 

@@ -142,7 +142,7 @@ class Course:
         return replay(self._trace[:requests], scale) if self.replays else draw(self._trace, requests, SEED, scale)
 
     def deployment(self, capacity: Capacity) -> Deployment:
-        """What the simulator runs for a way: its pools, with room for the batch of the closed form."""
+        """Return what the simulator runs for a way: its pools, with room for the batch of the closed form."""
         way = capacity.way
         return Deployment(
             model=self._shape,
@@ -166,8 +166,8 @@ class Course:
         return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.system))
 
     def holds(self, result: Result) -> bool:
-        """Whether every request was served, the queue did not grow, and both percentiles are within the SLOs; also for
-        requests that wait after their first token, on whose gaps the percentile of TBT does not depend."""
+        """Return whether every request was served, the queue did not grow, and both percentiles are within the SLOs;
+        also for requests that wait after their first token, on whose gaps the percentile of TBT does not depend."""
         log, gaps, slo = result.log, result.tbt_s.p99, self._slo
         served = log.count(State.FINISHED) == len(log.arrivals)
         arrival_s = log.arrivals.arrival_s
@@ -190,8 +190,8 @@ class Course:
         rounds: int = ROUNDS,
         tolerance: float = TOLERANCE,
     ) -> Trial | None:
-        """The highest rate that holds, to ``tolerance``, found in ``rounds`` runs at most; None if none does at which a
-        request costs less than ``most_usd``."""
+        """Return the highest rate that holds, to ``tolerance``, found in ``rounds`` runs at most; None if none does at
+        which a request costs less than ``most_usd``."""
         requests = self.requests(capacity)
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
         useless = capacity.usd_per_hour / 3600 / most_usd

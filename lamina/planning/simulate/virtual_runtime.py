@@ -50,7 +50,7 @@ class _Numbers(Generic[Sequences]):
         self._last: Ints = np.zeros(0, np.int64)
 
     def of(self, sequences: Sequences) -> Ints:
-        """The numbers of ``sequences``, an object that must not be mutated."""
+        """Return the numbers of ``sequences``, an object that must not be mutated."""
         if sequences is not self._sequences:
             self._sequences = sequences
             self._last = np.array(self._look_up(sequences), np.int64)
