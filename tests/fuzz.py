@@ -239,14 +239,13 @@ class Load:
                 with ThreadPoolExecutor(len(wave)) as threads:
                     answers = threads.map(lambda one: self._ask(http, url, *one), wave)
                 for (number, _), answer in zip(wave, answers, strict=True):
-                    expected = self._expected[number]
+                    expected = [dataclasses.replace(one, logprobs=None) for one in self._expected[number]]
                     if answer is not None:
                         got = [
                             dataclasses.replace(
                                 theirs,
                                 text=one["text"],
                                 finish_reason=FinishReason(one["finish_reason"]),
-                                logprobs=None,
                             )
                             for one, theirs in zip(answer, expected, strict=True)
                         ]
