@@ -71,7 +71,8 @@ def check_secret(secret: bytes) -> None:
 
 
 def connecting(secret: bytes, identity: int, request: bytes) -> Generator[Step, bytes, bytes]:
-    """Yield the connecting side; returns the answer. Raises RefusedError if either side rejects the other."""
+    """Run the connecting side of a handshake; returns the answer. Raises RefusedError if either side rejects the
+    other."""
     if len(request) > MAX_NBYTES:
         raise ValueError(f"a request has at most {MAX_NBYTES} bytes; this one has {len(request)}")
     nonce = secrets.token_bytes(_NONCE_NBYTES)
@@ -92,7 +93,7 @@ def connecting(secret: bytes, identity: int, request: bytes) -> Generator[Step, 
 
 
 def listening(secret: bytes, identity: int, grant: Callable[[bytes], bytes]) -> Generator[Step, bytes, None]:
-    """Yield the listening side. ``grant`` makes the answer to the request of an authenticated peer.
+    """Run the listening side of a handshake. ``grant`` makes the answer to the request of an authenticated peer.
 
     Raises RefusedError, after yielding the verdict to send, for anything but a valid request. ``grant`` raises
     TransportError for a request that cannot be granted.

@@ -41,7 +41,7 @@ class Clock:
     readings: list[Reading] = field(default_factory=list)
 
     def note(self, readings: Sequence[Reading]) -> None:
-        """Note further readings of the clock."""
+        """Add a reading of the clock: the one of ``readings`` with the shortest round trip."""
         self.readings.append(min(readings, key=lambda each: each.round_trip_ns))
 
     def here(self, there_ns: int) -> int:

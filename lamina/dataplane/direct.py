@@ -44,7 +44,7 @@ class Direct:
 
     @property
     def reply_nbytes(self) -> int:
-        """Bytes of a reply at the compute worker."""
+        """Most bytes of a message's body in the peer's slots."""
         return self.theirs.body_nbytes
 
     @property

@@ -10,7 +10,7 @@ from lamina.dataplane.leases import LANDINGS, ArenaPlan
 from lamina.transport.base import Arena, Fetch
 
 FetchFrom = Callable[[str, Fetch], None]
-"""As ``Links.fetch``."""
+"""Starts a fetch from a peer, with the arguments of ``Links.fetch``."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -93,7 +93,7 @@ class MessageRows:
 
 
 def attends_locally(step: SequenceStep) -> bool:
-    """Return a chunk of several tokens attends to itself on the compute worker; a single token's new k and v are read
+    """True if a chunk of several tokens attends to itself on the compute worker. A single token's new k and v are read
     back from the memory worker with all the others."""
     return len(step.tokens) > 1
 

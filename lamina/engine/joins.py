@@ -228,5 +228,5 @@ class Joins:
 
 
 def _numbers(names: Iterable[str]) -> "itertools.count[int]":
-    """Return the numbers of workers started later, beyond those of the members ``names``."""
+    """Return an endless counter of numbers for workers started later, beyond those in ``names``."""
     return itertools.count(1 + max((int(name.lstrip(string.ascii_lowercase)) for name in names), default=-1))

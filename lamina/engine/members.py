@@ -65,7 +65,7 @@ class Record:
         self._leave_out(lost)
 
     def settle(self, topology: Topology) -> None:
-        """Make ``topology`` the current one and tell all members."""
+        """Make ``topology``, which all members have applied, the current one and save it."""
         self._pending = None
         self._topology = topology
         self._save(topology)

@@ -76,7 +76,7 @@ class Scaling:
         self._note(role, grown=grown, shrunk=shrunk, last=_reason(change, load), at=time.time())
 
     def _note_failures(self, now: float) -> None:
-        """Log why workers that were to join or leave did not."""
+        """Drop the changes that have ended, and record those that failed."""
         ended = [one for one in self._resizes if one[2].future.done()]
         self._resizes = [one for one in self._resizes if one not in ended]
         for role, change, resize in ended:

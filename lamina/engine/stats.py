@@ -29,7 +29,8 @@ class MemoryStats:
     cached: int = 0
 
     def without(self, cached: int, sequences: int) -> "MemoryStats":
-        """Return the usage without ``cached`` slots and the sequences that hold cached prefixes."""
+        """Return the usage with ``cached`` slots counted as cached instead of used, and without ``sequences``, which
+        hold cached prefixes."""
         cached = min(cached, self.used)
         return MemoryStats(self.used - cached, self.capacity, max(0, self.sequences - sequences), cached)
 

@@ -224,7 +224,8 @@ def _are_angles(cosines: Any, sines: Any, x: Tensor) -> bool:
 def _with_rest(
     total: fx.Node, part: fx.Node, cosines: fx.Node, sines: fx.Node
 ) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Return the rotated heads with their other elements, where they are put behind those that are."""
+    """Return the four nodes extended to whole heads, if the elements that are not rotated are put behind those that
+    are; else unchanged."""
     whole = part.args[0] if _is(part, aten.slice.Tensor, aten.alias.default) else None
     cat, size, rotated = _only_user(total), _value(whole), _value(part)
     if not isinstance(whole, fx.Node) or cat is None or size is None or rotated is None:

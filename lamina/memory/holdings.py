@@ -40,7 +40,7 @@ def step_starts(
 
 Slots = npt.NDArray[np.int32]
 Renew = Callable[[Slots, Slots, int], None]
-"""As ``memory.device.base.Device.renew``."""
+"""Copies KV between slots, with the arguments of ``memory.device.base.Device.renew``."""
 
 
 class Holdings:
@@ -259,7 +259,8 @@ class Holdings:
         return key[1] // self.shards.count + len(self.slab.slots(key))
 
     def needed(self, window: int) -> Iterator[Slots]:
-        """Return the tokens still needed. All are, of a sequence that has moved here and not run here yet."""
+        """Yield the slots of tokens that may still be attended to. All may, in a sequence that has moved here and not
+        run here yet."""
         for sequence, number in self.slab.segments:
             starts = self._starts.get(sequence)
             lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count

@@ -37,7 +37,7 @@ from lamina.memory.store import KvStore
 from lamina.transport.base import Arena
 
 Open = Callable[[str, Slot], Outbox]
-"""As ``Links.outbox``."""
+"""Opens an outbox to a peer, with the arguments of ``Links.outbox``."""
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from lamina.transport.base import Arena
 MOST_IN_A_ROW = 4  # requests served in a row while pieces wait to be pulled
 
 Wait = Callable[[Sequence[Target], float], int]
-"""As ``Endpoint.wait``."""
+"""Waits for messages, with the arguments and result of ``Endpoint.wait``."""
 
 
 class GapWork(Protocol):

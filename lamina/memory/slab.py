@@ -214,7 +214,7 @@ class Slab(Generic[Key]):
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:
-        """Return the slots that a segment has set aside to the free list."""
+        """Free the slots that a segment has reserved and not used."""
         self._set_aside -= table.held - table.length
         self._push(table.slots[table.length : table.held])
         table.held = table.length

@@ -80,8 +80,8 @@ class Growth:
             self._spread(lane, worker, len(lane.decoding.on(worker)))
 
     def make_way(self, lane: Lane) -> bool:
-        """Return where memory workers are about to run out of slots for the sequences of this lane, let these go on
-        elsewhere; drop KV if there is no room either. True if the lane was stalled and is not any more."""
+        """Let sequences of this lane continue elsewhere where memory workers are about to run out of slots; drop KV if
+        no worker has room. True if the lane was stalled and is not any more."""
         self._find_slots(lane)
         stalled = self._placement.stalled
         before = lane.number in stalled

@@ -109,7 +109,7 @@ class LaneChooser:
         self._attention[worker] = self._completed, seconds
 
     def apply(self, workers: Collection[str]) -> None:
-        """Use these memory workers from now on."""
+        """Drop what is known of memory workers other than ``workers``."""
         for figures in (self._attention, self._attention_before, self._attention_per_step):
             for worker in figures.keys() - set(workers):
                 del figures[worker]

@@ -241,7 +241,7 @@ class Moves:
         return completion.segments
 
     def switches(self) -> list[Switch]:
-        """Return the moves that have arrived, for the plan that begins now. Call this before anything else is
+        """Return the switches to KV that has arrived, for the plan that begins now. Call this before anything else is
         planned."""
         switches = []
         for move in [one for one in self._moves.values() if one.arrived]:
@@ -358,12 +358,12 @@ def _nothing() -> None:
 
 
 def _nodes(move: Move) -> list[Node]:
-    """Return what moves of the prefix cache: one node at first, which may have been split since."""
+    """Return the nodes of the prefix cache that move: one at first, which may have been split since."""
     return [] if move.node is None else [one for one in move.node.path() if one.start >= move.start]
 
 
 def _parent(move: Move) -> int:
-    """Return a sequence with the range at its source that stays until the next plan."""
+    """Return a sequence that keeps the moved range at its source until the next plan."""
     if move.node is not None:
         return move.node.any_sequence
     return (move.completion or next(one for one in move.group.completions if not one.released)).sequence

@@ -253,8 +253,7 @@ class Recipients:
         return homes
 
     def _begin(self, sequence: int, segments: list[Segment]) -> list[str]:
-        """Return a sequence that no worker knows has these segments. Returns the memory workers with them, which are
-        told."""
+        """Record the segments of a sequence that no worker knows yet. Returns the memory workers that hold them."""
         homes = list(dict.fromkeys(segment.worker for segment in segments))
         self._segments[sequence], self._homes[sequence] = segments, homes
         self._knowing[sequence], self._holding[sequence] = set(), set(homes)

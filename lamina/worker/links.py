@@ -31,7 +31,7 @@ from lamina.transport.tcp import TcpEndpoint
 logger = logging.getLogger(__name__)
 
 Wait = Callable[[Sequence[tuple[int, int]], float], int]
-"""As ``Endpoint.wait``."""
+"""Waits for messages, with the arguments and result of ``Endpoint.wait``."""
 
 AnyEndpoint = ShmEndpoint | TcpEndpoint | RdmaEndpoint
 

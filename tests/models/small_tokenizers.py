@@ -32,7 +32,7 @@ def byte_level() -> tokenizers.Tokenizer:
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """As sentencepiece's unigram models with a Metaspace decoder (T5 and others)."""
+    """Make a tokenizer like sentencepiece's unigram models with a Metaspace decoder (T5 and others)."""
     tokenizer = tokenizers.Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -42,7 +42,8 @@ def unigram() -> tokenizers.Tokenizer:
 
 
 def byte_fallback() -> tokenizers.Tokenizer:
-    """As Llama 2: spaces are ▁, unknown characters are spelt in bytes, and one leading space is stripped."""
+    """Make a tokenizer like Llama 2's: spaces are ▁, unknown characters are spelt in bytes, and one leading space is
+    stripped."""
     trained = tokenizers.Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]

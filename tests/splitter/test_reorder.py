@@ -99,7 +99,7 @@ def test_rows_that_come_back_are_accepted(
 
 
 def test_a_temperature_of_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As transformers writes it: with a scale that no trial reaches."""
+    """The model as transformers writes it: with a scale that no trial reaches."""
     monkeypatch.delitem(adapters._ADAPTERS, "llama4_text")
     with pytest.raises(UnsupportedModelError, match=r"self_attn .*numbers of rows"):
         split(variant("llama4_text", floor_scale=8192))

@@ -27,9 +27,9 @@ PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 """The part of a GPU's multiprocessors that a process may use at most. MPS rounds down and reserves nothing."""
 
 MEMORY_PERCENTAGE = 60
-"""Of a memory worker beside a compute worker; an estimate. By its data sheet, an H200 reads at full bandwidth with 36
-KB in flight per multiprocessor (``kernels.gpu.tilings.default``); with the 64 KiB of attention, 55% of them would
-do."""
+"""Percent of the multiprocessors that a memory worker beside a compute worker may use: an estimate. By its data sheet,
+an H200 reads at full bandwidth with 36 KB in flight per multiprocessor (``kernels.gpu.tilings.default``); with the 64
+KiB of attention, 55% of them would do."""
 
 
 def mps_runs(variables: Mapping[str, str]) -> bool:

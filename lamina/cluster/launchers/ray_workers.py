@@ -220,7 +220,8 @@ class RayWorkers:
                     self._wishes = [Wish(one.role, one.kind, name, moves=True) for name, one in moving]
 
     def wishes(self) -> Sequence[Wish]:
-        """Return the wishes for workers whose nodes are drained. Ray starts no worker by itself."""
+        """Return the wishes of workers whose nodes are drained and of workers that leave. Ray starts no worker by
+        itself."""
         with self._lock:
             moves, self._wishes = self._wishes, []
         return [*moves, *(wish for wish in self._remote.wishes() if wish.leaver)]

@@ -171,7 +171,7 @@ class Transfers(Protocol):
         """Return the shards of q [rows, Hq, D] that travel, in the order of messages: [Rq, Hq / n, D] each."""
 
     def keys_values(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Sequence[Array], Sequence[Array]]:
-        """Take the step's rows of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
+        """Return the shards of k [rows, Hkv, D] and v [rows, Hkv, Dv] that travel, in the order of messages."""
 
     def all(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bodies: Sequence[int] = ()

@@ -26,7 +26,7 @@ class Cpu:
         """Do nothing: all memory of the host is equally quick."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """Do nothing: sending a message copies it to the peer."""
+        """Return False: the host copies messages to peers itself."""
         return False
 
     def unmap(self, peer: str) -> None:

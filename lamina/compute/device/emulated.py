@@ -41,7 +41,7 @@ class Emulated:
         return recorder.replays
 
     def compiled(self, graph: Main) -> Main | None:
-        """Return the graph as it is: only operators can be recorded here."""
+        """Return None: only operators can be recorded here, not a compiled graph."""
         return None
 
     def seconds(self, replays: Sequence[Replay]) -> float:

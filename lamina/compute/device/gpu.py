@@ -94,7 +94,8 @@ class GpuCarrier:
         return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
-        """Return the arrays of an output. Parts of q, k and v that models compute as one are not contiguous."""
+        """Return q, k and v as contiguous arrays of the device: models that compute them as one tensor make them parts
+        of it."""
         lend = self._kit.lent
         return lend(output.q.contiguous()), lend(output.k.contiguous()), lend(output.v.contiguous())
 

@@ -61,13 +61,13 @@ class Kit(Protocol):
         """Limit the share of the card's memory that this process may use."""
 
     def adopt(self, memory: memoryview) -> None:
-        """Prepare memory that messages are copied from."""
+        """Make memory that peers write into quick to copy from."""
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """Let the card write into a peer's memory."""
+        """Let programs of the card write into a peer's memory, until ``unmap``. False if they will not."""
 
     def unmap(self, peer: str) -> None:
-        """Undo ``map``."""
+        """Stop writing into a peer's memory."""
 
     def inbox_maker(self) -> Maker | None:
         """Return the maker of inboxes in the card's memory; None if the card can share no memory."""

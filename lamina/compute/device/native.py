@@ -40,7 +40,7 @@ class NativeTransfers:
     def all(
         self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """Copy q, k and v into the bodies of messages."""
+        """Return q, k and v as the arrays of messages. ``bodies`` are all 0: no memory of peers is mapped."""
         assert not any(bodies)
         return self.queries(q), *self.keys_values(k, v)
 

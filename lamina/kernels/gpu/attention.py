@@ -168,8 +168,8 @@ class _PairClass:
 
     @classmethod
     def all(cls, spec: AttentionSpec, element: KvElement, most_rows: int) -> "Iterator[_PairClass]":
-        """Return the tilings for pairs with few query rows and, if pairs may have ``most_rows`` of them and these are
-        more, many."""
+        """Yield the class of pairs with few query rows and, if pairs may have more, up to ``most_rows``, the class of
+        the others."""
         block_m, few = decode_tile(spec)
         yield cls.of(spec, element, block_m, (1, few))
         if most_rows > few:

@@ -63,7 +63,7 @@ class Cuda:
         return cupy.empty(shape, dtype)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of memory in use, without what the pool keeps for later allocations."""
+        """Return the free and all bytes of the device. What the pool keeps for later allocations is not free."""
         free, total = self.device.mem_info
         return int(free), int(total)
 

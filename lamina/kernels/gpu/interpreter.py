@@ -34,7 +34,7 @@ class Interpreter:
         return np.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, 255, np.uint8).view(dtype).reshape(shape)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of memory: more than any test needs."""
+        """Return the free and all bytes of memory: more than any test needs."""
         return 1 << 40, 1 << 40
 
     def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
@@ -80,7 +80,7 @@ class Interpreter:
         return True
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Return a constant: an interpreter's times say nothing about a GPU."""
+        """Raise NotImplementedError: an interpreter's times say nothing about a GPU."""
         raise NotImplementedError
 
     def prepare(self, program: Program) -> None:

@@ -85,7 +85,7 @@ def fastest(seconds: Mapping[Tiling, float]) -> Tiling:
 
 
 def candidates(element: KvElement, prompt: bool) -> Sequence[Tiling]:
-    """Return what is tried, without waves."""
+    """Return the tilings to measure. The caller also varies their number of waves."""
     if prompt:
         return PROMPT
     return NARROW if element.scaled else WIDE

@@ -129,7 +129,7 @@ class Choices:
 
 
 def _file(device: str) -> Path | None:
-    """Return what is the fastest depends on the compiler too."""
+    """Return the file of the tilings measured on ``device``: one for each version of the compiler."""
     try:
         compiler = f"triton-{metadata.version('triton')}"
     except metadata.PackageNotFoundError:

@@ -167,8 +167,8 @@ class Device(Mapper, Protocol):
     def attend_there(
         self, layer: int, table: Any, q: Array, out: Array, lse: Array, spec: AttentionSpec, new: New | None
     ) -> None:
-        """Compute ``Table.attend`` with one of this device's tables, but out and lse have been ``made``: there for what
-        the device does next."""
+        """Compute ``Table.attend`` with one of this device's tables. ``out`` and ``lse`` come from ``made``, and are
+        there for what the device does next."""
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] in ``slots`` [T], rounded to the slab's element type. All have been

@@ -148,12 +148,13 @@ class Gpu:
         self._reads_inbox = False  # since the last ``settle``
 
     def adopt(self, memory: memoryview) -> None:
-        """Register memory. A GPU that polls copies from there by itself."""
+        """Make memory that peers write into quick to copy from. A GPU that polls copies from there by itself."""
         if self.polled is None:
             self._backend.adopt(memory)
 
     def map(self, peer: str, memory: memoryview) -> bool:
-        """Map a peer's memory. A GPU that polls answers there by itself."""
+        """Let kernels write into a peer's memory. False if they will not, and where the GPU polls: it answers by
+        itself."""
         return self.polled is None and self._backend.map(peer, memory)
 
     def unmap(self, peer: str) -> None:

@@ -14,7 +14,7 @@ from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots, SlotStream
 
 Launch = Callable[..., None]
-"""As ``Gpu.launch``."""
+"""Launches attention, with the arguments of ``Gpu.launch``."""
 
 
 class GpuPolled:

@@ -50,7 +50,7 @@ class Workspaces:
         return found or Attention(self._backend, capacity, self._choices, self._scratch)
 
     def give(self, attention: Attention) -> None:
-        """Return tables for use by later steps. Kernels launched with them may still run: later ones follow in the same
+        """Keep tables for later steps. Kernels launched with them may still run: later ones follow in the same
         stream."""
         self._used -= 1
         self._unused.append(attention)

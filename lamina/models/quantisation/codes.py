@@ -194,11 +194,11 @@ class Form(Protocol):
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the linear layers that are held as codes."""
+        """Names of the weights to quantise."""
 
     @property
     def experts(self) -> frozenset[str]:
-        """Names of the layers with experts that are held as codes."""
+        """Names of the weights [experts, outputs, inputs] that may be held as codes."""
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
         """Return the part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
@@ -208,7 +208,8 @@ class Form(Protocol):
         ``dtype``."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
-        """Return the codes of one of ``experts`` as this form holds them."""
+        """Return the weights of a layer with experts that the checkpoint stores as codes, as they are; None: they have
+        to be made dense, in ``dtype``."""
 
 
 class Dense:
@@ -218,14 +219,14 @@ class Dense:
     experts: frozenset[str] = frozenset()
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
-        """Raise an error: nothing is quantised in this form."""
+        """Return the part ``shard`` of the weight, which stays dense."""
         return cut(weight, shard)
 
     def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
-        """Return dense weights: nothing is held as codes."""
+        """Return None: weights that are stored as codes have to be made dense."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> None:
-        """Return dense weights: nothing is held as codes."""
+        """Return None: weights that are stored as codes have to be made dense."""
 
 
 DENSE = Dense()

@@ -19,7 +19,7 @@ WeightDType = Literal["auto", "fp8", "int8", "int4"]
 """Element type of the layers' matrices; auto is the model's own. Embeddings keep that in any case."""
 
 _WEIGHT_BYTES: dict[WeightDType, float] = {"fp8": 1.0, "int8": 1.0, "int4": 0.5 + 8 / 128}
-"""Of a weight; in int4 with a scale and a zero point of 4 bytes for each 128."""
+"""Bytes of a weight; in int4, with a scale and a zero point of 4 bytes each for every 128 weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

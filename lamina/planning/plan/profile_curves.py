@@ -124,4 +124,4 @@ class RuntimeFit:
 
 
 AS_PUBLISHED = RuntimeFit()
-"""Of the papers, for devices without a profile."""
+"""The figures of the papers, for devices without a profile."""

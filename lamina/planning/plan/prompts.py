@@ -48,7 +48,7 @@ def sojourn(arrivals: Floats, seconds: Floats, servers: int, busy: float, percen
 
 
 PERCENTILE = 0.99
-"""Of the times between tokens, and to a first token, for which the SLOs are."""
+"""Percentile of the times between tokens and to a first token that the SLOs bound."""
 
 FOUND = 9
 """Sizes of what a cache finds at which prompts are looked at; between them, it is interpolated."""

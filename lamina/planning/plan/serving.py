@@ -34,7 +34,7 @@ MARGIN = 0.9
 """Share of the SLO on TBT that a step of the mean batch may take: batches and lengths vary."""
 
 SEATED = 0.97
-"""The same for workers that only decode: ``Capacity.seats`` bounds their batch, and only lengths vary."""
+"""Share of the SLO on TBT for workers that only decode: ``Capacity.seats`` bounds their batch, only lengths vary."""
 
 POINTS = 80
 """Batches to try. Near the SLOs, a fraction of a sequence more counts: batches are means."""

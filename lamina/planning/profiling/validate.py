@@ -142,4 +142,4 @@ def _row(operator: str, band: str, error: Floats, is_total: bool = False) -> Err
 SHAPELESS = ModelShape(
     name="any", layers=1, hidden=1, intermediate=1, query_heads=1, kv_heads=1, head_size=1, vocabulary=1
 )
-"""For files whose measurements do not depend on a model."""
+"""A shape for files whose measurements do not depend on a model."""

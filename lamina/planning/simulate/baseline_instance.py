@@ -138,7 +138,7 @@ class Instance:
         self.give_back(*self.hand_over(sequence))
 
     def hand_over(self, sequence: Running) -> tuple[int, list[int]]:
-        """Return the blocks that a sequence has here stay in use until ``give_back``, but are no longer its own."""
+        """Return the blocks of a sequence, which loses them. They stay in use until ``give_back``."""
         held = sequence.blocks, sequence.shared
         sequence.blocks, sequence.shared = 0, []
         return held

@@ -16,10 +16,12 @@ from lamina.planning.plan.workload import TracedRequest, Workload
 from lamina.planning.simulate.trial import MOST, WORSE, Course
 
 ROUNDS, TOLERANCE, TURNOVERS = 6, 0.1, 8
-"""Of a cell: highest loads are found to TOLERANCE, in runs half as long as plans have, as all requests are alike."""
+"""How the highest load of a cell is found: to TOLERANCE, in runs half as long as those of plans, since all requests are
+alike."""
 
 MOST_STEPS = 50_000
-"""Of a run. A step takes the simulator up to 0.5 ms, a cell a dozen runs or two: more would be minutes for a cell."""
+"""Limit on the steps of a run. A step takes the simulator up to 0.5 ms, and a cell takes 12 to 24 runs: with more
+steps, a cell would take minutes."""
 
 
 def can_simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> bool:

@@ -122,7 +122,7 @@ class Course:
         return float(f"{rate * (max(times) - min(times)) / max(1, len(times) - 1):.4g}")
 
     def requests(self, capacity: Capacity) -> int:
-        """Return the requests of a run."""
+        """Return the number of requests of a run."""
         fewest = MOST_REPLAYED if self.replays else FEWEST
         needed = int(min(MOST, max(fewest, self._turnovers * capacity.batch)))
         return min(needed, len(self._trace)) if self.replays else needed
