@@ -52,5 +52,5 @@ def test_another_process_writes_into_an_inbox() -> None:
     inbox = inboxes.own("writer")
     assert inbox is not None
     inbox.settle()
-    assert bytes(inbox.array[99:104].get()) == b"\0body" and inboxes.has("writer", b"proof")
+    assert bytes(inbox.array[99:104].get()) == b"\0body" and inboxes.proof_arrived("writer", b"proof")
     inboxes.close_all()

@@ -96,11 +96,11 @@ class LateBackend(Interpreter):
 
     def adopt(self, memory: memoryview) -> None:
         """See ``Backend``."""
-        self._host.adopt(memory)
+        self._host.register_own(memory)
 
     def upload(self, source: Any, target: Any) -> None:
         """See ``Backend``: memory that was adopted is read late."""
-        adopted = self._host.own.has(source.ctypes.data, source.nbytes)
+        adopted = self._host.own.covers(source.ctypes.data, source.nbytes)
         kept = source if adopted else source.copy()
         self.queue.put(lambda: np.copyto(_plain(target)[: len(kept)], _plain(kept)))
         self._read = self.queue.end if adopted else self._read

@@ -89,7 +89,7 @@ class _Keys:
     def callback(self, domain: str, key: bytes) -> bool:
         if key.decode() in self.known:
             return True
-        self.refusals.add("KEY", "a supervisor's key does not belong to this cluster")
+        self.refusals.count_rejection("KEY", "a supervisor's key does not belong to this cluster")
         return False
 
 
@@ -283,7 +283,7 @@ class RemoteWorkers:
                 self._supervisors[identity] = one = _Supervisor(identity, key, message)
                 self._receive(one)
         elif one is None or one.key != key:
-            self._refusals.add("NAME", "a message arrived from a supervisor that has not applied")
+            self._refusals.count_rejection("NAME", "a message arrived from a supervisor that has not applied")
         elif isinstance(message, Started):
             one.pid = message.pid
         elif isinstance(message, Leaving):
@@ -382,12 +382,12 @@ def _arrived(socket: Any, decoder: Any, refusals: Refusals) -> Iterator[tuple[by
         except zmq.Again:
             return
         except ValueError:
-            refusals.add("FRAME", "a message arrived in another number of parts than two")
+            refusals.count_rejection("FRAME", "a message arrived in another number of parts than two")
             continue
         try:
             message: ToOffice = decoder.decode(frame.bytes)
         except msgspec.DecodeError as error:
-            refusals.add("MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere")
+            refusals.count_rejection("MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere")
             continue
         yield identity.bytes, str(frame.get("User-Id")), message
 

@@ -118,7 +118,7 @@ class HostForm:
             return ExpertCodes(tuple(quantise_experts(name, weight, self.to, shard)))
         return quantise(name, weight, self.to, shard)
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
         return codes if name in self.held and dtype == torch.bfloat16 and can_pack(codes) else None
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> ExpertCodes | None:
