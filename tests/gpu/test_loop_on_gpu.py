@@ -44,7 +44,7 @@ for line in sys.stdin:
     polling.ring(asked)
     polling.wait(answered, 60.0)
     seen = answer.get()
-    polling.check()
+    polling.raise_failure()
     print(float(seen.astype(np.float64).sum()), flush=True)
 """
 

@@ -23,7 +23,7 @@ inboxes = Inboxes(CudaMaker(0))
 inboxes.open("reader", bytes.fromhex(sys.argv[1]), int(sys.argv[2]), b"proof")
 inboxes.theirs("reader").array[100:104] = cupy.array(list(b"body"), "u1")
 cupy.cuda.get_current_stream().synchronize()
-inboxes.leave("reader")
+inboxes.close_outgoing("reader")
 """
 
 
@@ -51,6 +51,6 @@ def test_another_process_writes_into_an_inbox() -> None:
     subprocess.run([sys.executable, "-c", WRITER, held.handle.hex(), str(NBYTES)], check=True, timeout=120)
     inbox = inboxes.own("writer")
     assert inbox is not None
-    inbox.settle()
+    inbox.make_writes_visible()
     assert bytes(inbox.array[99:104].get()) == b"\0body" and inboxes.proof_arrived("writer", b"proof")
     inboxes.close_all()

@@ -94,7 +94,7 @@ class LateBackend(Interpreter):
         made.queue = self.queue
         return made
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_upload(self, memory: memoryview) -> None:
         """See ``Backend``."""
         self._host.register_own(memory)
 
@@ -110,7 +110,7 @@ class LateBackend(Interpreter):
         self.queue.flush()
         super().download(*((_plain(source), target) for source, target in copies))
 
-    def settle(self) -> None:
+    def wait_for_uploads(self) -> None:
         """See ``Backend``: up to the last upload of what was adopted, and no further."""
         if self._read is not None:
             self.queue.flush(self._read)
