@@ -170,7 +170,7 @@ class ComputeWorker:
                 self._serve_once()
                 self._newcomers.look()
             except PeerLostError as error:
-                self._fence.lose(error)
+                self._fence.on_peer_lost(error)
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -222,12 +222,12 @@ class ComputeWorker:
         names = topology.computes
         number = names.index(self._control.name) // topology.pipeline.ranks
         self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
-        self._fence.begin(topology)
+        self._fence.begin_epoch(topology)
 
     def _change(self, message: Change) -> None:
         """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
         topology, own = message.topology, self._control.name
-        self._links.change(topology)
+        self._links.change_members(topology)
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
@@ -235,7 +235,7 @@ class ComputeWorker:
         new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._slots.keep(topology.names)
-        self._slots.add(joined.values())
+        self._slots.register_channels(joined.values())
         self._mail.change(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         names = topology.computes
@@ -356,7 +356,7 @@ class ComputeWorker:
         elif isinstance(message, Change):
             self._change(message)
         elif isinstance(message, Grant | Link | Forget):
-            self._newcomers.take(message)
+            self._newcomers.handle_link_message(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
             if self._memory is not None:
@@ -466,10 +466,10 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}
     slots = Slots(links, device)
-    slots.add(channels.values())
+    slots.register_channels(channels.values())
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
-    lanes, wait = connect.pipeline.lanes, links.settle()
+    lanes, wait = connect.pipeline.lanes, links.close_unused_endpoints()
     ranks.connect(links, wait, own)
     worker = ComputeWorker(control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, slots, memory)
     control.send(Connected())

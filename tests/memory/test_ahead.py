@@ -283,7 +283,7 @@ def waiting(pair: Pair) -> Lanes:
 def test_a_device_that_answers_a_lost_peer_writes_where_it_still_may(pair: Pair) -> None:
     """Its waits go on until the epoch ends, and the message that it waits for may have come before the loss."""
     lanes = waiting(pair)
-    pair.worker._fence.lose(PeerLostError("compute0", "it has exited"))
+    pair.worker._fence.on_peer_lost(PeerLostError("compute0", "it has exited"))
     lanes.ask(0, 0)  # if the inbox were not mapped any more, the answer would end this process
     stream = pair.worker._ahead._lanes[0].stream
     until(lambda: int(stream.records["done_ns"][0]) > 0)
