@@ -254,7 +254,7 @@ class ComputeWorker:
         done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
             step.end(done.draws)
-            self._timeline.add("draw", step.plan.lane, drawing)
+            self._timeline.record_span("draw", step.plan.lane, drawing)
         now = time.monotonic()
         lane.busy_s += now - begun
         self._report(lane, now)
@@ -340,7 +340,7 @@ class ComputeWorker:
             begun = self._timeline.now()
             lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S)
             if lane is not None:
-                self._timeline.add("wait", lane.number, begun)
+                self._timeline.record_span("wait", lane.number, begun)
         except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)

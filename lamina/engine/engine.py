@@ -328,13 +328,13 @@ class Engine:
         self._scaling.look(now)
         for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):
             self._members.tell([worker], Release(sequences))
-        self._timeline.add("plan", -1, begun)
+        self._timeline.record_span("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
         for tracked in touched:
             self._publish(tracked)
         self.after_turn()
-        self._timeline.add("tell callers", -1, begun)
+        self._timeline.record_span("tell callers", -1, begun)
         self._check_workers()
 
     def _take(self, worker: str, message: ToEngine) -> None:
