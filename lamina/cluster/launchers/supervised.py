@@ -20,9 +20,9 @@ class SupervisedWorkers:
     """Starts and ends workers through the supervisor, which owns their processes. One thread at a time may use it.
 
     Attributes:
-        processes: names of those that this engine has started or taken over, without those that ``kill_worker`` has ended.
+        processes: names of the workers that this engine has started or taken over and has not killed.
 
-    Whoever reads what the supervisor says passes on what is about workers to ``on_supervisor_message``, from any thread.
+    Whoever reads the supervisor's messages passes those about workers to ``on_supervisor_message``, from any thread.
     """
 
     def __init__(self, line: Connection, exited: Mapping[str, str]) -> None:
