@@ -171,8 +171,8 @@ class Cluster:
         """Wait for the answer."""
         self._mail.expect(0, [MEMORY])
         while self._mail.missing[0]:
-            self._mail.wait(self._wait, [MEMORY], TIMEOUT_S)
-        self._mail.take(0, MEMORY).free()
+            self._mail.receive(self._wait, [MEMORY], TIMEOUT_S)
+        self._mail.pop_message(0, MEMORY).free()
         self._mail.flush()
         self._turn += 1
         while self._pipe.poll():

@@ -191,7 +191,7 @@ class InThisProcess:
         """It always beats."""
         return time.monotonic_ns()
 
-    def leave(self, frontend: str) -> None:
+    def on_frontend_exit(self, frontend: str) -> None:
         """See ``Frontends``."""
         self._room.on_frontend_exit(frontend)
 

@@ -167,10 +167,10 @@ class Cluster:
         """Wait for the lane's answer; False if it does not come in time."""
         try:
             while self._mail.missing[lane]:
-                self._mail.wait(self._wait, [MEMORY], timeout_s)
+                self._mail.receive(self._wait, [MEMORY], timeout_s)
         except DeadlineError:
             return False
-        self._mail.take(lane, MEMORY).free()
+        self._mail.pop_message(lane, MEMORY).free()
         self._mail.flush()
         self._turns[lane] += 1
         while self._pipe.poll():

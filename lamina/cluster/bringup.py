@@ -375,7 +375,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         start_s=plan.start_s,
     )
     for name, hello in plan.greetings.items():
-        fabric.note(name, hello)
+        fabric.on_hello(name, hello)
     return fabric
 
 

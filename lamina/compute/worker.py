@@ -112,7 +112,7 @@ class Lane:
     waited_s: float = 0.0
     waits: int = 0
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Forget all steps."""
         self.steps.clear()
         self.follows = False
@@ -210,8 +210,8 @@ class ComputeWorker:
         complete."""
         topology = message.topology
         for lane in self._lanes:
-            lane.drop()
-        self._mail.restart(topology)
+            lane.drop_steps()
+        self._mail.reset(topology)
         self._slots.keep(topology.names)
         self._done.clear()
         self._drawn.clear()
@@ -236,7 +236,7 @@ class ComputeWorker:
         joined = {name: self._links.channel(name) for name in new}
         self._slots.keep(topology.names)
         self._slots.register_channels(joined.values())
-        self._mail.change(topology, joined)
+        self._mail.change_members(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         names = topology.computes
         self._replica = dataclasses.replace(
@@ -253,8 +253,8 @@ class ComputeWorker:
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
-            step.end(done.draws)
-            self._timeline.add("draw", step.plan.lane, drawing)
+            step.finish_last_slice(done.draws)
+            self._timeline.record_span("draw", step.plan.lane, drawing)
         now = time.monotonic()
         lane.busy_s += now - begun
         self._report(lane, now)
@@ -300,7 +300,7 @@ class ComputeWorker:
 
     def _receive(self, peers: Collection[str], timeout_s: float) -> Lane | None:
         """Wait for messages; returns the lane of the last one. Raises DeadlineError."""
-        lanes = [self._lanes[number] for number in dict.fromkeys(self._mail.wait(self._wait, peers, timeout_s))]
+        lanes = [self._lanes[number] for number in dict.fromkeys(self._mail.receive(self._wait, peers, timeout_s))]
         for lane in lanes:
             if lane.steps and not self._mail.missing[lane.number]:
                 self._note_wait(lane)
@@ -340,7 +340,7 @@ class ComputeWorker:
             begun = self._timeline.now()
             lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S)
             if lane is not None:
-                self._timeline.add("wait", lane.number, begun)
+                self._timeline.record_span("wait", lane.number, begun)
         except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
@@ -373,7 +373,7 @@ class ComputeWorker:
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
-        share = None if self._memory is None else self._memory.apply(plan)
+        share = None if self._memory is None else self._memory.apply_plan(plan)
         for segment in (segment for switch in plan.switches for segment in switch.segments):
             if segment.sequence in self._segments:  # else an admission tells of it, or it is a cached prefix
                 self._segments[segment.sequence] = moved(self._segments[segment.sequence], segment)

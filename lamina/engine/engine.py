@@ -163,7 +163,9 @@ class Engine:
         drawn: Drawn | None = None,
         again: bool = False,
     ) -> None:
-        """Queue a request whose caller detokenizes and matches stop strings itself, and ends completions by ``end_completion``.
+        """Queue a request whose caller detokenizes and matches stop strings itself.
+
+        The caller ends completions at stop strings by ``end_completion``.
 
         Args:
             seed: Seed of the draws if the parameters have none.
@@ -328,13 +330,13 @@ class Engine:
         self._scaling.look(now)
         for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):
             self._members.tell([worker], Release(sequences))
-        self._timeline.add("plan", -1, begun)
+        self._timeline.record_span("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
         for tracked in touched:
             self._publish(tracked)
         self.after_turn()
-        self._timeline.add("tell callers", -1, begun)
+        self._timeline.record_span("tell callers", -1, begun)
         self._check_workers()
 
     def _take(self, worker: str, message: ToEngine) -> None:

@@ -206,7 +206,7 @@ class Joins:
         if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
             self._stale = joiner.asked.kind, left
         try:
-            self._workers.end(joiner.name, reason=str(error))
+            self._workers.kill_worker(joiner.name, reason=str(error))
         except TransportError as stuck:  # it may still write into its leases: nobody else gets them
             log.warning("%s", stuck)
         else:

@@ -149,7 +149,7 @@ class Leaves:
 
     def _end(self, leaver: Leaver, members: Collection[str]) -> None:
         try:
-            self._workers.end(leaver.name)
+            self._workers.kill_worker(leaver.name)
         except TransportError as error:  # it may still write into its leases: nobody else gets them
             log.warning("%s", error)
             return

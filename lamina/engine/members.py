@@ -224,13 +224,13 @@ class Members:
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
         deaths = self._deaths(lost)
         for worker in lost:
-            self._workers.end(worker, cut=True)
+            self._workers.kill_worker(worker, cut=True)
         now = self._control.liveness.awake_s
         lost_at = now if self._ending is None else self._ending.lost_at
         self.topology = topology = self.topology.without(lost)
         self._ending = Ending(topology, lost_at, now)
         self._record.on_workers_lost(lost.keys())
-        self._control.apply(topology)
+        self._control.apply_topology(topology)
         self.watch.apply_topology(topology)
         remains = self._turn.apply(topology, deaths)
         if pools is not None:
@@ -266,7 +266,7 @@ class Members:
     def _adopt(self, topology: Topology) -> int:
         """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
         self.topology = topology
-        self._control.apply(topology)
+        self._control.apply_topology(topology)
         self.watch.apply_topology(topology)
         self._turn.change(topology)
         self.recipients.change(topology)

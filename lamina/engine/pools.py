@@ -119,7 +119,7 @@ class Pools:
 
     def _check_growth(self, role: Role, kind: str, count: int) -> None:
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
-        self._fabric.launcher.check(role, kind, same + self._joins.count(role) + count)
+        self._fabric.launcher.validate_pool(role, kind, same + self._joins.count(role) + count)
         if role == "memory":
             return
         if self._fabric.compute_setup.local:
@@ -207,7 +207,7 @@ class Pools:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
         ``free``, at once and not counted: the search for a request that makes workers die is going on."""
         members = {member.name: member for member in self.topology.members}
-        self._fabric.forget(topology.names)
+        self._fabric.keep_members(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
         for name, reason in lost.items():
@@ -293,7 +293,7 @@ class Pools:
                 others = following.names
                 self.topology = following
                 self._leaves.part(name, self._adopt(following), others)
-                self._fabric.forget(others)
+                self._fabric.keep_members(others)
 
     def _may_adopt(self, following: Topology) -> bool:
         """False while steps in flight depend on the replicas: no more are planned until they have completed."""

@@ -153,7 +153,7 @@ class MemoryWorker:
                 self._read_control()
                 return
         if pulled is not None:
-            self._timeline.add("pull", pulled, waiting)
+            self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
             self._hub.go_on()
@@ -242,7 +242,7 @@ class MemoryWorker:
                 self._hub.go_on()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
         request = door.request
-        self._timeline.add("wait", request.lane, waiting)
+        self._timeline.record_span("wait", request.lane, waiting)
         if not self._wait_for_step(request.lane):
             return
         lane = self._lanes[request.lane]
@@ -341,7 +341,7 @@ class MemoryWorker:
         """Work on a piece of a request for a few milliseconds; after the request's last one, reply."""
         start, span = time.monotonic(), self._timeline.now()
         done = next(work, _DONE) is _DONE
-        self._timeline.add("attention", lane.number, span)
+        self._timeline.record_span("attention", lane.number, span)
         last = done and lane.piece == len(lane.steps[0].pieces) - 1
         if last:
             self._finish(lane)
@@ -389,7 +389,7 @@ class MemoryWorker:
             channel.send(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
         else:  # if it is kept, nothing overwrites it before it has been sent: the lane's next request follows it
             channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
-        self._timeline.add("send", lane.number, span)
+        self._timeline.record_span("send", lane.number, span)
 
     def _advance(self, lane: Lane, answered: bool) -> None:
         if not answered:

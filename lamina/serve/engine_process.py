@@ -125,7 +125,7 @@ class EngineProcess:
             except (EOFError, OSError):
                 return
             if isinstance(message, Exited | Done):
-                self._workers.take(message)
+                self._workers.on_supervisor_message(message)
             elif isinstance(message, Leave):
                 if self._frontends is not None:
                     self._frontends.on_frontend_exit(message.frontend)

@@ -111,8 +111,8 @@ class Links:
     """The arena of a worker that peers can reach, and its links to them: ``link`` until every pair has proved itself,
     then ``close_unused_endpoints``. Made by ``open_links``.
 
-    A peer's lease lasts from ``grant`` to ``end_lease``, which need not be when it is disconnected: a lost peer may still
-    write.
+    A peer's lease lasts from ``grant`` to ``end_lease``, which may be later than its disconnection: a lost peer may
+    still write.
 
     Attributes:
         arena: this worker's.

@@ -170,10 +170,10 @@ class Pair:
     def answered(self, lane: int) -> bool:
         with contextlib.suppress(DeadlineError):
             while True:
-                self.mail.wait(self.wait, ["memory0"], 0.0)
+                self.mail.receive(self.wait, ["memory0"], 0.0)
         if self.mail.missing[lane]:
             return False
-        letter = self.mail.take(lane, "memory0")
+        letter = self.mail.pop_message(lane, "memory0")
         self.reply = bytes(letter.whole)
         letter.free()
         self.mail.flush()

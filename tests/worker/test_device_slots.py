@@ -30,17 +30,17 @@ class Device:
         self.mapped: dict[str, memoryview] = {}
         self._refuses = refuses
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         self.adopted.append(memory)
 
-    def map(self, peer: str, memory: memoryview) -> bool:
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
         assert peer not in self.mapped, "its former memory has not been unmapped"
         if peer == self._refuses:
             return False
         self.mapped[peer] = memory
         return True
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         del self.mapped[peer]
 
     def arrived(self, array: Any) -> Any:
