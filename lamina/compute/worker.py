@@ -9,13 +9,14 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from lamina.compute.device import make
+from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.exchange import StepExchange
 from lamina.compute.loading import load
 from lamina.compute.local_memory import LocalMemory
@@ -56,7 +57,15 @@ from lamina.memory.device import gpu_memory
 from lamina.splitter.parts import Rank
 from lamina.worker.device_slots import Slots
 from lamina.worker.fence import Fence
-from lamina.worker.links import LINKING_SLICE_S, Links, Newcomers, Wait, set_up_links
+from lamina.worker.links import (
+    LINKING_SLICE_S,
+    Links,
+    Newcomers,
+    OpenEndpoint,
+    Wait,
+    open_endpoint,
+    set_up_links,
+)
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
@@ -450,7 +459,16 @@ class ComputeWorker:
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
-def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+Load = Callable[[ControlClient, ComputeSetup, Device, Sums], tuple[Runner, HeadShards]]
+"""Loads a model, with the arguments and result of ``loading.load``."""
+
+
+def build(
+    control: ControlClient,
+    resources: contextlib.ExitStack,
+    load: Load = load,
+    open_endpoint: OpenEndpoint = open_endpoint,
+) -> ComputeWorker:
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
     torch.set_num_threads(setup.threads)
@@ -458,7 +476,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
-    links, connect = set_up_links(control, resources, device.inboxes)
+    links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
     names = tuple(connect.computes)
     number = names.index(control.name) // setup.ranks
     replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet, ranks.agree)
@@ -473,10 +491,15 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     ranks.connect(links, wait, own)
     worker = ComputeWorker(control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, slots, memory)
     control.send(Connected())
+    return worker
+
+
+def _build_and_tidy(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+    worker = build(control, resources)
     once_set_up()
     return worker
 
 
 def main(bootstrap: Bootstrap) -> None:
     """Body of the process."""
-    run_worker(build, gpu_memory, bootstrap)
+    run_worker(_build_and_tidy, gpu_memory, bootstrap)

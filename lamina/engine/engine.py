@@ -50,6 +50,11 @@ CLOSE_TIMEOUT_S = 60.0
 MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
+def new_thread(run: Callable[[], None]) -> threading.Thread:
+    """Return a thread that ends with its process."""
+    return threading.Thread(target=run, name="lamina-engine", daemon=True)
+
+
 class Engine:
     """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
 
@@ -71,8 +76,12 @@ class Engine:
         cluster: Cluster,
         on_trace: Sequence[OnTrace] = (),
         save: Save = lambda topology, wanted: None,
+        thread: Callable[[Callable[[], None]], threading.Thread] = new_thread,
     ) -> None:
-        """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``."""
+        """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``.
+
+        ``thread``: Makes the engine's thread, which runs the function given.
+        """
         self.config = config
         self.model_name, *aliases = served_names(config) or [model.name]
         self.model_aliases = tuple(aliases)
@@ -118,7 +127,7 @@ class Engine:
         self._places = Places(MAX_WAITING + limits.max_sequences)
         self._dead: str | None = None
         self.after_turn: Callable[[], None] = _nothing
-        self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
+        self._thread = thread(self._run)
         self._thread.start()
 
     # -- called from any thread ---------------------------------------------------------------------------------

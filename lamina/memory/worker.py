@@ -50,7 +50,15 @@ from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.worker.device_slots import Slots
 from lamina.worker.fence import Fence
-from lamina.worker.links import LINKING_SLICE_S, Links, Newcomers, Wait, set_up_links
+from lamina.worker.links import (
+    LINKING_SLICE_S,
+    Links,
+    Newcomers,
+    OpenEndpoint,
+    Wait,
+    open_endpoint,
+    set_up_links,
+)
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
@@ -439,10 +447,12 @@ class MemoryWorker:
         self._control.send(Migrated(number))
 
 
-def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
+def build(
+    control: ControlClient, resources: contextlib.ExitStack, open_endpoint: OpenEndpoint = open_endpoint
+) -> MemoryWorker:
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     store, tier, setup = make_store(control, resources)
-    links, connect = set_up_links(control, resources, store.device.inboxes)
+    links, connect = set_up_links(control, resources, store.device.inboxes, open_endpoint)
     worker = MemoryWorker(control, store, tier, links, links.close_unused_endpoints(), connect, Timeline(setup.trace))
     resources.callback(worker.close)
     control.send(Connected())

@@ -76,25 +76,8 @@ class _Link:
     lease: Lease  # of the peer's arena
 
 
-def open_links(member: Member, register: Register, inboxes: Inboxes | None = None) -> "Links":
-    """Allocate the arena and let peers in by every requested transport that works here. ``inboxes``: of its device, if
-    that can have any. Raises TransportError."""
-    arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
-    endpoints: dict[Transport, AnyEndpoint] = {}
-    descriptors, obstacles = {}, {}
-    for transport in register.transports:
-        try:
-            endpoint = _open(member, transport, register.tls)
-            endpoint.adopt(arena)
-            endpoints[transport] = endpoint
-            descriptors[transport] = endpoint.descriptor()
-        except TransportError as error:
-            obstacles[transport] = f"{member.name}: {error}"
-    kind = inboxes.kind if inboxes is not None else ""
-    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles, kind), inboxes)
-
-
-def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
+def open_endpoint(member: Member, transport: Transport, tls: bool) -> "AnyEndpoint":
+    """Return a new endpoint of this transport, without an arena. Raises TransportError if it cannot be used here."""
     match transport:
         case Transport.SHM:
             return ShmEndpoint(member.name)
@@ -105,6 +88,34 @@ def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
             raise TransportError("rdma cannot be encrypted, which --tls requires")
         case Transport.RDMA:
             return RdmaEndpoint(member.name, secret=member.secret)
+
+
+OpenEndpoint = Callable[[Member, Transport, bool], "AnyEndpoint"]
+"""Opens an endpoint, with the arguments of ``open_endpoint``."""
+
+
+def open_links(
+    member: Member, register: Register, inboxes: Inboxes | None = None, open_endpoint: OpenEndpoint = open_endpoint
+) -> "Links":
+    """Allocate the arena and let peers in by every requested transport that works here. Raises TransportError.
+
+    Args:
+        inboxes: Those of the worker's device, if it can have any.
+        open_endpoint: Opens the endpoint of a transport.
+    """
+    arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
+    endpoints: dict[Transport, AnyEndpoint] = {}
+    descriptors, obstacles = {}, {}
+    for transport in register.transports:
+        try:
+            endpoint = open_endpoint(member, transport, register.tls)
+            endpoint.adopt(arena)
+            endpoints[transport] = endpoint
+            descriptors[transport] = endpoint.descriptor()
+        except TransportError as error:
+            obstacles[transport] = f"{member.name}: {error}"
+    kind = inboxes.kind if inboxes is not None else ""
+    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles, kind), inboxes)
 
 
 class Links:
@@ -454,15 +465,23 @@ def _proof(round_: int, transport: Transport) -> bytes:
 
 
 def set_up_links(
-    control: ControlClient, resources: contextlib.ExitStack, inboxes: Inboxes | None
+    control: ControlClient,
+    resources: contextlib.ExitStack,
+    inboxes: Inboxes | None,
+    open_endpoint: OpenEndpoint = open_endpoint,
 ) -> tuple[Links, Connect]:
     """Link this worker as the engine directs; returns its links, which ``resources`` closes, and what they are for.
-    ``inboxes``: see ``open_links``.
+
+    Args:
+        control: Messages of the engine.
+        resources: Closes the links.
+        inboxes: As for ``open_links``.
+        open_endpoint: As for ``open_links``.
 
     Raises TransportError, PeerLostError, DeadlineError, WorkerError.
     """
     member = Member(control.name, control.data_secret, control.local_address, control.bind_address)
-    links = open_links(member, expect(control, Register), inboxes)
+    links = open_links(member, expect(control, Register), inboxes, open_endpoint)
     resources.callback(links.close)
     control.send(Registered(links.offer))
     while isinstance(message := control.receive(SETUP_TIMEOUT_S), Grant | Link):

@@ -81,7 +81,7 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def finish(self, request_id: str, index: int) -> None:
+    def end_completion(self, request_id: str, index: int) -> None:
         self.finished.append((request_id, index))
 
     def stats(self) -> EngineStats:

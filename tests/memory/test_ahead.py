@@ -260,7 +260,7 @@ def test_the_host_reads_and_writes_inboxes(served_by_the_host: Pair) -> None:
     lanes.prompt(0)
     lanes.prompt(1)
     answers = []
-    pair.mail.pop_message = lambda *key, take=pair.mail.take: answers.append(take(*key)) or answers[-1]  # type: ignore[method-assign, func-returns-value]
+    pair.mail.pop_message = lambda *key, take=pair.mail.pop_message: answers.append(take(*key)) or answers[-1]  # type: ignore[method-assign, func-returns-value]
     for _ in range(2):
         lanes.plan(0)
         lanes.plan(1)
