@@ -214,7 +214,9 @@ def open_nic(member: Member, transport: Transport, tls: bool) -> Nic:
     return Nic(member.name)
 
 
-def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     register, inboxes = Register(PLAN, [Transport.RDMA], spin_s=0.0), Inboxes(SharedMaker())
     near = open_links(Member("near", SECRET, "127.0.0.1"), register, None, open_nic)  # type: ignore[arg-type]
     far = open_links(Member("far", SECRET, "127.0.0.1"), register, inboxes, open_nic)  # type: ignore[arg-type]
