@@ -67,7 +67,7 @@ class _Own:
 
     def refuse(self, reason: str) -> None:
         """Count a stream that was closed for an invalid frame."""
-        self.listener.refusals.count_rejection("FRAME", reason)
+        self.listener.refusals.record("FRAME", reason)
 
 
 class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):

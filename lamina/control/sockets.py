@@ -91,7 +91,7 @@ class _IssuedKeys:
     def callback(self, domain: str, key: bytes) -> bool:
         if key in self.workers:
             return True
-        self.refusals.count_rejection("KEY", "its key does not belong to this cluster")
+        self.refusals.record("KEY", "its key does not belong to this cluster")
         return False
 
 
@@ -211,14 +211,14 @@ class ControlServer:
 
     def dismiss(self, name: str) -> None:
         """Neither ping nor hear a worker any more."""
-        self.liveness.forget(name)
+        self.liveness.unwatch(name)
         self._joining.discard(name)
         self._members.discard(name)
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Ping and receive from the members of ``topology`` alone from now on."""
         for worker in self._members - topology.names:
-            self.liveness.forget(worker)
+            self.liveness.unwatch(worker)
         self._members = set(topology.names)
         self._joining -= self._members
 
@@ -268,7 +268,7 @@ class ControlServer:
                 break
             worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
             if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
-                self._refusals.count_rejection("NAME", "a message arrived under a name that does not match its key")
+                self._refusals.record("NAME", "a message arrived under a name that does not match its key")
                 continue
             if worker not in self._members and worker not in self._joining:
                 continue  # it was lost, and is not believed any more

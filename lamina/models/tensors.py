@@ -106,7 +106,7 @@ class _Done:
     def __init__(self, nbytes: Mapping[str, int], report: Progress | None) -> None:
         self._nbytes, self._total, self._report, self._bytes = nbytes, sum(nbytes.values()), report, 0
 
-    def mark_loaded(self, name: str) -> None:
+    def add(self, name: str) -> None:
         self._bytes += self._nbytes[name]
         if self._report is not None:
             self._report(self._bytes, self._total)
@@ -231,7 +231,9 @@ class _Checkpoint:
 
         packed = self._directory.packed.get(recipe.inputs[0][1])
         if packed is not None and recipe.convert is None and self._tied(first) == [first]:
-            codes = read_codes(packed, stored).shard(early).replace_tensors(lambda part: _own(part, mapped, self._device))
+            codes = (
+                read_codes(packed, stored).shard(early).replace_tensors(lambda part: _own(part, mapped, self._device))
+            )
             held = self._form.keep_codes(first, codes, wanted)
             return {first: codes.dense(wanted) if held is None else held}
         if (experts := self._held_experts(recipe, stored, mapped, shards.get(first, {}))) is not None:

@@ -51,6 +51,6 @@ def test_another_process_writes_into_an_inbox() -> None:
     subprocess.run([sys.executable, "-c", WRITER, held.handle.hex(), str(NBYTES)], check=True, timeout=120)
     inbox = inboxes.own("writer")
     assert inbox is not None
-    inbox.make_writes_visible()
+    inbox.settle()
     assert bytes(inbox.array[99:104].get()) == b"\0body" and inboxes.proof_arrived("writer", b"proof")
     inboxes.close_all()

@@ -32,7 +32,11 @@ def test_another_process_writes_into_an_inbox() -> None:
     subprocess.run([sys.executable, "-c", WRITER, handle.hex(), str(NBYTES)], check=True, timeout=TIMEOUT_S)
     assert inbox.address == inbox.array.ctypes.data and inbox.array.shape == (NBYTES,)
     assert bytes(inbox.array[100:104]) == b"body" and np.count_nonzero(inbox.array) == 4 + len(b"proof")
-    assert inboxes.proof_arrived("writer", b"proof") and not inboxes.proof_arrived("writer", b"other") and not inboxes.proof_arrived("x", b"proof")
+    assert (
+        inboxes.proof_arrived("writer", b"proof")
+        and not inboxes.proof_arrived("writer", b"other")
+        and not inboxes.proof_arrived("x", b"proof")
+    )
     inboxes.close("writer")
     assert inboxes.own("writer") is None
     with pytest.raises(TransportError, match="cannot open the inbox"):

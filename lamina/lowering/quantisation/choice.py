@@ -91,7 +91,7 @@ class HostForm:
     to: Quantization
 
     @classmethod
-    def of(cls, model: LoweredModel, to: Quantization) -> "HostForm":
+    def for_model(cls, model: LoweredModel, to: Quantization) -> "HostForm":
         """Return the form of a model lowered for ``Target.CPU``. Raises ConfigError: this processor does not run it
         with ``to``."""
         runs = _native.linear_available() and model.dtype is DType.BFLOAT16

@@ -123,7 +123,7 @@ class StackedCodes:
         return self.values, self.scales, self.zeros, self.order
 
     @classmethod
-    def from_experts(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
+    def stack(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
         """Codes with a ``stacked_group``, the same for all; taken one by one, as all would need much memory besides."""
         stacks: tuple[Tensor, ...] = ()
         group: int | None = None
