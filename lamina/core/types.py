@@ -86,11 +86,13 @@ class Overlap:
 
     Attributes:
         q_first: send q as soon as it exists; memory workers attend to earlier tokens while k and v are computed.
-        mini_batches: messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+        mini_batches: most messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+        least: sequences in a mini-batch at least; fewer are not worth a message of their own.
     """
 
     q_first: bool = False
     mini_batches: int = 1
+    least: int = 1
 
 
 @dataclass(frozen=True)
