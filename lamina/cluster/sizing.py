@@ -244,7 +244,7 @@ class Machines:
     cores: Mapping[Role, Mapping[str, Sequence[Cores]]]  # by role and machine
 
     @staticmethod
-    def of(roles: Mapping[str, Role], greetings: Mapping[str, Hello]) -> "Machines":
+    def from_greetings(roles: Mapping[str, Role], greetings: Mapping[str, Hello]) -> "Machines":
         """From the first messages of all workers."""
         cores: dict[Role, dict[str, list[Cores]]] = {"compute": {}, "memory": {}}
         for name, hello in greetings.items():
@@ -302,7 +302,7 @@ def cluster_plan(
     join later; ``trace``: record spans; ``local``: compute workers hold KV too, and need no memory workers. Raises
     ConfigError."""
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
-    machines = Machines.of(roles, greetings)
+    machines = Machines.from_greetings(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"])
     bounds = limits(config, model, order)
     setup = ComputeSetup(

@@ -157,7 +157,7 @@ class StepRun:
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
         attention = self._exchange.gather(spec, self._chunks, sinks)
-        self._timeline.add("receive", self.plan.lane, begun)
+        self._timeline.record_span("receive", self.plan.lane, begun)
         return attention
 
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
@@ -169,7 +169,7 @@ class StepRun:
             return None
         begun = self._timeline.now()
         logits = self._runner.logits(self._rows, attention, self._context, self._chosen)
-        self._timeline.add("slice", self.plan.lane, begun)
+        self._timeline.record_span("slice", self.plan.lane, begun)
         return logits
 
     def _run_inner(self, index: int, attention: torch.Tensor | None) -> None:
@@ -177,18 +177,18 @@ class StepRun:
         begun = timeline.now()
         on_query = functools.partial(exchange.send_queries, index, spec) if exchange.sends_queries_first else None
         output = self._runner.run(index, self._rows, attention, self._context, on_query)
-        timeline.add("slice", lane, begun)
+        timeline.record_span("slice", lane, begun)
         begun = timeline.now()
         exchange.send_kv(index, spec, output)
-        timeline.add("send", lane, begun)
+        timeline.record_span("send", lane, begun)
         self._context = output.context
         begun = timeline.now()
         if exchange.attend_here(index, output):
-            timeline.add("attention", lane, begun)
+            timeline.record_span("attention", lane, begun)
         if exchange.local_rows:
             begun = timeline.now()
             self._chunks = exchange.attend_chunks(spec, output)
-            timeline.add("chunk attention", lane, begun)
+            timeline.record_span("chunk attention", lane, begun)
         following = self._stages[index + 1]
         if following != self._replica.number:
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)

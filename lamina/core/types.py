@@ -45,7 +45,7 @@ class KvElement(enum.Enum):
     FP8 = "fp8"
 
     @classmethod
-    def of(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
+    def from_setting(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
         """Return what the setting ``name`` means for a model of ``dtype``."""
         return cls(dtype.value if name == "auto" else name)
 

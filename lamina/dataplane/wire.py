@@ -108,7 +108,9 @@ def check_segments(sequence: int, segments: Sequence[Segment], shards: HeadShard
         why = "a segment names another sequence"
     elif not all(shards.allows(segment.heads) for segment in segments):
         why = _heads_rule(shards)
-    elif not all(_follow([one.tokens for one in segments if shard in shards.of(one.heads)]) for shard in _all(shards)):
+    elif not all(
+        _follow([one.tokens for one in segments if shard in shards.shards_of(one.heads)]) for shard in _all(shards)
+    ):
         why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
     else:
         return
@@ -192,7 +194,7 @@ def message_rows(
             stop = start + count
             visible, place = start if chunk else stop, -1
             for segment in segments.get(sequence, ()):
-                if segment.worker != worker or (several and shard not in shards.of(segment.heads)):
+                if segment.worker != worker or (several and shard not in shards.shards_of(segment.heads)):
                     continue
                 first, last = segment.tokens
                 if last is None:

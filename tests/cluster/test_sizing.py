@@ -88,7 +88,7 @@ def test_threads_and_waits_depend_on_the_cores_of_each_machine() -> None:
         "memory2": greeting("b", *range(8)),
     }
     roles: dict[str, Role] = {name: "compute" if name == "compute0" else "memory" for name in greetings}
-    machines = sizing.Machines.of(roles, greetings)
+    machines = sizing.Machines.from_greetings(roles, greetings)
     assert not machines.shared
     threads = [machines.threads(roles[name], hello, None) for name, hello in greetings.items()]
     assert threads == [4, 1, 1, 8]
@@ -96,9 +96,9 @@ def test_threads_and_waits_depend_on_the_cores_of_each_machine() -> None:
     assert machines.threads("compute", greeting("c", 0, 1), None) == 2, "one that joins on a machine of its own"
     assert machines.spins_s() == {"a": SPIN_S, "b": OWN_CORES_SPIN_S}
     same = {**greetings, "compute0": greeting("a", 4), "memory2": greeting("a", 9)}
-    assert sizing.Machines.of(roles, same).shared
+    assert sizing.Machines.from_greetings(roles, same).shared
     elsewhere = {**greetings, "compute0": greeting("c", 4)}
-    assert not sizing.Machines.of(roles, elsewhere).shared, "core 4 of another machine"
+    assert not sizing.Machines.from_greetings(roles, elsewhere).shared, "core 4 of another machine"
 
 
 def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -> None:

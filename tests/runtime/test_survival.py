@@ -87,7 +87,7 @@ class Streams:
 
         def on_update(update: RequestUpdate) -> None:
             tokens = update.tokens
-            whole.add(update)
+            whole.append_update(update)
             with self._changed:
                 self.tokens += tokens
                 if update.finished:

@@ -120,7 +120,7 @@ class Load:
         whole = Whole(self._engine.tokenizer)
 
         def on_update(update: RequestUpdate) -> None:
-            whole.add(update)
+            whole.append_update(update)
             if update.finished:
                 output = whole.output()
                 self._note(number, output.error, output.outputs)
