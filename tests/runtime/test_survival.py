@@ -187,7 +187,6 @@ SWITCHES: dict[str, dict[str, object]] = {
     "rotational over TCP": {"lanes": 3, "pipelining": "rotational", "transport": "tcp"},
     "fixed": {"lanes": 2, "pipelining": "fixed"},
     "nothing ahead": {"plan_ahead": False},
-    "pieces": {"q_first": True, "mini_batches": 2},
 }
 
 
