@@ -1,5 +1,6 @@
 """One step of one lane on one replica, or on one stage of it: its own slices, one at a time, in order."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -17,6 +18,7 @@ from lamina.control.messages import Draw
 from lamina.control.timeline import Timeline
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import LAST_DRAWN, StepPlan
+from lamina.core.topology import Topology
 from lamina.core.types import AttentionSpec
 from lamina.dataplane.wire import Array
 from lamina.lowering import Workspace
@@ -29,8 +31,8 @@ class Replica:
 
     Attributes:
         number: of this worker's stage, see ``Pipeline.stage``.
-        names: of all compute workers, by their numbers.
-        meet: returns once all ranks of the replica have called it.
+        names: by stage, the compute worker whose rank is this worker's.
+        meet: returns once all ranks of the stage have called it.
         agree: see ``Sums.agree``.
     """
 
@@ -41,6 +43,12 @@ class Replica:
     timeline: Timeline
     meet: Callable[[], None]
     agree: Callable[[Sequence[int]], list[int]]
+
+    def within(self, topology: Topology, own: str) -> "Replica":
+        """Return this for other members, of which ``own`` is this worker."""
+        names, ranks = topology.computes, topology.pipeline.ranks
+        number, rank = divmod(names.index(own), ranks)
+        return dataclasses.replace(self, number=number, names=names[rank::ranks], pipeline=topology.pipeline)
 
     def begins(self, plan: StepPlan) -> bool:
         """True if the first slice of the plan's step runs here."""
