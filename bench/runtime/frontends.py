@@ -193,7 +193,7 @@ class InThisProcess:
 
     def on_frontend_exit(self, frontend: str) -> None:
         """See ``Frontends``."""
-        self._room.leave(frontend)
+        self._room.on_frontend_exit(frontend)
 
     def kill_engine(self) -> None:
         """Not while this process runs."""

@@ -9,13 +9,14 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from lamina.compute.device import make
+from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.exchange import StepExchange
 from lamina.compute.loading import load
 from lamina.compute.local_memory import LocalMemory
@@ -56,7 +57,15 @@ from lamina.memory.device import gpu_memory
 from lamina.splitter.parts import Rank
 from lamina.worker.device_slots import Slots
 from lamina.worker.fence import Fence
-from lamina.worker.links import LINKING_SLICE_S, Links, Newcomers, Wait, set_up_links
+from lamina.worker.links import (
+    LINKING_SLICE_S,
+    Links,
+    Newcomers,
+    OpenEndpoint,
+    Wait,
+    open_endpoint,
+    set_up_links,
+)
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
@@ -170,7 +179,7 @@ class ComputeWorker:
                 self._serve_once()
                 self._newcomers.look()
             except PeerLostError as error:
-                self._fence.lose(error)
+                self._fence.on_peer_lost(error)
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -222,12 +231,12 @@ class ComputeWorker:
         names = topology.computes
         number = names.index(self._control.name) // topology.pipeline.ranks
         self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
-        self._fence.begin(topology)
+        self._fence.begin_epoch(topology)
 
     def _change(self, message: Change) -> None:
         """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
         topology, own = message.topology, self._control.name
-        self._links.change(topology)
+        self._links.change_members(topology)
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
@@ -235,7 +244,7 @@ class ComputeWorker:
         new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._slots.keep(topology.names)
-        self._slots.add(joined.values())
+        self._slots.register_channels(joined.values())
         self._mail.change_members(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         names = topology.computes
@@ -356,7 +365,7 @@ class ComputeWorker:
         elif isinstance(message, Change):
             self._change(message)
         elif isinstance(message, Grant | Link | Forget):
-            self._newcomers.take(message)
+            self._newcomers.handle_link_message(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
             if self._memory is not None:
@@ -450,7 +459,16 @@ class ComputeWorker:
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
-def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+Load = Callable[[ControlClient, ComputeSetup, Device, Sums], tuple[Runner, HeadShards]]
+"""Loads a model, with the arguments and result of ``loading.load``."""
+
+
+def build(
+    control: ControlClient,
+    resources: contextlib.ExitStack,
+    load: Load = load,
+    open_endpoint: OpenEndpoint = open_endpoint,
+) -> ComputeWorker:
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
     torch.set_num_threads(setup.threads)
@@ -458,7 +476,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
-    links, connect = set_up_links(control, resources, device.inboxes)
+    links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
     names = tuple(connect.computes)
     number = names.index(control.name) // setup.ranks
     replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet, ranks.agree)
@@ -466,17 +484,22 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}
     slots = Slots(links, device)
-    slots.add(channels.values())
+    slots.register_channels(channels.values())
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
-    lanes, wait = connect.pipeline.lanes, links.settle()
+    lanes, wait = connect.pipeline.lanes, links.close_unused_endpoints()
     ranks.connect(links, wait, own)
     worker = ComputeWorker(control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, slots, memory)
     control.send(Connected())
+    return worker
+
+
+def _build_and_tidy(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+    worker = build(control, resources)
     once_set_up()
     return worker
 
 
 def main(bootstrap: Bootstrap) -> None:
     """Body of the process."""
-    run_worker(build, gpu_memory, bootstrap)
+    run_worker(_build_and_tidy, gpu_memory, bootstrap)

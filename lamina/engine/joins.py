@@ -105,7 +105,7 @@ class Joins:
         self._advance(joiner, None)
         return name
 
-    def take(self, worker: str, message: ToEngine) -> bool:
+    def handle_join_message(self, worker: str, message: ToEngine) -> bool:
         """Take what a worker says of joining; False if it is about something else."""
         if self._stale is not None and isinstance(message, self._stale[0]) and worker in self._stale[1]:
             self._stale[1].remove(worker)

@@ -128,7 +128,7 @@ class EngineProcess:
                 self._workers.on_supervisor_message(message)
             elif isinstance(message, FrontendExited):
                 if self._frontends is not None:
-                    self._frontends.leave(message.frontend)
+                    self._frontends.on_frontend_exit(message.frontend)
             elif isinstance(message, CloseEngine):
                 self._closing.set()
                 if self._loading:  # which may take half an hour, if workers of other machines do not come

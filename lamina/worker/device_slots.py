@@ -51,7 +51,7 @@ class Slots:
         self._links, self._device = links, device
         self._mapped = set[str]()
 
-    def add(self, channels: Iterable[Channel]) -> None:
+    def register_channels(self, channels: Iterable[Channel]) -> None:
         """Tell the device of new links. From now on it writes messages where their receivers read them, if it can."""
         for channel in channels:
             self._device.register_own(self._links.leased(channel.name))

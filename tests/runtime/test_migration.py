@@ -92,7 +92,7 @@ def slots_in_use(engine: Engine) -> int:
 SWITCHES: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "TCP": {"transport": "tcp"},
-    "lanes that rotate, over TCP": {"transport": "tcp", "compute": "cpu:2", "lanes": 3, "q_first": True},
+    "lanes that rotate, over TCP": {"transport": "tcp", "compute": "cpu:2", "lanes": 3},
     "nothing ahead": {"plan_ahead": False},
 }
 if "LAMINA_TEST_RDMA" in os.environ:
