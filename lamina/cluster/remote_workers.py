@@ -89,7 +89,7 @@ class _Keys:
     def callback(self, domain: str, key: bytes) -> bool:
         if key.decode() in self.known:
             return True
-        self.refusals.add("KEY", "an agent's key does not belong to this cluster")
+        self.refusals.record("KEY", "an agent's key does not belong to this cluster")
         return False
 
 
@@ -284,7 +284,7 @@ class RemoteWorkers:
                 self._agents[identity] = one = _Agent(identity, key, message)
                 self._receive(one)
         elif one is None or one.key != key:
-            self._refusals.add("NAME", "a message arrived from an agent that has not applied")
+            self._refusals.record("NAME", "a message arrived from an agent that has not applied")
         elif isinstance(message, Started):
             one.pid = message.pid
         elif isinstance(message, Leaving):
@@ -383,12 +383,14 @@ def _arrived(socket: Any, decoder: Any, refusals: Refusals) -> Iterator[tuple[by
         except zmq.Again:
             return
         except ValueError:
-            refusals.add("FRAME", "a message arrived in another number of parts than two")
+            refusals.record("FRAME", "a message arrived in another number of parts than two")
             continue
         try:
             message: ToEngine = decoder.decode(frame.bytes)
         except msgspec.DecodeError as error:
-            refusals.add("MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere")
+            refusals.record(
+                "MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere"
+            )
             continue
         yield identity.bytes, str(frame.get("User-Id")), message
 
