@@ -166,7 +166,9 @@ def _engine(
 
     def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
         if home is not None and cluster.fabric is not None:
-            home.save(msgspec.msgpack.encode(Saved.of(cluster.fabric, topology, wanted, limits.max_model_len)))
+            home.save(
+                msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, limits.max_model_len))
+            )
 
     return Engine(config, model, tokenizer, limits, control, workers, cluster, on_trace, save)
 

@@ -146,7 +146,7 @@ class Lamina:
         with Outputs(self.engine, _new_id(), [_one(prompt)], params) as outputs:
             whole = Whole(self.tokenizer)
             for _, update in outputs:
-                whole.add(update)
+                whole.append_update(update)
                 yield whole.output()
 
     def stream_batch(
@@ -186,7 +186,7 @@ class Lamina:
         async with await AsyncOutputs.submit(self.engine, _new_id(), [_one(prompt)], params) as outputs:
             whole = Whole(self.tokenizer)
             async for _, update in outputs:
-                whole.add(update)
+                whole.append_update(update)
                 yield whole.output()
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> list[str]:

@@ -54,7 +54,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "local": {"compute": "cpu:1", "memory": "local"},
     "pools": {"lanes": 2},
     "lanes that rotate": {"lanes": 3, "pipelining": "rotational"},
-    "everything ahead": {"lanes": 3, "q_first": True, "mini_batches": 2},
+    "everything ahead": {"lanes": 3},
     "heads": {"partition": "head"},
     "tokens": {"partition": "token", "kv_tokens_per_worker": 32, "memory": "cpu:3"},
     "tensor parallel": {"tensor_parallel": 2},

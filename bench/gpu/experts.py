@@ -50,7 +50,7 @@ def recorded_s(kit: Cuda, call: Callable[[], object]) -> float:
     def work(_: Cut) -> None:
         call()
 
-    return kit.seconds(kit.capture(work))
+    return kit.time_replays(kit.capture(work))
 
 
 def experts(index: int) -> list[dict[str, Any]]:

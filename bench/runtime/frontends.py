@@ -191,9 +191,9 @@ class InThisProcess:
         """It always beats."""
         return time.monotonic_ns()
 
-    def leave(self, frontend: str) -> None:
+    def on_frontend_exit(self, frontend: str) -> None:
         """See ``Frontends``."""
-        self._room.leave(frontend)
+        self._room.on_frontend_exit(frontend)
 
     def kill_engine(self) -> None:
         """Not while this process runs."""

@@ -66,7 +66,7 @@ def worker(
     unblock("stderr")
     supervisor = Supervisor((name, int(port)), keys_of(secret), about, place)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: supervisor.leave())
+        signal.signal(number, lambda *_: supervisor.request_leave())
     worker_name = supervisor.run()
     print_text(f"{worker_name} has ended\n" if worker_name else "left before the engine needed a worker\n")
     sys.exit(0)

@@ -83,7 +83,7 @@ class Workers(Protocol):
         """Workers that have exited, with the known reason."""
         ...
 
-    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         """End this worker at once. When this returns it can do nothing any more, and ``ended`` leaves it out.
 
         Args:
@@ -111,7 +111,7 @@ class Launcher(Workers, Protocol):
         """Return the kind of workers that are added without one being named."""
         ...
 
-    def check(self, role: Role, kind: str, count: int) -> None:
+    def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError for an unknown kind, or if a pool of ``count`` such workers is more than there can be."""
         ...
 

@@ -38,7 +38,9 @@ class Saved(msgspec.Struct, frozen=True):
     wanted: dict[Role, int]
 
     @classmethod
-    def of(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int) -> "Saved":
+    def from_topology(
+        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int
+    ) -> "Saved":
         """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
         names = topology.names
         links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
@@ -74,7 +76,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         if before.pipeline.stages > 1 and not lost.isdisjoint(before.computes):
             raise TransportError(f"a stage is lost: {dict(workers.ended())}")
         before = before.without(lost)
-        control.apply(before)
+        control.apply_topology(before)
         workers.end_others(sorted(before.names))
         if _end_epoch(control, workers, before):
             break

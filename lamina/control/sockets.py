@@ -211,14 +211,14 @@ class ControlServer:
 
     def dismiss(self, name: str) -> None:
         """Neither ping nor hear a worker any more."""
-        self.liveness.forget(name)
+        self.liveness.unwatch(name)
         self._joining.discard(name)
         self._members.discard(name)
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Ping and receive from the members of ``topology`` alone from now on."""
         for worker in self._members - topology.names:
-            self.liveness.forget(worker)
+            self.liveness.unwatch(worker)
         self._members = set(topology.names)
         self._joining -= self._members
 

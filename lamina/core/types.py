@@ -45,7 +45,7 @@ class KvElement(enum.Enum):
     FP8 = "fp8"
 
     @classmethod
-    def of(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
+    def from_setting(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
         """Return what the setting ``name`` means for a model of ``dtype``."""
         return cls(dtype.value if name == "auto" else name)
 
@@ -86,11 +86,13 @@ class Overlap:
 
     Attributes:
         q_first: send q as soon as it exists; memory workers attend to earlier tokens while k and v are computed.
-        mini_batches: messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+        mini_batches: most messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+        least: sequences in a mini-batch at least; fewer are not worth a message of their own.
     """
 
     q_first: bool = False
     mini_batches: int = 1
+    least: int = 1
 
 
 @dataclass(frozen=True)

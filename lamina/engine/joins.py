@@ -104,7 +104,7 @@ class Joins:
         self._advance(joiner, None)
         return name
 
-    def take(self, worker: str, message: ToEngine) -> bool:
+    def handle_join_message(self, worker: str, message: ToEngine) -> bool:
         """Take what a worker says of joining; False if it is about something else."""
         if self._stale is not None and isinstance(message, self._stale[0]) and worker in self._stale[1]:
             self._stale[1].remove(worker)
@@ -206,7 +206,7 @@ class Joins:
         if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
             self._stale = joiner.asked.kind, left
         try:
-            self._workers.end(joiner.name, reason=str(error))
+            self._workers.kill_worker(joiner.name, reason=str(error))
         except TransportError as stuck:  # it may still write into its leases: nobody else gets them
             log.warning("%s", stuck)
         else:

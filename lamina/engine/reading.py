@@ -54,7 +54,7 @@ class Reading:
         """The completions that have not ended."""
         return [index for index, text in enumerate(self._texts) if text.finish_reason is None]
 
-    def take(self, update: TokenUpdate) -> None:
+    def on_update(self, update: TokenUpdate) -> None:
         """Pass on what is new. Does nothing once every completion has ended."""
         if self._finished:
             return

@@ -307,7 +307,7 @@ class RemoteEngine:
 
     def _read(self, number: int, asked: _Asked, update: TokenUpdate) -> None:
         try:
-            asked.reading.take(update)
+            asked.reading.on_update(update)
         except Exception:  # one caller must not affect others
             log.exception("the output callback of request %s failed", asked.request.request_id)
             self._forget([number])

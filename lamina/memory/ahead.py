@@ -263,7 +263,7 @@ class Ahead:
             self._seen.discard((name, slot))
             spent_ns = done_ns - int(row["found_ns"])
             self.busy_s += 1e-9 * spent_ns
-            self._timeline.add("attention", number, self._timeline.now() - spent_ns)
+            self._timeline.record_span("attention", number, self._timeline.now() - spent_ns)
             row["done_ns"] = 0
             self._direct[name].wake()
             run.done += 1

@@ -112,7 +112,7 @@ class Holdings:
 
     def _keys(self, segment: Segment) -> list[SegmentKey]:
         """Return the keys of a segment's shards."""
-        return [self.key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.of(segment.heads)]
+        return [self.key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.shards_of(segment.heads)]
 
     def key(self, sequence: int, first: int, shard: int) -> SegmentKey:
         """Return the key of one shard of a segment, by the segment's first token."""

@@ -232,7 +232,7 @@ class _Checkpoint:
         packed = self._directory.packed.get(recipe.inputs[0][1])
         if packed is not None and recipe.convert is None and self._tied(first) == [first]:
             codes = read_codes(packed, stored).cut(early).map(lambda part: _own(part, mapped, self._device))
-            held = self._form.hold(first, codes, wanted)
+            held = self._form.keep_codes(first, codes, wanted)
             return {first: codes.dense(wanted) if held is None else held}
         if (experts := self._held_experts(recipe, stored, mapped, shards.get(first, {}))) is not None:
             return {first: experts}

@@ -125,10 +125,10 @@ class EngineProcess:
             except (EOFError, OSError):
                 return
             if isinstance(message, Exited | Done):
-                self._workers.take(message)
+                self._workers.on_supervisor_message(message)
             elif isinstance(message, Leave):
                 if self._frontends is not None:
-                    self._frontends.leave(message.frontend)
+                    self._frontends.on_frontend_exit(message.frontend)
             elif isinstance(message, Close):
                 self._closing.set()
                 if self._loading:  # which may take half an hour, if workers of other machines do not come

@@ -125,7 +125,7 @@ class Supervisor:
         """Description of the engine, for people."""
         return "" if self.serving is None else self.serving.summary
 
-    def leave(self, frontend: str) -> None:
+    def on_frontend_exit(self, frontend: str) -> None:
         """The process of a frontend has ended."""
         self._tell(Leave(frontend))
 
@@ -265,7 +265,7 @@ class Supervisor:
             elif isinstance(message, End):
                 named, known = set(message.workers), workers.processes.keys()
                 for name in known - named if message.others else known & named:
-                    workers.end(name)
+                    workers.kill_worker(name)
             elif message.kill:
                 workers.kill()
             else:

@@ -48,7 +48,7 @@ def test_a_stopped_worker_can_be_ended_and_is_not_reported() -> None:
         workers.spawn(name, "unused", bootstrap, frozenset(os.sched_getaffinity(0)), shared_cores=False)
     pids = {name: process.pid for name, process in workers.processes.items()}
     os.kill(pids["memory0"], signal.SIGSTOP)
-    workers.end("memory0")
+    workers.kill_worker("memory0")
     assert not psutil.pid_exists(pids["memory0"]), "killed, and reaped"
     assert workers.ended() == {} and psutil.pid_exists(pids["memory1"])
     workers.kill()
@@ -68,7 +68,7 @@ def test_a_worker_is_replaced_on_the_gpu_of_the_one_that_was_ended(monkeypatch: 
         for index, device in enumerate(("emulated:0", "emulated:1", "emulated:2")):
             bootstrap = Bootstrap(f"memory{index}", "", b"", b"", b"", b"", os.getpid(), device)
             workers.spawn(f"memory{index}", "unused", bootstrap, cores, shared_cores=False)
-        workers.end("memory1")
+        workers.kill_worker("memory1")
         workers.start("memory3", "memory", "rtx3090", Bootstrap("memory3", "", b"", b"", b"", b"", os.getpid()))
         assert workers.devices["memory3"] == "emulated:1"
         with pytest.raises(ConfigError, match="h20:1 asks for 1 GPU"):

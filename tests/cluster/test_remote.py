@@ -63,12 +63,12 @@ def test_of_a_silent_machine_s_workers_only_the_first_is_waited_for(monkeypatch:
         found = [appointed(one) for one in (first, second, third)]
         assert sorted(found) == NAMES
         monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.2)
-        workers.end(found[0], cut=True)
+        workers.kill_worker(found[0], cut=True)
         monkeypatch.setattr(remote, "STOP_TIMEOUT_S", FOR_EVER)
-        workers.end(found[1], cut=True)
+        workers.kill_worker(found[1], cut=True)
         assert workers.ended().keys() == {found[2]}, "its memory may be mapped by one that nobody can end"
         with pytest.raises(TransportError, match="on far does not answer, so that the worker cannot be ended"):
-            workers.end(found[2])
+            workers.kill_worker(found[2])
     monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.0)
     workers.close()
 

@@ -53,7 +53,7 @@ def test_a_worker_without_a_place_says_that_it_waits(
     running.start()
     try:
         assert told.wait(30)
-        waiting.leave()
+        waiting.request_leave()
         running.join(30)
         assert not running.is_alive()
     finally:

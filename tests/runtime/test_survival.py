@@ -87,7 +87,7 @@ class Streams:
 
         def on_update(update: RequestUpdate) -> None:
             tokens = update.tokens
-            whole.add(update)
+            whole.append_update(update)
             with self._changed:
                 self.tokens += tokens
                 if update.finished:
@@ -187,7 +187,6 @@ SWITCHES: dict[str, dict[str, object]] = {
     "rotational over TCP": {"lanes": 3, "pipelining": "rotational", "transport": "tcp"},
     "fixed": {"lanes": 2, "pipelining": "fixed"},
     "nothing ahead": {"plan_ahead": False},
-    "pieces": {"q_first": True, "mini_batches": 2},
 }
 
 

@@ -32,7 +32,7 @@ from lamina.schedule.waiting import Seats
 from tests.support.schedules import client, request
 
 PAUSE, PATIENCE = 3, 1
-LIMITS = Limits(max_sequences=6, max_num_batched_tokens=6, max_model_len=64)
+LIMITS = Limits(max_num_seqs=6, max_num_batched_tokens=6, max_model_len=64)
 SMALLEST, LARGEST = 24, 120  # slots of a memory worker: each can hold any request
 PIPELINE = Pipeline(2, 2)
 WHICH = st.integers(0, 20)

@@ -31,7 +31,7 @@ class LateOwner:
         self.left: list[str] = []
         self._engine = engine
 
-    def leave(self, frontend: str) -> None:
+    def on_frontend_exit(self, frontend: str) -> None:
         self.left.append(frontend)
 
     def kill_engine(self) -> None:

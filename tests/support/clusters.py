@@ -18,7 +18,7 @@ from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from tests.support.schedules import ATTENTIONS, LIMITS, client, request, scheduler
 
-MANY = Limits(max_sequences=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
+MANY = Limits(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
 
 
 class MemoryModel:

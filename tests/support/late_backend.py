@@ -147,12 +147,12 @@ class LateKit(Emulated):
         self.queue.flush()
         return [lambda replay=replay: self.queue.put(replay) for replay in super().capture(work)]  # type: ignore[misc]
 
-    def write(self, source: torch.Tensor, table: torch.Tensor, bodies: torch.Tensor, lead: int) -> None:
+    def write_rows(self, source: torch.Tensor, table: torch.Tensor, bodies: torch.Tensor, lead: int) -> None:
         """See ``Kit``."""
         if self._recorder is not None:
-            super().write(source, table, bodies, lead)
+            super().write_rows(source, table, bodies, lead)
         else:
-            self.queue.put(lambda: super(LateKit, self).write(source, table, bodies, lead))
+            self.queue.put(lambda: super(LateKit, self).write_rows(source, table, bodies, lead))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Kit``."""
@@ -163,7 +163,7 @@ class LateKit(Emulated):
         self.queue.flush()
         return super().lent(tensor)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """See ``Kit``."""
         self.queue.flush()
 

@@ -90,12 +90,12 @@ class Supervisor:
         self._name = ""
         self._end_at: float | None = None  # when to kill it
         self._reason = ""  # why
-        self._leaves = 0  # calls of ``leave``
+        self._leaves = 0  # calls of ``request_leave``
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToSupervisor)
 
-    def leave(self) -> None:
+    def request_leave(self) -> None:
         """Ask the engine to let the worker go; at the second call, end it. Any thread, and signal handlers."""
         os.eventfd_write(self._wakeup, 1)
 

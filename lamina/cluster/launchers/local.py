@@ -119,7 +119,7 @@ class LocalWorkers:
 
     @property
     def processes(self) -> Mapping[str, subprocess.Popen[bytes]]:
-        """By worker, without those that ``end`` has ended: to watch them, or to send them signals."""
+        """By worker, without those that ``kill_worker`` has ended: to watch them, or to send them signals."""
         return self._processes
 
     @property
@@ -176,7 +176,7 @@ class LocalWorkers:
         cores = self._cores.get(module) or frozenset(os.sched_getaffinity(0))
         self.spawn(name, module, bootstrap, cores, self._shared_cores)
 
-    def check(self, role: Role, kind: str, count: int) -> None:
+    def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError unless this machine has room for a pool of ``count`` such workers."""
         require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
@@ -204,7 +204,7 @@ class LocalWorkers:
             os.close(exited.fd)
         return self._ended
 
-    def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
         """Kill one worker and wait until it has exited: from then on it cannot write into the arenas of others.
 
         Raises TransportError if the kernel does not end it.

@@ -119,7 +119,7 @@ class RayWorkers:
         self._kinds, self._own, self._threads = kinds, own, threads
         self._closing = threading.Event()
         self._tending: dict[str, threading.Thread] = {}
-        self._over = set[str]()  # workers that ``end`` was called for
+        self._over = set[str]()  # workers that ``kill_worker`` was called for
         self._lock = threading.Lock()  # of the following two
         self._placed: dict[str, _Placed] = {}
         self._wishes: list[Wish] = []
@@ -134,7 +134,7 @@ class RayWorkers:
         """Return the first kind of the pool at the start."""
         return self._kinds[role][0]
 
-    def check(self, role: Role, kind: str, count: int) -> None:
+    def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError for an unknown kind. Ray, and its autoscaler, say later whether there is room."""
         require_kind(kind, known_kinds(self._own))
 
@@ -229,9 +229,9 @@ class RayWorkers:
     def ended(self) -> Mapping[str, str]:
         return self._remote.ended()
 
-    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         try:
-            self._remote.end(worker, cut=cut, reason=reason)
+            self._remote.kill_worker(worker, cut=cut, reason=reason)
         finally:
             self._over.add(worker)
 

@@ -95,7 +95,7 @@ class _Keys:
 
 class RemoteWorkers:
     """Takes in supervisors at ``host`` and ``port`` (0: any free one), in a thread of its own. All methods return at
-    once, but for ``end`` and ``close``, which wait for supervisors.
+    once, but for ``kill_worker`` and ``close``, which wait for supervisors.
 
     A worker that joins needs a supervisor, and a supervisor that comes unasked is a ``Wish``.
 
@@ -133,7 +133,7 @@ class RemoteWorkers:
         self._vacancies: list[_Vacancy] = []
         self._wishes: list[Wish] = []
         self._ended: dict[str, str] = {}
-        self._finished = set[str]()  # workers that ``end`` was called for
+        self._finished = set[str]()  # workers that ``kill_worker`` was called for
         self._silent = set[str]()  # hosts of supervisors that did not answer in time: others there are not waited for
         self._outbox = collections.deque[tuple[bytes, ToSupervisor]]()
         self._closing = self._over = False
@@ -151,7 +151,7 @@ class RemoteWorkers:
                 if vacancy.name == worker:
                     vacancy.key = key.decode()
 
-    def check(self, role: Role, kind: str, count: int) -> None:
+    def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError: workers on other machines are started there."""
         raise ConfigError(
             f"{kind} workers are started on their own machines: run lamina worker --engine HOST:{self.port} --role "
@@ -191,7 +191,7 @@ class RemoteWorkers:
                 self._ended = {**self._ended, worker: why}
             self._lock.notify_all()
 
-    def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
         """End one worker. Waits at most ``STOP_TIMEOUT_S`` for its supervisor, and not at all if its host does not
         answer."""
         with self._lock:
@@ -360,7 +360,7 @@ class RemoteWorkers:
 
     def _look_for_silence(self, liveness: Liveness) -> None:
         for identity, seconds in liveness.lost().items():
-            liveness.forget(identity)
+            liveness.unwatch(identity)
             one = self._supervisors.get(bytes.fromhex(identity))
             if one is None or one.exited is not None:
                 continue
@@ -411,8 +411,8 @@ class LocalAndRemote:
     def __init__(self, local: Local, remote: RemoteWorkers) -> None:
         self.local, self.remote = local, remote
 
-    def check(self, role: Role, kind: str, count: int) -> None:
-        (self.remote if kind == REMOTE else self.local).check(role, kind, count)
+    def validate_pool(self, role: Role, kind: str, count: int) -> None:
+        (self.remote if kind == REMOTE else self.local).validate_pool(role, kind, count)
 
     def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
         (self.remote if kind == REMOTE else self.local).start(name, role, kind, bootstrap)
@@ -427,11 +427,11 @@ class LocalAndRemote:
         local, remote = self.local.ended(), self.remote.ended()
         return {**local, **remote} if remote else local
 
-    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         if worker in self.local.processes:
-            self.local.end(worker)
+            self.local.kill_worker(worker)
         else:
-            self.remote.end(worker, cut=cut, reason=reason)
+            self.remote.kill_worker(worker, cut=cut, reason=reason)
 
     def kill(self, reason: str = "") -> None:
         """End all workers at once. ``reason``: for those who have started them elsewhere."""

@@ -20,9 +20,9 @@ class SupervisedWorkers:
     """Starts and ends workers through the supervisor, which owns their processes. One thread at a time may use it.
 
     Attributes:
-        processes: names of those that this engine has started or taken over, without those that ``end`` has ended.
+        processes: names of the workers that this engine has started or taken over and has not killed.
 
-    Whoever reads what the supervisor says passes on what is about workers to ``take``, from any thread.
+    Whoever reads the supervisor's messages passes those about workers to ``on_supervisor_message``, from any thread.
     """
 
     def __init__(self, line: Connection, exited: Mapping[str, str]) -> None:
@@ -33,7 +33,7 @@ class SupervisedWorkers:
         self._answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
         self._sending = threading.Lock()
 
-    def take(self, message: Exited | Done) -> None:
+    def on_supervisor_message(self, message: Exited | Done) -> None:
         """What the supervisor says of workers."""
         if isinstance(message, Exited):
             self._ended = {**self._ended, message.worker: message.how}  # others may be looking at the old one
@@ -53,7 +53,7 @@ class SupervisedWorkers:
             raise OSError(str(error)) from error
         self.processes.add(name)
 
-    def check(self, role: Role, kind: str, count: int) -> None:
+    def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raise ConfigError unless this machine, which the supervisor runs on, has room for ``count`` such workers."""
         require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
@@ -69,7 +69,7 @@ class SupervisedWorkers:
         """Workers that have exited, with their exit status."""
         return self._ended
 
-    def end(self, name: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
         """Kill one worker and wait until it has exited. Raises TransportError if the kernel does not end it."""
         self._ask(End([name]))
         self.processes.discard(name)

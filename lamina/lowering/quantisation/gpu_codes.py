@@ -44,7 +44,7 @@ class PlacedForm:
     to: Quantization
 
     @classmethod
-    def of(cls, model: LoweredModel, to: Quantization, place: torch.device) -> "PlacedForm":
+    def for_model(cls, model: LoweredModel, to: Quantization, place: torch.device) -> "PlacedForm":
         """Return the form of a model lowered for ``Target.GPU``. Raises ConfigError: ``to`` does not run on
         ``place``."""
         if to == "int4" and (place.type != "cuda" or model.dtype is not DType.BFLOAT16):
@@ -76,7 +76,7 @@ class PlacedForm:
             return Held(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
         return StackedCodes.of([quantise(name, weight, self.to, shard)], 1)
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> StackedCodes | None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> StackedCodes | None:
         fits = name in self.held and stacked_group(codes) is not None
         return StackedCodes.of([codes], 1) if fits else None
 

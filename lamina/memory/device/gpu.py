@@ -147,17 +147,17 @@ class Gpu:
         self._sharing = SharedPrefixes(least_saved // token_bytes)
         self._reads_inbox = False  # since the last ``settle``
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """Make memory that peers write into quick to copy from. A GPU that polls copies from there by itself."""
         if self.polled is None:
             self._backend.adopt(memory)
 
-    def map(self, peer: str, memory: memoryview) -> bool:
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
         """Let kernels write into a peer's memory. False if they will not, and where the GPU polls: it answers by
         itself."""
         return self.polled is None and self._backend.map(peer, memory)
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         self._backend.unmap(peer)
 
     def arrived(self, array: Any) -> Any:

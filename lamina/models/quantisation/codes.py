@@ -203,7 +203,7 @@ class Form(Protocol):
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
         """Return the part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
         """Return a weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in
         ``dtype``."""
 
@@ -222,7 +222,7 @@ class Dense:
         """Return the part ``shard`` of the weight, which stays dense."""
         return cut(weight, shard)
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
         """Return None: weights that are stored as codes have to be made dense."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> None:
