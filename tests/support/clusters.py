@@ -43,7 +43,7 @@ class MemoryModel:
                 self.begin(segment)
         for segment in plan.grown:
             self.end(segment.sequence, segment.tokens[0])
-            self.begin(segment)
+            self.grow(segment)
         for fetch in plan.fetches:
             self.fetch(fetch)
         for step in plan.sequences:
@@ -77,6 +77,15 @@ class MemoryModel:
             self.here.setdefault(segment.sequence, {})[start] = sys.maxsize if stop is None else stop
             if (segment.sequence, start) not in self.slab:
                 self.slab.open((segment.sequence, start))
+
+    def grow(self, segment: Segment) -> None:
+        """Go on in the segment that ends there, if the sequence comes back before it has a token elsewhere."""
+        here = self.here.get(segment.sequence, {})
+        ends = [start for start, stop in here.items() if stop == segment.tokens[0]]
+        if segment.worker == self.name and ends:
+            here[ends[0]] = sys.maxsize
+        else:
+            self.begin(segment)
 
     def end(self, sequence: int, position: int) -> None:
         """End a sequence's segments here at this position: another worker takes the tokens from there on."""
