@@ -15,7 +15,7 @@ from typing import Literal
 
 import pytest
 
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import RequestOutput, SamplingParams
 from lamina.dataplane.transport_choice import Transport

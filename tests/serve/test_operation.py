@@ -69,8 +69,8 @@ def test_the_interface_describes_itself(server: Running) -> None:
     schema = server.http.get("/openapi.json").json()
     assert {COMPLETION, CHAT, "/v1/models", "/health"} <= set(schema["paths"])
     schemas = schema["components"]["schemas"]
-    assert "min_p" in schemas["CompletionRequest"]["properties"]
-    assert schemas.keys() == {"CompletionRequest", "ChatRequest", "StreamOptions", "Error"}
+    assert "min_p" in schemas["CompletionBody"]["properties"]
+    assert schemas.keys() == {"CompletionBody", "ChatBody", "StreamOptions", "Error"}
     statuses = {
         path: {*operation["responses"]} for path in schema["paths"] for operation in schema["paths"][path].values()
     }
