@@ -148,7 +148,7 @@ class Endpoint(Protocol):
         """Forget a peer; from now on its loss does not interrupt waits."""
         ...
 
-    def cut(self, peer: Peer) -> None:
+    def disconnect_for_good(self, peer: Peer) -> None:
         """``disconnect`` from a peer that must not reach this arena again: nothing it has sent arrives from now on.
 
         A peer that shares memory with this process must have ended before: nothing else keeps it from writing.

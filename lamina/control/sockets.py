@@ -91,7 +91,7 @@ class _IssuedKeys:
     def callback(self, domain: str, key: bytes) -> bool:
         if key in self.workers:
             return True
-        self.refusals.add("KEY", "its key does not belong to this cluster")
+        self.refusals.record("KEY", "its key does not belong to this cluster")
         return False
 
 
@@ -268,7 +268,7 @@ class ControlServer:
                 break
             worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
             if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
-                self._refusals.add("NAME", "a message arrived under a name that does not match its key")
+                self._refusals.record("NAME", "a message arrived under a name that does not match its key")
                 continue
             if worker not in self._members and worker not in self._joining:
                 continue  # it was lost, and is not believed any more

@@ -143,8 +143,6 @@ def check_placements(plan: StepPlan, shards: HeadShards) -> None:
             placed = {admission.sequence: admission.segments}
         for sequence, segments in placed.items():
             check_segments(sequence, segments, shards)
-    for segment in plan.moved:
-        check_segments(segment.sequence, [segment], shards)
     for segment in (segment for switch in plan.switches for segment in switch.segments):
         start, stop = segment.tokens
         if start < 0 or (stop is not None and stop <= start) or not shards.allows(segment.heads):

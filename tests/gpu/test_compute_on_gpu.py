@@ -81,8 +81,8 @@ def test_experts_multiply_as_on_the_cpu(counts: list[int], dtype: torch.dtype) -
     ]
     for to in QUANTISED:
         each = list(quantise_experts("", here, to, {}))  # once: a GPU divides with other roundings
-        placed = (one.map(torch.Tensor.cuda) for one in each)
-        codes = [StackedCodes.of(experts, len(counts)) for experts in (each, placed)]
+        placed = (one.replace_tensors(torch.Tensor.cuda) for one in each)
+        codes = [StackedCodes.stack(experts, len(counts)) for experts in (each, placed)]
         ways.append((experts_stacked, codes[0], codes[1]))
     for product, on_cpu, on_gpu in ways:
         wanted, found = product(x, on_cpu, ends), product(x.cuda(), on_gpu, ends.cuda()).cpu()
