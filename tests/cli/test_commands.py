@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 import lamina
-
 from tests.support.commands import assert_refused, run, run_here
 
 
