@@ -326,7 +326,7 @@ class RemoteWorkers:
 
     def _decoded(self, decoder: "msgspec.msgpack.Decoder[ToEngine]") -> Iterator[tuple[bytes, bytes, ToEngine]]:
         """Yield the messages that have arrived: identity and key of the sender, message."""
-        for identity, key, payload in self._router.receive():
+        for identity, key, payload in self._router.receive_frames():
             try:
                 yield identity, key, decoder.decode(payload)
             except msgspec.DecodeError as error:

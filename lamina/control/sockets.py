@@ -147,7 +147,7 @@ class KeyedRouter:
             os.eventfd_read(self.wakeup)
         return woken
 
-    def receive(self) -> Iterator[tuple[bytes, bytes, bytes]]:
+    def receive_frames(self) -> Iterator[tuple[bytes, bytes, bytes]]:
         """Yield identity and key of the sender, and the message, of at most ``MAX_MESSAGES`` that have arrived."""
         for _ in range(MAX_MESSAGES):
             try:
@@ -313,7 +313,7 @@ class ControlServer:
     def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
         """Yield the messages that have arrived; returns whether anything was yielded."""
         came = False
-        for identity, key, payload in self._router.receive():
+        for identity, key, payload in self._router.receive_frames():
             worker = self._router.known.get(key)
             if worker is None or identity.removesuffix(HEARTBEAT) != worker.encode():
                 self._router.refusals.record("NAME", "a message arrived under a name that does not match its key")
