@@ -224,7 +224,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         epoch,
         kv_dtype,
         plan.kinds,
-        fabric if ranks == 1 else None,  # so far, pools with replicas of several ranks keep their size
+        fabric if ranks == 1 or all(plan.kinds[name] == CPU for name in plan.computes) else None,  # see Sums.reset
         head_shards=shards.count,
         window=forgotten_window(setup),
         weights=loaded.weights,

@@ -9,6 +9,7 @@ If several lanes run on the stage, messages of two lanes may reach one rank in a
 0 announces each slice before it runs it, and the other ranks run that one next, once its messages have arrived.
 """
 
+import collections
 import struct
 import time
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lamina.control.messages import EndEpoch, Stop, ToWorker
+from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError
 from lamina.dataplane.channel import ARRIVED, FETCHED, GIVEN_BACK
 from lamina.dataplane.hub import Target
@@ -27,8 +30,40 @@ from lamina.transport.base import Arena
 from lamina.worker.links import Links, Wait
 
 TIMEOUT_S = 300.0  # for another rank, which may wait for memory workers that attend to a long prompt
+SLICE_S = 0.05  # how long a rank that waits for another may leave the end of an epoch unread
 _LANE = struct.Struct("<Q")  # an announcement
 ANNOUNCED = ORDER_NBYTES // _LANE.size  # announcements that may be unread
+
+
+class EpochEndingError(Exception):
+    """The engine ends the epoch while this rank waits for another one, which may have dropped its steps already."""
+
+
+class RankWait:
+    """Waits for other ranks, until the engine ends the epoch.
+
+    Attributes:
+        unread: what the engine has said meanwhile, in order.
+    """
+
+    def __init__(self, wait: Wait, control: ControlClient) -> None:
+        self._wait, self._control = wait, control
+        self.unread = collections.deque[ToWorker]()
+
+    def __call__(self, targets: Sequence[Target], timeout_s: float) -> int:
+        """Wait as ``Endpoint.wait`` does. Raises EpochEndingError, PeerLostError, DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._wait(targets, min(left, SLICE_S))
+            except DeadlineError:
+                if left <= SLICE_S:
+                    raise
+            while (message := self._control.poll()) is not None:
+                self.unread.append(message)
+                if isinstance(message, EndEpoch | Stop):
+                    raise EpochEndingError
 
 
 class _Peer:
@@ -63,6 +98,9 @@ class Ranks:
         """``names``: of all ranks, in order, with this worker's. Call it before the first sum."""
         self._wait = wait
         self._peers = [_Peer(links, name) for name in names if name != links.name]
+
+    def reset(self, first: int) -> None:
+        self._number = first
 
     def meet(self) -> None:
         if self.rank.count > 1:
@@ -119,7 +157,7 @@ class SliceOrder:
     def __init__(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
         """``names``: of all ranks of the stage, in order, with this worker's."""
         self._wait, self._arena = wait, links.arena
-        self._count = 0  # of slices
+        self._first = self._count = 0  # number of the first slice of the epoch, and of the latest one
         leader, *others = names
         self.leads = leader == links.name
         self._followers: list[tuple[str, Outbox, int]] = []
@@ -131,6 +169,10 @@ class SliceOrder:
             own, theirs = links.leases(leader)
             self._bell, self._at = own.doorbell + GIVEN_BACK, own.slot(1) - ORDER_NBYTES
             self._leader = links.outbox(leader, Slot(theirs.slot(0), 0, theirs.doorbell + FETCHED))
+
+    def reset(self, first: int) -> None:
+        """Begin another epoch, in which slices are numbered from ``first`` on."""
+        self._first = self._count = first
 
     def may_run(self, lane: int) -> bool:
         """True if this rank leads, or if the next announcement has arrived and is of ``lane``."""
@@ -160,7 +202,7 @@ class SliceOrder:
                 self._leader.send([], number)
             return
         for name, outbox, bell in self._followers:
-            if number > ANNOUNCED:
+            if number > self._first + ANNOUNCED:
                 try:
                     self._wait([(bell, number - ANNOUNCED)], TIMEOUT_S)
                 except DeadlineError as error:

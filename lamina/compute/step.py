@@ -4,13 +4,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from lamina.compute.device.base import Partial, Runner
+from lamina.compute.device.base import Partial, Runner, Sums
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.rows import Rows, pad
@@ -32,8 +32,7 @@ class Replica:
     Attributes:
         number: of this worker's stage, see ``Pipeline.stage``.
         names: by stage, the compute worker whose rank is this worker's.
-        meet: returns once all ranks of the stage have called it.
-        agree: see ``Sums.agree``.
+        sums: over the ranks of the stage.
     """
 
     number: int
@@ -41,8 +40,7 @@ class Replica:
     pipeline: Pipeline
     runner: Runner
     timeline: Timeline
-    meet: Callable[[], None]
-    agree: Callable[[Sequence[int]], list[int]]
+    sums: Sums
 
     def within(self, topology: Topology, own: str) -> "Replica":
         """Return this for other members, of which ``own`` is this worker."""
@@ -173,7 +171,7 @@ class StepRun:
         if not len(self._chosen):
             # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
             # so that memory workers have everything that the next step attends to, and nothing is still to come.
-            self._replica.meet()
+            self._replica.sums.meet()
             return None
         begun = self._timeline.now()
         logits = self._runner.logits(self._rows, attention, self._context, self._chosen)

@@ -21,7 +21,7 @@ from lamina.compute.loading import load
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
 from lamina.compute.quick_start import once_set_up
-from lamina.compute.ranks import SliceOrder
+from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
@@ -51,7 +51,7 @@ from lamina.core.steps import Admission, StepPlan
 from lamina.core.topology import Epoch
 from lamina.core.types import Segment
 from lamina.dataplane.fetching import Fetcher
-from lamina.dataplane.hub import Target
+from lamina.dataplane.hub import Target, first_use
 from lamina.dataplane.wire import check_placements
 from lamina.lowering import Workspace
 from lamina.memory.device import gpu_memory
@@ -144,11 +144,13 @@ class ComputeWorker:
         wait: Wait,
         epoch: Epoch,
         slots: Slots,
+        unread: collections.deque[ToWorker],
         memory: LocalMemory | None = None,
         order: SliceOrder | None = None,
     ) -> None:
         """``wait`` waits for what ``mail`` awaits, over ``links``. ``slots``: those that its device knows. ``memory``:
-        its own part of the memory pool. ``order``: of slices, if the ranks of its stage run several lanes.
+        its own part of the memory pool. ``order``: of slices, if the ranks of its stage run several lanes. ``unread``:
+        what the engine has said while this worker waited for other ranks.
 
         All ranks of a stage run the same slices and draw the same tokens; the first one answers the engine."""
         self._control = control
@@ -163,7 +165,7 @@ class ComputeWorker:
         self._newcomers = Newcomers(control, links)
         self._slots = slots
         self._memory = memory
-        self._order = order
+        self._order, self._unread = order, unread
         self._overlap = setup.overlap
         self._rank = Rank(setup.rank, setup.ranks)
         self._shards = shards
@@ -183,11 +185,15 @@ class ComputeWorker:
                 self._newcomers.look()
             except PeerLostError as error:
                 self._fence.on_peer_lost(error)
+            except EpochEndingError:
+                continue  # the message is unread
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
     def _serve_once(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""
+        while self._unread:
+            self._handle(self._unread.popleft())
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -230,6 +236,9 @@ class ComputeWorker:
         for lane in self._lanes:
             lane.drop_steps()
         self._mail.reset(topology)
+        self._replica.sums.reset(first_use(topology.epoch))
+        if self._order is not None:
+            self._order.reset(first_use(topology.epoch))
         self._slots.keep(topology.names)
         self._done.clear()
         self._drawn.clear()
@@ -248,7 +257,8 @@ class ComputeWorker:
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
                 self._fence.miss(member.name)
-        new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
+        known = {*self._mail.channels, *topology.ranks_of(own)}
+        new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._slots.keep(topology.names)
         self._slots.register_channels(joined.values())
@@ -464,7 +474,7 @@ class ComputeWorker:
             undrawable, error = set(failed.rows), str(failed)
             good = [place for place in range(len(rows)) if place not in undrawable]
             draws = sample(logits[good], [rows[place] for place in good]) if good else []
-        tokens = self._replica.agree([draw.token for draw in draws])
+        tokens = self._replica.sums.agree([draw.token for draw in draws])
         draws = [
             draw if draw.token == token else msgspec.structs.replace(draw, token=token)
             for draw, token in zip(draws, tokens, strict=True)
@@ -494,7 +504,7 @@ def build(
     names, count = tuple(connect.computes), setup.ranks
     number = names.index(control.name) // count
     alike = names[setup.rank :: count]
-    replica = Replica(number, alike, connect.pipeline, runner, Timeline(setup.trace), ranks.meet, ranks.agree)
+    replica = Replica(number, alike, connect.pipeline, runner, Timeline(setup.trace), ranks)
     own = names[number * count : (number + 1) * count]
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}
@@ -502,11 +512,24 @@ def build(
     slots.register_channels(channels.values())
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     lanes, wait = connect.pipeline.lanes, links.close_unused_endpoints()
-    ranks.connect(links, wait, own)
-    order = SliceOrder(links, wait, own) if connect.pipeline.announces else None
+    among_ranks = RankWait(wait, control)
+    ranks.connect(links, among_ranks, own)
+    order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
     mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
     worker = ComputeWorker(
-        control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, slots, memory, order
+        control,
+        setup,
+        replica,
+        shards,
+        links,
+        lanes,
+        mail,
+        wait,
+        connect.epoch,
+        slots,
+        among_ranks.unread,
+        memory,
+        order,
     )
     control.send(Connected())
     return worker

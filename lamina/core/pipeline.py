@@ -82,8 +82,11 @@ class Pipeline:
 
     @property
     def announces(self) -> bool:
-        """True if the first rank of each stage announces the order of slices: there are others, and several lanes."""
-        return self.ranks > 1 and self.lanes > self.replicas
+        """True if the first rank of each stage announces the order of slices: there are others, and several lanes.
+
+        One replica runs all lanes once the other replicas are lost.
+        """
+        return self.ranks > 1 and self.lanes > 1
 
     @property
     def interchangeable(self) -> bool:
