@@ -106,7 +106,7 @@ class _Done:
     def __init__(self, nbytes: Mapping[str, int], report: Progress | None) -> None:
         self._nbytes, self._total, self._report, self._bytes = nbytes, sum(nbytes.values()), report, 0
 
-    def add(self, name: str) -> None:
+    def mark_loaded(self, name: str) -> None:
         self._bytes += self._nbytes[name]
         if self._report is not None:
             self._report(self._bytes, self._total)
