@@ -105,7 +105,7 @@ class Lamina:
                 with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                     for index, update in outputs:
                         progress.update(update.tokens, update.finished)
-                        wholes[part.start + index].add(update)
+                        wholes[part.start + index].append_update(update)
         return _outputs(wholes)
 
     def chat(
@@ -160,7 +160,7 @@ class Lamina:
             with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                 for index, update in outputs:
                     whole = wholes[part.start + index]
-                    whole.add(update)
+                    whole.append_update(update)
                     yield part.start + index, whole.output()
 
     async def generate_async(
@@ -175,7 +175,7 @@ class Lamina:
         for part in _parts(len(wanted)):
             async with await AsyncOutputs.submit(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                 async for index, update in outputs:
-                    wholes[part.start + index].add(update)
+                    wholes[part.start + index].append_update(update)
         return _outputs(wholes)
 
     async def stream_async(
