@@ -51,6 +51,11 @@ class Lamina:
         ConfigError: an invalid pool or setting.
         ModelError: the model directory cannot be used.
         WorkerError: a worker did not start.
+
+    >>> with Lamina(memory="cpu:2") as lamina:
+    ...     (output,) = lamina.generate("def __init__(self, name):", {"temperature": 0.0, "max_tokens": 6})
+    >>> output.outputs[0].text, output.placement[0].worker
+    ('\\n        self.name = name', 'memory0')
     """
 
     @keywords_of(EngineConfig)
