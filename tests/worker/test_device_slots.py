@@ -218,8 +218,8 @@ def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     register, inboxes = Register(PLAN, [Transport.RDMA], spin_s=0.0), Inboxes(SharedMaker())
-    near = open_links(Member("near", SECRET, "127.0.0.1"), register, None, open_nic)  # type: ignore[arg-type]
-    far = open_links(Member("far", SECRET, "127.0.0.1"), register, inboxes, open_nic)  # type: ignore[arg-type]
+    near = open_links(Member("near", SECRET, "127.0.0.1"), register, None, open_nic)
+    far = open_links(Member("far", SECRET, "127.0.0.1"), register, inboxes, open_nic)
     own = near.grant(Grant({"far": 128}, [], ["far"])).leases["far"]
     theirs = far.grant(Grant({"near": 128}, [], ["near"])).leases["near"]
     assert not own.inbox_key and theirs.inbox_key and not theirs.inbox, "the near one's device has no inboxes"
