@@ -91,7 +91,7 @@ class Reading:
                 news.logprobs.append(Position(part.logprobs[place], new, pending))
             special = self._special_texts.get(token, "")
             if place == last:
-                decision = text.stop.end(new, special)
+                decision = text.stop.append_last(new, special)
             else:
                 decision = text.stop.append(new, special if self._skip_special else "")
             news.texts.append(decision.text)

@@ -109,7 +109,7 @@ def open_links(
     for transport in register.transports:
         try:
             endpoint = open_endpoint(member, transport, register.tls)
-            endpoint.adopt(arena)
+            endpoint.use_arena(arena)
             endpoints[transport] = endpoint
             descriptors[transport] = endpoint.descriptor()
         except TransportError as error:
@@ -283,7 +283,7 @@ class Links:
 
     def _judge_inbox(self, name: str, proof: bytes) -> None:
         """Let a peer that shares memory know whether what its device writes arrives in the inbox for it."""
-        arrived = self.inboxes is not None and self.inboxes.has(name, proof)
+        arrived = self.inboxes is not None and self.inboxes.proof_arrived(name, proof)
         self.arena.view(self._leases[name].offset + VERDICT, 1)[0] = arrived
 
     def close_unused_endpoints(self) -> Wait:
@@ -349,7 +349,7 @@ class Links:
         """End the link to a peer, if there is one: nothing that it has sent arrives from now on."""
         self._forget_channel(name)
         if link := self._links.pop(name, None):
-            link.endpoint.cut(link.peer)
+            link.endpoint.disconnect_for_good(link.peer)
 
     def ring(self, name: str, sequence: int) -> None:
         """Ring the doorbell that a peer's ``bell`` names, behind everything sent to it. Without a link, or with a peer
@@ -415,7 +415,7 @@ class Links:
 
     def _forget_channel(self, name: str) -> None:
         if self.inboxes is not None:
-            self.inboxes.leave(name)
+            self.inboxes.close_outgoing(name)
         for channel in [channel for channel in self.hub.channels if channel.name == name]:
             self.hub.forget(channel)
 

@@ -56,9 +56,10 @@ def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
 
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=1024)
-    assert sizing.most_sequences(config, Pipeline(3, 2, rotates=True)) == 512
-    assert sizing.most_sequences(config, Pipeline(9, 8, rotates=True)) == 1024  # one lane may have to take all
-    assert sizing.most_sequences(config, Pipeline(16, 8)) == 2048
+    assert sizing.step_limits(config, Pipeline(3, 2, rotates=True), 1).max_sequences == 512
+    one_may_hold_all = Pipeline(9, 8, rotates=True)
+    assert sizing.step_limits(config, one_may_hold_all, 1).max_sequences == 1024
+    assert sizing.step_limits(config, Pipeline(16, 8), 1).max_sequences == 2048
 
 
 @pytest.mark.parametrize(

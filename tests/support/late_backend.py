@@ -94,13 +94,13 @@ class LateBackend(Interpreter):
         made.queue = self.queue
         return made
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_upload(self, memory: memoryview) -> None:
         """See ``Backend``."""
-        self._host.adopt(memory)
+        self._host.register_own(memory)
 
     def upload(self, source: Any, target: Any) -> None:
         """See ``Backend``: memory that was adopted is read late."""
-        adopted = self._host.own.has(source.ctypes.data, source.nbytes)
+        adopted = self._host.own.covers(source.ctypes.data, source.nbytes)
         kept = source if adopted else source.copy()
         self.queue.put(lambda: np.copyto(_plain(target)[: len(kept)], _plain(kept)))
         self._read = self.queue.end if adopted else self._read
@@ -110,7 +110,7 @@ class LateBackend(Interpreter):
         self.queue.flush()
         super().download(*((_plain(source), target) for source, target in copies))
 
-    def settle(self) -> None:
+    def wait_for_uploads(self) -> None:
         """See ``Backend``: up to the last upload of what was adopted, and no further."""
         if self._read is not None:
             self.queue.flush(self._read)

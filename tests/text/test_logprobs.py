@@ -12,7 +12,7 @@ from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.reading import Reading
 from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
-from lamina.serve.responses import Sent, chat_choice, completion_choice
+from lamina.serve.answers import Sent, chat_choice, completion_choice
 from lamina.text.tokenizer import Tokenizer
 from tests.models.small_tokenizers import KINDS, save
 

@@ -127,13 +127,13 @@ class Cuda:
 
     def register_own(self, memory: memoryview) -> None:
         """Register memory with CUDA: it is then copied from without a stop in another buffer."""
-        self._host.adopt(memory)
+        self._host.register_own(memory)
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
-        return uses_host_addresses(self.place.index) and self._host.map(peer, memory)
+        return uses_host_addresses(self.place.index) and self._host.register_peer(peer, memory)
 
     def unmap_peer(self, peer: str) -> None:
-        self._host.unmap(peer)
+        self._host.unregister_peer(peer)
 
     def inbox_maker(self) -> CudaMaker | None:
         """Return the maker of inboxes, by CuPy. Without CuPy, messages go through the host's memory."""
