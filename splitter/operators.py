@@ -83,7 +83,7 @@ def write_operators(model: nn.Module, mode: FakeTensorMode, writes_in_place: boo
         _WholeLinears(),
     ):
         result = (torch.func.functionalize(model) if writes_in_place else model)(ids, positions)
-    graph = writer.finish(result)
+    graph = writer.build(result)
     _require_any_number_of_rows(ids)
     return Operators(graph, *inputs, tensors, writer.literals)
 
@@ -151,7 +151,7 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count.meta |= {"val": rows, "size": rows.node.expr}
         self._sizes[rows.node.expr] = count
 
-    def finish(self, result: Tensor) -> fx.Graph:
+    def build(self, result: Tensor) -> fx.Graph:
         """Return the graph of ``result``."""
         self._graph.output(self._node(result))
         self._graph.erase_node(self._inputs)

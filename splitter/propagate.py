@@ -27,7 +27,7 @@ class MixesError(ValueError):
 
 def needs(node: fx.Node, part: Part) -> Needs:
     """Return what ``node`` takes to compute ``part`` of its result. Raises MixesError."""
-    if (cut := Cut.of(node)) is not None:
+    if (cut := Cut.from_node(node)) is not None:
         return {cut.source: cut.needs(part)}
     if not part:
         return {}
@@ -82,7 +82,7 @@ class Cut:
     removes: bool
 
     @classmethod
-    def of(cls, node: fx.Node) -> "Cut | None":
+    def from_node(cls, node: fx.Node) -> "Cut | None":
         """None for another operator, and along a dimension of symbolic size."""
         arguments: Any = node.args
         if not arguments or not isinstance(arguments[0], fx.Node):
@@ -247,7 +247,7 @@ class Product:
     outputs: int
 
     @classmethod
-    def of(cls, node: fx.Node) -> "Product | None":
+    def from_node(cls, node: fx.Node) -> "Product | None":
         """None for another operator."""
         arguments: Any = node.args
         match name(node):
@@ -280,7 +280,7 @@ class Product:
 
 
 def _product(node: fx.Node, part: Part) -> Needs:
-    product, outputs = Product.of(node), len(sizes(node)) - 1
+    product, outputs = Product.from_node(node), len(sizes(node)) - 1
     if product is None or part.keys() != {outputs}:
         raise MixesError
     return product.by_outputs(part[outputs])

@@ -87,7 +87,7 @@ class _Trial:
         if name(node) == "_softmax":
             args = (*args[:2], False)  # "from half to float" is for half
         function: Callable[..., Any] = node.target  # type: ignore[assignment]
-        product = Product.of(node)
+        product = Product.from_node(node)
         if product is not None and not _has_rows(product.weight):
             function, args, kwargs = self._multiply, (product, node, values), {}
         elif name(node) == "embedding" and not _has_rows(node.args[0]):

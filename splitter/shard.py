@@ -60,7 +60,7 @@ def shard(captured: Capture, rank: Rank) -> Sharded:
     in a way that needs all heads.
     """
     plan = _Plan(captured, rank)
-    return _Writer(plan).write()
+    return _Writer(plan).build()
 
 
 def heads_of(query_heads: int, kv_heads: int, rank: Rank) -> tuple[Indices, Indices]:
@@ -130,7 +130,7 @@ class _Plan:
         rows: dict[fx.Node, Indices] = {}
         ranks = [Rank(number, self.rank.count) for number in range(self.rank.count)]
         for node in self.nodes:
-            product = Product.of(node)
+            product = Product.from_node(node)
             if product is not None and node not in columns and all(self._divides(product, one, rows) for one in ranks):
                 rows[node] = self._block(product.size)
         return rows
@@ -148,7 +148,7 @@ class _Plan:
     def _find_head(self) -> fx.Node | None:
         """Return the linear layer each of whose outputs is one logit."""
         (node,) = self.captured.graph.output_node().all_input_nodes
-        while Product.of(node) is None:
+        while Product.from_node(node) is None:
             sources = [source for source in node.all_input_nodes if source.op != "placeholder" and shape(source)]
             if len(sources) != 1 or not (is_pointwise(node) or name(node) in (*VIEWS, "select", "slice", "squeeze")):
                 return None
@@ -168,7 +168,7 @@ class _Plan:
         wanted, whole = self._wanted[node], shape(node)
         part = union(wanted, whole) if wanted and whole is not None else WHOLE
         uses: Needs = {}
-        product = Product.of(node)
+        product = Product.from_node(node)
         if node.op == "placeholder":
             part = part if node in self.weights else WHOLE
         elif node.target is OPERATOR:
@@ -188,7 +188,7 @@ class _Plan:
             except MixesError:
                 part = WHOLE
         self.parts[node], self.uses[node] = part, uses
-        cut = Cut.of(node)
+        cut = Cut.from_node(node)
         for source in node.all_input_nodes if cut is None else [cut.source]:
             self._wanted[source].append(uses.get(source, WHOLE))
 
@@ -237,7 +237,7 @@ def _sources(node: Any, part: Part) -> dict[fx.Node, Part] | None:
         node, part = todo.pop()
         if not part or node.op == "placeholder":
             continue
-        if node.target is OPERATOR or Product.of(node) is not None:
+        if node.target is OPERATOR or Product.from_node(node) is not None:
             found[node] = part
             continue
         try:
@@ -257,7 +257,7 @@ class _Writer:
         self._held: dict[tuple[Any, ...], fx.Node] = {}
         self._mode = plan.captured.ids.meta["val"].fake_mode
 
-    def write(self) -> Sharded:
+    def build(self) -> Sharded:
         """Return the graph, with the shapes of its values."""
         captured = self._plan.captured
         for node in self._plan.nodes:
@@ -278,7 +278,7 @@ class _Writer:
 
     def _write(self, node: fx.Node) -> fx.Node:
         plan, part = self._plan, self._plan.parts[node]
-        cut = Cut.of(node)
+        cut = Cut.from_node(node)
         if node.op == "placeholder":
             copy = self._placeholder(node, part)
         elif node in plan.rows:
@@ -371,7 +371,7 @@ class _Writer:
         return self._call(aten.select.int, (copy, cut.dim, 0), like=node) if cut.removes else copy
 
     def _sum_over_inputs(self, node: fx.Node) -> fx.Node:
-        product, uses = Product.of(node), self._plan.uses[node]
+        product, uses = Product.from_node(node), self._plan.uses[node]
         assert product is not None
         x, weight = (self._part(source, uses[source]) for source in (product.x, product.weight))
         if product.bias is not None or node.target is aten.linear.default:

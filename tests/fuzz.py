@@ -54,7 +54,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "local": {"compute": "cpu:1", "memory": "local"},
     "pools": {"lanes": 2},
     "lanes that rotate": {"lanes": 3, "pipelining": "rotational"},
-    "everything ahead": {"lanes": 3, "q_first": True, "mini_batches": 2},
+    "everything ahead": {"lanes": 3},
     "heads": {"partition": "head"},
     "tokens": {"partition": "token", "kv_tokens_per_worker": 32, "memory": "cpu:3"},
     "tensor parallel": {"tensor_parallel": 2},
@@ -319,7 +319,7 @@ def fuzz_engine(place: Path, layout: str, load: Load, deadline: float, spill: Pa
 
         check_empty(in_use)
         stats = engine.stats()
-        print(f"    {stats.steps} steps, {stats.preempted} preempted, {stats.moved} moved, {stats.spilled} spilled")
+        print(f"    {stats.steps} steps, {stats.preempted} preempted, {stats.spilled} spilled")
     finally:
         engine.close()
 

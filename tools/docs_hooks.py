@@ -1,4 +1,4 @@
-"""mkdocs hooks: repository documents as pages, links between those and docs/, and the page of settings.
+"""mkdocs hooks: repository documents as pages, and links between those and docs/.
 
 Documents outside docs/ (README.md, ARCHITECTURE.md, ...) are shown on the site as well. Links in all documents are
 written for readers of the repository, relative to the document's own directory; these hooks turn them into links of the
@@ -15,7 +15,6 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from settings_page import settings_page  # in this folder, which mkdocs adds to the path
 
 log = logging.getLogger("mkdocs.plugins.lamina")
 
@@ -33,18 +32,15 @@ PAGES = {
 }
 """Documents outside docs/, by their path in the repository, and the page that each becomes."""
 
-SETTINGS = "settings.md"
-
 _MARKDOWN_LINK = re.compile(r"(?<!!)\[(?P<text>(?:[^][`]|`[^`]*`)+)\]\((?P<target>[^)\s]+)\)")
 _IMAGE = re.compile(r"(?P<before>(?:src|srcset)=\"|!\[[^]]*\]\()(?P<target>[^\")\s]+)")
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the documents of ``PAGES`` and the page of settings."""
+    """Add the documents of ``PAGES``."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    files.append(File.generated(config, SETTINGS, content=settings_page()))
     return files
 
 
@@ -85,7 +81,7 @@ def _on_site(target: str, uri: str, otherwise: str | None) -> str | None:
     source = {page: document for document, page in PAGES.items()}.get(uri, f"docs/{uri}")
     found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
     page = PAGES.get(found, found.removeprefix("docs/") if found.startswith("docs/") else None)
-    if page != SETTINGS and not (ROOT / found).exists():
+    if not (ROOT / found).exists():
         log.warning("%s links to %s, which does not exist", source, target)
     if page is None or (ROOT / found).is_dir():
         return otherwise

@@ -91,20 +91,20 @@ class Pages:
         self._known = set[int]()
         self._runs: list[tuple[int, int]] = []  # [start, stop) of those that were registered at once
 
-    def add(self, at: int, nbytes: int) -> None:
+    def register(self, at: int, nbytes: int) -> None:
         """Register what is not known of [at, at + nbytes)."""
         for first, count in _runs(sorted({*range(at // PAGE, -(-(at + nbytes) // PAGE))} - self._known)):
             self._register(first * PAGE, count * PAGE)
             self._runs.append((first * PAGE, (first + count) * PAGE))
             self._known.update(range(first, first + count))
 
-    def has(self, at: int, nbytes: int) -> bool:
+    def covers(self, at: int, nbytes: int) -> bool:
         """True if [at, at + nbytes) was registered at once."""
         return any(start <= at and at + nbytes <= stop for start, stop in self._runs)
 
     def cuts(self, at: int, nbytes: int) -> bool:
         """True if something of [at, at + nbytes) was registered, but not all of it at once."""
-        return not self.has(at, nbytes) and any(start < at + nbytes and at < stop for start, stop in self._runs)
+        return not self.covers(at, nbytes) and any(start < at + nbytes and at < stop for start, stop in self._runs)
 
     def clear(self) -> None:
         """Unregister everything."""
@@ -129,24 +129,24 @@ class HostMemory:
         self._failed = False
         self._peers: dict[str, tuple[Buffer, Pages]] = {}
 
-    def adopt(self, memory: Buffer) -> None:
+    def register_own(self, memory: Buffer) -> None:
         """Tell the device of own memory. If that fails, it knows of none, also later: no copy may begin in memory that
         it knows and end in other memory."""
         if self._failed:
             return
         try:
-            self.own.add(_address(memory), memory.nbytes)
+            self.own.register(_address(memory), memory.nbytes)
         except TransportError as error:
             logger.warning(_SLOWER, error)
             self.own.clear()
             self._failed = True
 
-    def map(self, peer: str, memory: Buffer) -> bool:
+    def register_peer(self, peer: str, memory: Buffer) -> bool:
         """Tell the device of memory of a peer, and keep it. False if that fails."""
-        self.unmap(peer)
+        self.unregister_peer(peer)
         pages = Pages(*self._calls)
         try:
-            pages.add(_address(memory), memory.nbytes)
+            pages.register(_address(memory), memory.nbytes)
         except TransportError as error:
             logger.warning(_SLOWER, error)
             pages.clear()
@@ -154,7 +154,7 @@ class HostMemory:
         self._peers[peer] = memory, pages
         return True
 
-    def unmap(self, peer: str) -> None:
+    def unregister_peer(self, peer: str) -> None:
         """The device uses this peer's memory no more."""
         if known := self._peers.pop(peer, None):
             known[1].clear()

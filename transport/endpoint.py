@@ -83,14 +83,14 @@ class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
         self._check_unregistered()
         arena = allocate(self.name, nbytes, doorbells)
         try:
-            self.adopt(arena)
+            self.use_arena(arena)
         except BaseException:
             arena.close()
             raise
         self._allocated = arena
         return MappedArena(arena.native)
 
-    def adopt(self, arena: OwnArena) -> None:
+    def use_arena(self, arena: OwnArena) -> None:
         """Use an arena that several endpoints of this process share; it must stay open until ``close``."""
         self._check_unregistered()
         self._own = self._open(arena)

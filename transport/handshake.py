@@ -21,7 +21,7 @@ class Refusals:
         self.by_kind: Counter[str] = Counter()
         self._name = name
 
-    def add(self, kind: str, reason: str) -> None:
+    def record(self, kind: str, reason: str) -> None:
         """Count a rejected connection."""
         self.by_kind[kind] += 1
         if self.by_kind[kind] == 1:

@@ -204,14 +204,14 @@ class Listener:
         except (BlockingIOError, ConnectionError):  # closed by the peer
             return
         except OSError as error:
-            self.refusals.add("SYSTEM", f"cannot accept it: {error}; check the limit of open files (ulimit -n)")
+            self.refusals.record("SYSTEM", f"cannot accept it: {error}; check the limit of open files (ulimit -n)")
             time.sleep(RETRY_S)  # the connection stays in the kernel's queue
             return
         with contextlib.suppress(OSError):  # closed by the peer
             connection.setblocking(False)
             _tune(connection, self._silence_s)
             if len(self._waiting) >= MAX_WAITING:
-                self.refusals.add("BUSY", f"{MAX_WAITING} connections have not authenticated yet")
+                self.refusals.record("BUSY", f"{MAX_WAITING} connections have not authenticated yet")
                 connection.close()
                 return
             self._waiting[connection] = _Waiting(connection, self._secret, self._identity, self._admit)
@@ -234,14 +234,14 @@ class Listener:
             try:
                 waiting.take(connection)
             except TransportError as error:
-                self.refusals.add("TLS", str(error))
+                self.refusals.record("TLS", str(error))
             except RuntimeError as error:  # from native code: no file or no thread available
-                self.refusals.add("SYSTEM", f"cannot serve it: {error}; check the limit of open files (ulimit -n)")
+                self.refusals.record("SYSTEM", f"cannot serve it: {error}; check the limit of open files (ulimit -n)")
         except BlockingIOError:
             return
         except (RefusedError, OSError) as error:
             self._forget(waiting)
-            self.refusals.add(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
+            self.refusals.record(error.verdict if isinstance(error, RefusedError) else "LOST", str(error))
             connection.close()
 
     def _forget(self, waiting: _Waiting) -> None:
@@ -252,7 +252,7 @@ class Listener:
         now = time.monotonic()
         for waiting in [waiting for waiting in self._waiting.values() if waiting.deadline < now]:
             self._forget(waiting)
-            self.refusals.add("LATE", f"it did not authenticate within {HANDSHAKE_S:g} s")
+            self.refusals.record("LATE", f"it did not authenticate within {HANDSHAKE_S:g} s")
             waiting.connection.close()
 
 

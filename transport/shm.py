@@ -112,7 +112,7 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         known.endpoint = None
         os.close(known.pidfd)
 
-    def cut(self, peer: Peer) -> None:
+    def disconnect_for_good(self, peer: Peer) -> None:
         """``disconnect``. A process keeps its mapping of this arena: it must have ended, or it can still write."""
         self.disconnect(peer)
 

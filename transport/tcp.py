@@ -67,7 +67,7 @@ class _Own:
 
     def refuse(self, reason: str) -> None:
         """Count a stream that was closed for an invalid frame."""
-        self.listener.refusals.add("FRAME", reason)
+        self.listener.refusals.record("FRAME", reason)
 
 
 class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
@@ -115,7 +115,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         self._registered().streams.disconnect(known.sender)
         self._peers.remove(known)
 
-    def cut(self, peer: Peer) -> None:
+    def disconnect_for_good(self, peer: Peer) -> None:
         """``disconnect``, and close the streams of that peer: what has not been read of them never arrives."""
         known = self._connected(peer)
         self._registered().streams.cut(known.sender)
@@ -165,7 +165,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
             raise deadline_error(self.name, targets, reached, timeout_s) from None
 
     def _open(self, arena: OwnArena) -> _Own:
-        self._opener.check()
+        self._opener.require_tls()
         streams = NativeEndpoint(arena.native)
         try:
             admit = _admit_to(streams, self._opener)
@@ -242,7 +242,7 @@ class _Opener:
         """True if connections use TLS."""
         return self._key is not None
 
-    def check(self) -> None:
+    def require_tls(self) -> None:
         """Raise TransportError if TLS is requested but unavailable here."""
         if self.encrypts and (obstacle := tls_obstacle()):
             raise TransportError(f"TLS is not available for tcp here: {obstacle}")

@@ -49,7 +49,7 @@ def tune(gpu: Gpu) -> list[dict[str, Any]]:
     compile_ahead(cases, backend.capability)
     for spec, element in track(cases, "tuning", transient=True):
         measured = measure_tilings.times(backend, spec, element, np.uint16, measure_tilings.shapes_of(spec, element))
-        choices.add({str(shape): measure_tilings.fastest(seconds) for shape, seconds in measured.items()})
+        choices.merge_measured({str(shape): measure_tilings.fastest(seconds) for shape, seconds in measured.items()})
         for shape, seconds in measured.items():
             block_m = measure_tilings.tile(spec, element, shape.prompt)
             best, usual = measure_tilings.fastest(seconds), default(shape, block_m, backend.capability)

@@ -32,7 +32,7 @@ def products(weights: Tensor) -> dict[str, tuple[Product, float]]:
     def stacked(codes: StackedCodes) -> Product:
         return lambda x, ends: experts_stacked(x, codes, ends)
 
-    int8, int4, fp8 = (StackedCodes.of(quantise_experts("experts", weights, to, {}), EXPERTS) for to in QUANTISED)
+    int8, int4, fp8 = (StackedCodes.stack(quantise_experts("experts", weights, to, {}), EXPERTS) for to in QUANTISED)
     found: dict[str, tuple[Product, float]] = {
         "bfloat16": (lambda x, ends: multiply(x, turned, ends), 2.0),
         "int8": (stacked(int8), 1.0),
@@ -50,7 +50,7 @@ def recorded_s(kit: Cuda, call: Callable[[], object]) -> float:
     def work(_: Cut) -> None:
         call()
 
-    return kit.seconds(kit.capture(work))
+    return kit.time_replays(kit.capture(work))
 
 
 def experts(index: int) -> list[dict[str, Any]]:

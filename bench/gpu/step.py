@@ -134,7 +134,7 @@ class Step:
     def use(self, choices: Choices | None) -> None:
         """Replace the attention by one with these choices or the GPU's own."""
         self._attention = Attention(self.backend, StepCapacity(len(self.lengths), len(self.lengths)), choices)
-        self._attention.begin(self.table)
+        self._attention.upload_pairs(self.table)
 
     def attend(self, layer: int = 0) -> None:
         """One layer."""

@@ -119,7 +119,7 @@ class Cluster:
         assert not self._hear(Linked).failures
         self._pipe.send(Connect([COMPUTE], [MEMORY], Pipeline(1, 1)))
         self._hear(Connected)
-        self._wait = self._links.settle()
+        self._wait = self._links.close_unused_endpoints()
         fetcher = Fetcher(self._links.fetch, self._links.arena, self._links.plan)
         self._mail = Mail(self._links.hub, {MEMORY: self._links.channel(MEMORY)}, fetcher, 1)
         nbytes = batch * (self._per_token + self._spec.query_bytes_per_token(DTYPE))
@@ -171,8 +171,8 @@ class Cluster:
         """Wait for the answer."""
         self._mail.expect(0, [MEMORY])
         while self._mail.missing[0]:
-            self._mail.wait(self._wait, [MEMORY], TIMEOUT_S)
-        self._mail.take(0, MEMORY).free()
+            self._mail.receive(self._wait, [MEMORY], TIMEOUT_S)
+        self._mail.pop_message(0, MEMORY).free()
         self._mail.flush()
         self._turn += 1
         while self._pipe.poll():

@@ -69,7 +69,7 @@ class NoProcesses:
         """None ever is."""
         return {}
 
-    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         """None can be lost."""
 
     def wishes(self) -> list[Wish]:

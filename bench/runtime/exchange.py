@@ -121,18 +121,18 @@ class Case:
         times: list[float] = []
         for layer in range(layers):
             begun = time.perf_counter()
-            exchange.send(layer, SPEC, self.output)
+            exchange.send_kv(layer, SPEC, self.output)
             self.mail.expect(0, exchange.peers)
             sending_s = time.perf_counter() - begun
             for memory in self.memories:
                 _answer(memory)
             begun = time.perf_counter()
             while missing := self.mail.missing[0]:
-                self.mail.wait(self.compute.endpoint.wait, missing, WAIT_S)
+                self.mail.receive(self.compute.endpoint.wait, missing, WAIT_S)
             exchange.gather(SPEC, None, None)
             self.mail.flush()
             times.append(sending_s + time.perf_counter() - begun)
-        exchange.finish()
+        exchange.return_slots()
         return times
 
 
@@ -156,7 +156,7 @@ class Idle(Emulated):
 def made(carrier: NativeRunner | GpuCarrier, what: str, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Tensors for the result of a slice."""
     if isinstance(carrier, GpuCarrier):
-        return carrier.lines.at(what, rows, shape, torch.bfloat16)
+        return carrier.lines.fixed_rows(what, rows, shape, torch.bfloat16)
     return torch.zeros(rows, *shape, dtype=torch.bfloat16)
 
 

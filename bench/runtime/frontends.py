@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.runtime.control import scripted
+from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import FrontendBootstrap, Hello, Resume, Submit, packed
-from lamina.control.supervisor_messages import Serving
 from lamina.core.types import NOBODY, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
@@ -191,9 +191,9 @@ class InThisProcess:
         """It always beats."""
         return time.monotonic_ns()
 
-    def leave(self, frontend: str) -> None:
+    def on_frontend_exit(self, frontend: str) -> None:
         """See ``Frontends``."""
-        self._room.leave(frontend)
+        self._room.on_frontend_exit(frontend)
 
     def kill_engine(self) -> None:
         """Not while this process runs."""

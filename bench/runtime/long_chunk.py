@@ -111,7 +111,7 @@ class Cluster:
         connect = Connect([COMPUTE], [MEMORY], Pipeline(2, 1))
         self._pipe.send(connect)
         self._pipe.recv()
-        self._wait = self._links.settle()
+        self._wait = self._links.close_unused_endpoints()
         fetcher = Fetcher(self._links.fetch, self._links.arena, self._links.plan)
         self._mail = Mail(self._links.hub, {MEMORY: self._links.channel(MEMORY)}, fetcher, 2)
         self._turns, self._starts, self._steps = [0, 0], [0] * (DECODING + 1), 0
@@ -167,10 +167,10 @@ class Cluster:
         """Wait for the lane's answer; False if it does not come in time."""
         try:
             while self._mail.missing[lane]:
-                self._mail.wait(self._wait, [MEMORY], timeout_s)
+                self._mail.receive(self._wait, [MEMORY], timeout_s)
         except DeadlineError:
             return False
-        self._mail.take(lane, MEMORY).free()
+        self._mail.pop_message(lane, MEMORY).free()
         self._mail.flush()
         self._turns[lane] += 1
         while self._pipe.poll():

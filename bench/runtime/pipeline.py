@@ -36,10 +36,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one lane": {"lanes": 1},
     "two lanes, rotational": {"lanes": 2},
     "two lanes, nothing planned ahead": {"lanes": 2, "plan_ahead": False},
-    "two lanes, q first": {"lanes": 2, "q_first": True},
-    "two lanes, mini-batches of 8": {"lanes": 2, "mini_batches": 8},
-    "one lane, q first": {"lanes": 1, "q_first": True},
-    "one lane, mini-batches of 8": {"lanes": 1, "mini_batches": 8},
     "one lane, nothing planned ahead": {"lanes": 1, "plan_ahead": False},
 }
 

@@ -138,7 +138,7 @@ def unshared(prefix_cache: bool, length: int) -> float:
     draw = random.Random(1)
     prompts = [[draw.randrange(3, VOCABULARY) for _ in range(length)] for _ in range(UNSHARED_REQUESTS)]
     capacity = 16 * (length + ANSWER)
-    limits = Limits(max_sequences=8, max_num_batched_tokens=2048, max_model_len=2 * length)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=2048, max_model_len=2 * length)
     scheduler = Scheduler(limits, Placement({"m": capacity}), 1, 4, 4, prefix_cache=prefix_cache)
     slab = Slab[int](capacity)
     begun = time.process_time()

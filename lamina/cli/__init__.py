@@ -24,6 +24,7 @@ from lamina.cli import (
     worker,
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
+from lamina.cli.panels import PanelledCommand, PanelledGroup
 from lamina.config.environment import LOG_FORMAT, environment
 from lamina.core.errors import LaminaError, UserError
 
@@ -40,24 +41,24 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MOST_HELP_COLUMNS},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's tables truncate long option names at 80 columns
+    rich_markup_mode=None,  # see lamina.cli.panels
 )
-app.command()(generate.generate)
-app.command()(chat.chat)
-app.command()(launch.launch)
-app.command()(status.status)
-app.command()(administer.scale)
-app.command()(administer.down)
-app.command()(worker.worker)
-app.command()(split.split)
-app.command()(plan.plan)
-app.command()(simulate.simulate)
-benches = typer.Typer(invoke_without_command=True)
+app.command(cls=PanelledCommand)(generate.generate)
+app.command(cls=PanelledCommand)(chat.chat)
+app.command(cls=PanelledCommand)(launch.launch)
+app.command(cls=PanelledCommand)(status.status)
+app.command(cls=PanelledCommand)(administer.scale)
+app.command(cls=PanelledCommand)(administer.down)
+app.command(cls=PanelledCommand)(worker.worker)
+app.command(cls=PanelledCommand)(split.split)
+app.command(cls=PanelledCommand)(plan.plan)
+app.command(cls=PanelledCommand)(simulate.simulate)
+benches = typer.Typer(cls=PanelledGroup, invoke_without_command=True)
 benches.callback()(bench.bench)
 benches.command()(bench_transport.transport)
 benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(bench.write)
 app.add_typer(benches, name="bench")
-app.command()(doctor.doctor)
+app.command(cls=PanelledCommand)(doctor.doctor)
 
 
 def _print_version(wanted: bool) -> None:

@@ -103,7 +103,7 @@ def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
     from rich.table import Table
 
     cluster = engine.cluster
-    element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
+    element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
     per_token = sum(spec.slab_bytes_per_token(element) for spec in cluster.attentions)
     heads = max(spec.kv_heads for spec in cluster.attentions)
     table = Table(title="Where each request's KV was kept", title_justify="left", title_style="bold")

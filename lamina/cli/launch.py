@@ -9,28 +9,28 @@ import typer
 
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig
+from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.output import unblock
 
 
-@options.engine_options
+@options.options_of(EngineConfig, ServerConfig)
 def launch(
     config: EngineConfig,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 is any free one.")] = 8000,
-    frontends: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=64,
-            help="Processes for HTTP, tokenizing and detokenizing; 0: the engine's process does it all.",
-        ),
-    ] = 1,
+    server: ServerConfig,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="With --ray: print where workers would run, and start nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="With --ray: only print where workers would run.",
+            rich_help_panel="Pools",
+        ),
     ] = False,
 ) -> None:
-    """Start an OpenAI-compatible server. Ctrl-C or SIGTERM stops it."""
+    """Start an OpenAI-compatible server. Ctrl-C or SIGTERM stops it.
+
+    Every setting is described in docs/settings.md.
+    """
     if dry_run:
         _print_placement(config)
         return
@@ -41,8 +41,8 @@ def launch(
 
     if config.listen is not None:
         _invite(config)
-    with bind(host, port) as listener:
-        if frontends == 0:
+    with bind(server.host, server.port) as listener:
+        if server.frontends == 0:
             from lamina.sdk import Lamina
             from lamina.serve.engine_process import describe
 
@@ -55,7 +55,7 @@ def launch(
 
         model = find(config.model, weights=False)
         with (
-            FrontendProcesses(frontends, model.path, listener) as processes,
+            FrontendProcesses(server.frontends, model.path, listener) as processes,
             Supervisor(config, processes.folder, processes.names) as supervisor,
         ):
             processes.serve(supervisor, on_ready=lambda: _ready(supervisor.summary, url(listener)))

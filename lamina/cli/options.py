@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from lamina.cli.panels import COMMON
 from lamina.config.engine_config import EngineConfig
 from lamina.config.settings import Setting, read_settings, settings
 from lamina.core.errors import ConfigError, RequestError
@@ -42,7 +43,12 @@ MIN_OPEN_FILES = 64
 """Open-file limit needed to start one compute and one memory worker."""
 
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of these options, by name. Options given here override it.")
+    Path | None,
+    typer.Option(
+        "--config",
+        help="YAML file of these options, by name. Options given here override it.",
+        rich_help_panel=COMMON,
+    ),
 ]
 
 
@@ -51,9 +57,8 @@ def engine_options(command: Callable[..., None]) -> Callable[..., None]:
     return options_of(EngineConfig)(command)
 
 
-def options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option for every setting of ``config``, a dataclass, to a command, which gets the config as first
-    argument.
+def options_of(*configs: type[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add an option for every setting of ``configs``, dataclasses, to a command, which gets them as first arguments.
 
     A parameter of the command replaces the option of the same name. The limit of open files is checked first.
 
@@ -61,20 +66,26 @@ def options_of(config: type[Any]) -> Callable[[Callable[..., None]], Callable[..
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        own = {parameter.name: parameter for parameter in list(inspect.signature(command).parameters.values())[1:]}
-        known = {setting.name: setting for setting in settings(config) if setting.name not in own}
+        parameters = list(inspect.signature(command).parameters.values())[len(configs) :]
+        own = {parameter.name: parameter for parameter in parameters}
+        names = [{setting.name for setting in settings(config)} for config in configs]
+        known = {one.name: one for config in configs for one in settings(config) if one.name not in own}
         context = next((name for name, one in own.items() if one.annotation is typer.Context), None)
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
             _require_files()
             invocation: typer.Context = values["context" if context is None else context]
-            chosen, others = _read_file(values["config_file"], config, invocation, own)
+            chosen, others = _read_file(values["config_file"], configs, invocation, own)
             for name, setting in known.items():
                 if _is_given(invocation, name):
                     chosen[name] = setting.parse(values[name])
             others = {name: value for name, value in others.items() if not _is_given(invocation, name)}
-            command(config(**chosen), **{name: values[name] for name in own} | others)
+            made = [
+                config(**{name: chosen[name] for name in chosen.keys() & of})
+                for config, of in zip(configs, names, strict=True)
+            ]
+            command(*made, **{name: values[name] for name in own} | others)
 
         added = [_parameter("config_file", None, ConfigFile)]
         if context is None:
@@ -92,16 +103,16 @@ def _is_given(invocation: typer.Context, name: str) -> bool:
 
 
 def _read_file(
-    file: Path | None, config: type[Any], invocation: typer.Context, own: Collection[str]
+    file: Path | None, configs: Collection[type[Any]], invocation: typer.Context, own: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings in a ``--config`` file, and values of the command's ``own`` options. Raises ConfigError."""
     if file is None:
         return {}, {}
-    known = {setting.name for setting in settings(config)}
+    known = {setting.name for config in configs for setting in settings(config)}
     options = {
         one.name: one for one in invocation.command.params if one.name in own and one.param_type_name == "option"
     }
-    values = read_settings(file, config, options.keys() - known)
+    values = read_settings(file, *configs, others=options.keys() - known)
     others = {}
     for name in values.keys() - known:
         try:
@@ -116,16 +127,19 @@ def _parameter(name: str, default: object, annotation: Any) -> inspect.Parameter
 
 
 def _option(setting: Setting) -> Any:
+    option = functools.partial(
+        typer.Option, help=setting.brief, rich_help_panel=COMMON if setting.meaning.common else setting.meaning.group
+    )
     if setting.choices:
-        return Annotated[cast(Any, Literal)[setting.choices], typer.Option(help=setting.help)]
+        return Annotated[cast(Any, Literal)[setting.choices], option()]
     if bool in setting.kinds:
-        return Annotated[bool, typer.Option(help=setting.help)]
+        return Annotated[bool, option()]
     if int in setting.kinds:
         metavar = "<int|auto>" if setting.optional else "<int>"
-        return Annotated[int | None, typer.Option(help=setting.help, metavar=metavar, parser=_number)]
+        return Annotated[int | None, option(metavar=metavar, parser=_number)]
     if float in setting.kinds:
-        return Annotated[float | None, typer.Option(help=setting.help, metavar="<number>", parser=_real)]
-    return Annotated[str | None, typer.Option(help=setting.help)]
+        return Annotated[float | None, option(metavar="<number>", parser=_real)]
+    return Annotated[str | None, option()]
 
 
 def _real(text: str) -> float | str:

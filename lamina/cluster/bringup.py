@@ -333,7 +333,7 @@ def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) 
 
 
 def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
-    element = KvElement.of(plan.kv_cache_dtype, loaded.dtype)
+    element = KvElement.from_setting(plan.kv_cache_dtype, loaded.dtype)
     return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes, plan.prefix_cache)
 
 
@@ -375,7 +375,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
         start_s=plan.start_s,
     )
     for name, hello in plan.greetings.items():
-        fabric.note(name, hello)
+        fabric.on_hello(name, hello)
     return fabric
 
 

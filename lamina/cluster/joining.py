@@ -93,7 +93,7 @@ class Fabric:
     clocks: dict[str, Clock] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
 
-    def note(self, name: str, hello: Hello) -> None:
+    def on_hello(self, name: str, hello: Hello) -> None:
         """A worker has greeted."""
         self.greetings[name] = hello
         if hello.rdma and Transport.RDMA in self.transports and not self.tls:
@@ -110,7 +110,7 @@ class Fabric:
         """Return the clock of a worker's machine; None: that of this process, as far as is known."""
         return self.clocks.get(self.greetings[name].host) if name in self.greetings else None
 
-    def forget(self, members: Collection[str]) -> None:
+    def keep_members(self, members: Collection[str]) -> None:
         """Forget the offers and links of all but these."""
         for name in self.offers.keys() - set(members):
             del self.offers[name], self.greetings[name]
@@ -147,7 +147,7 @@ def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversatio
         control.send([name], Inspect(sent_ns))
         found: dict[str, Resources] = yield Ask(Resources, [name], CLOCK_TIMEOUT_S)
         readings.append(Reading(sent_ns, found[name].now_ns, time.monotonic_ns()))
-    fabric.clocks.setdefault(there, Clock()).note(readings)
+    fabric.clocks.setdefault(there, Clock()).add_reading(readings)
 
 
 def check_version(name: str, hello: Hello) -> None:
@@ -183,7 +183,7 @@ def prepare_memory(
     """
     hello: dict[str, Hello] = yield Ask(Hello, [name], fabric.start_s)
     check_version(name, hello[name])
-    fabric.note(name, hello[name])
+    fabric.on_hello(name, hello[name])
     yield from read_clock(control, fabric, name)
     setup = msgspec.structs.replace(fabric.memory_setup, threads=fabric.threads("memory", hello[name]))
     capacity = yield from _make_slab(control, fabric, name, setup, promised(hello[name].host))
@@ -230,7 +230,7 @@ def prepare_compute(
     """
     hello: dict[str, Hello] = yield Ask(Hello, [name], fabric.start_s)
     check_version(name, hello[name])
-    fabric.note(name, hello[name])
+    fabric.on_hello(name, hello[name])
     yield from read_clock(control, fabric, name)
     threads = fabric.threads("compute", hello[name])
     control.send([name], msgspec.structs.replace(fabric.compute_setup, threads=threads))

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from lamina.cluster.bringup import ClusterPlan
 from lamina.cluster.conversations import START_TIMEOUT_S
 from lamina.cluster.joining import boot
-from lamina.cluster.launchers.ray_placement import PLACE_S
 from lamina.cluster.pool import parse_bounds
+from lamina.cluster.ray_placement import PLACE_S
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello
 from lamina.core.errors import ConfigError
@@ -22,6 +22,7 @@ from lamina.schedule.limits import Limits
 from lamina.transport.endpoint import spin_s
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
+LEAST_MINI_BATCH = 32  # sequences: their q is some 100 KB, which takes longer to send than a message costs
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 
 
@@ -35,15 +36,18 @@ def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> L
         raise ConfigError(f"max_model_len is {wanted}; give at least 2, for one prompt token and one output token")
     if longest is not None and wanted > longest:
         raise ConfigError(f"max_model_len is {wanted}; {model.name} supports at most {longest} tokens")
-    return Limits(most_sequences(config, pipeline), config.max_num_batched_tokens, wanted)
+    return step_limits(config, pipeline, wanted)
 
 
-def most_sequences(config: EngineConfig, pipeline: Pipeline) -> int:
-    """Sequences that all lanes together may decode at once; each needs a row of its own in its lane's step."""
-    rows = config.max_num_batched_tokens
-    if not pipeline.interchangeable:
-        rows *= pipeline.lanes  # otherwise one lane may come to hold all of them
-    return min(config.max_num_seqs * pipeline.replicas, rows)
+def step_limits(config: EngineConfig, pipeline: Pipeline, max_model_len: int) -> Limits:
+    """Return the bounds of a runtime whose requests have at most ``max_model_len`` tokens."""
+    return Limits(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        max_model_len,
+        pipeline.replicas,
+        row_lanes=1 if pipeline.interchangeable else pipeline.lanes,
+    )
 
 
 def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
@@ -240,7 +244,7 @@ class Machines:
     cores: Mapping[Role, Mapping[str, Sequence[Cores]]]  # by role and machine
 
     @staticmethod
-    def of(roles: Mapping[str, Role], greetings: Mapping[str, Hello]) -> "Machines":
+    def from_greetings(roles: Mapping[str, Role], greetings: Mapping[str, Hello]) -> "Machines":
         """From the first messages of all workers."""
         cores: dict[Role, dict[str, list[Cores]]] = {"compute": {}, "memory": {}}
         for name, hello in greetings.items():
@@ -274,6 +278,15 @@ class Machines:
         }
 
 
+def overlap(machines: Machines) -> Overlap:
+    """Return how q travels: in mini-batches if it crosses a network, whose transfers attention then hides.
+
+    Within a machine a message costs more than the transfer that it hides (docs/decisions.md).
+    """
+    computes, memories = machines.cores["compute"], machines.cores["memory"]
+    return Overlap() if memories.keys() <= computes.keys() else Overlap(mini_batches=4, least=LEAST_MINI_BATCH)
+
+
 def cluster_plan(
     config: EngineConfig,
     model: ModelDirectory,
@@ -289,7 +302,7 @@ def cluster_plan(
     join later; ``trace``: record spans; ``local``: compute workers hold KV too, and need no memory workers. Raises
     ConfigError."""
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
-    machines = Machines.of(roles, greetings)
+    machines = Machines.from_greetings(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"])
     bounds = limits(config, model, order)
     setup = ComputeSetup(
@@ -299,7 +312,7 @@ def cluster_plan(
         config.seed,
         1,
         bounds.max_num_batched_tokens,
-        Overlap(config.q_first, config.mini_batches),
+        overlap(machines),
         sorted(eos_token_ids),
         trace,
         head_workers(config.partition, len(kinds["memory"])),

@@ -12,7 +12,7 @@ import msgspec
 
 from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, forgotten_window, with_turns
 from lamina.cluster.joining import Fabric
-from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.control.messages import ComputeSetup, EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, TransportError, UnreachableError
@@ -38,7 +38,9 @@ class Saved(msgspec.Struct, frozen=True):
     wanted: dict[Role, int]
 
     @classmethod
-    def of(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int) -> "Saved":
+    def from_topology(
+        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int
+    ) -> "Saved":
         """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
         names = topology.names
         links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
@@ -74,8 +76,8 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         if before.pipeline.stages > 1 and not lost.isdisjoint(before.computes):
             raise TransportError(f"a stage is lost: {dict(workers.ended())}")
         before = before.without(lost)
-        control.apply(before)
-        workers.end_others(sorted(before.names))
+        control.apply_topology(before)
+        workers.kill_workers(workers.processes - before.names)
         if _end_epoch(control, workers, before):
             break
     fabric.offers.update({name: offer for name, offer in saved.offers.items() if name in before.names})

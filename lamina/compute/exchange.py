@@ -208,7 +208,7 @@ class StepExchange:
                 for piece in remote.pieces[:-1]:
                     message.send([rows[piece.start : piece.stop]])
 
-    def send(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
+    def send_kv(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send k, v and the queries that ``send_queries`` has not sent. Raises PeerLostError."""
         if not self._remotes:
             return
@@ -294,7 +294,7 @@ class StepExchange:
 
         Returns attention out [rows, Hq, Dv]. The next call for the same numbers and sizes of heads overwrites it.
         """
-        arrivals = [self._mail.take(self._lane, remote.channel.name) for remote in self._remotes]
+        arrivals = [self._mail.pop_message(self._lane, remote.channel.name) for remote in self._remotes]
         local = [] if self._chunks is None or chunks is None else [chunks]
         if self._share_partial is not None:
             local.append(self._share_partial)
@@ -305,10 +305,10 @@ class StepExchange:
             self._free_replies()
         return out
 
-    def finish(self) -> None:
+    def return_slots(self) -> None:
         """After the last slice here: give back everything."""
         if self._unread:
-            self._transfers.settle()
+            self._transfers.wait_for_reads()
             self._free_replies()
 
     def _free_replies(self) -> None:

@@ -35,7 +35,7 @@ class LocalMemory:
         store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
         return cls(control, store)
 
-    def apply(self, plan: StepPlan) -> "LocalShare | None":
+    def apply_plan(self, plan: StepPlan) -> "LocalShare | None":
         """Apply a plan's deltas, and assign slots to the tokens of its step. None if the step has nothing here.
 
         Raises the errors of ``KvStore.apply``.

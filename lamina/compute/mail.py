@@ -33,7 +33,7 @@ class Mail:
         self._fetcher, self._hub = fetcher, hub
         self._fetched: list[int] = []  # lanes whose message has just been fetched
 
-    def restart(self, topology: Topology) -> None:
+    def reset(self, topology: Topology) -> None:
         """Drop all messages. From now on, only members of ``topology`` send and receive."""
         for peer in self.channels.keys() - topology.names:
             self._fetcher.forget(peer)
@@ -46,7 +46,7 @@ class Mail:
             missing.clear()
             arrived.clear()
 
-    def change(self, topology: Topology, new: Mapping[str, Channel]) -> None:
+    def change_members(self, topology: Topology, new: Mapping[str, Channel]) -> None:
         """Change the members to those of ``topology``. ``new``: channels to those that join. No message from or
         to a worker that has left may be in flight."""
         kept = {name: channel for name, channel in self.channels.items() if name in topology.names}
@@ -64,11 +64,11 @@ class Mail:
             self._expecting.add(lane)
         self.missing[lane] = {peer for peer in peers if peer not in self._arrived[lane]}
 
-    def take(self, lane: int, peer: str) -> Arrival:
+    def pop_message(self, lane: int, peer: str) -> Arrival:
         """Return the lane's message from a peer, which must have arrived, with its body."""
         return self._arrived[lane].pop(peer)
 
-    def wait(self, wait: Wait, peers: Collection[str], timeout_s: float) -> list[int]:
+    def receive(self, wait: Wait, peers: Collection[str], timeout_s: float) -> list[int]:
         """Wait until a message of one of ``peers``, a piece of a fetched one or a credit for a kept one arrives.
 
         All messages of ``peers`` that have arrived by then are taken in. Returns their lanes. Raises DeadlineError;

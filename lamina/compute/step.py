@@ -157,11 +157,11 @@ class StepRun:
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
         attention = self._exchange.gather(spec, self._chunks, sinks)
-        self._timeline.add("receive", self.plan.lane, begun)
+        self._timeline.record_span("receive", self.plan.lane, begun)
         return attention
 
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
-        self._exchange.finish()
+        self._exchange.return_slots()
         if not len(self._chosen):
             # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
             # so that memory workers have everything that the next step attends to, and nothing is still to come.
@@ -169,7 +169,7 @@ class StepRun:
             return None
         begun = self._timeline.now()
         logits = self._runner.logits(self._rows, attention, self._context, self._chosen)
-        self._timeline.add("slice", self.plan.lane, begun)
+        self._timeline.record_span("slice", self.plan.lane, begun)
         return logits
 
     def _run_inner(self, index: int, attention: torch.Tensor | None) -> None:
@@ -177,18 +177,18 @@ class StepRun:
         begun = timeline.now()
         on_query = functools.partial(exchange.send_queries, index, spec) if exchange.sends_queries_first else None
         output = self._runner.run(index, self._rows, attention, self._context, on_query)
-        timeline.add("slice", lane, begun)
+        timeline.record_span("slice", lane, begun)
         begun = timeline.now()
-        exchange.send(index, spec, output)
-        timeline.add("send", lane, begun)
+        exchange.send_kv(index, spec, output)
+        timeline.record_span("send", lane, begun)
         self._context = output.context
         begun = timeline.now()
         if exchange.attend_here(index, output):
-            timeline.add("attention", lane, begun)
+            timeline.record_span("attention", lane, begun)
         if exchange.local_rows:
             begun = timeline.now()
             self._chunks = exchange.attend_chunks(spec, output)
-            timeline.add("chunk attention", lane, begun)
+            timeline.record_span("chunk attention", lane, begun)
         following = self._stages[index + 1]
         if following != self._replica.number:
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)
@@ -214,7 +214,7 @@ class StepRun:
         nbytes = sum(part.nbytes for part in parts)
         self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send(parts)
 
-    def end(self, draws: Sequence[Draw]) -> None:
+    def finish_last_slice(self, draws: Sequence[Draw]) -> None:
         """The last slice has run here, and these tokens were drawn: tell the first stage, if there are stages. It waits
         for this before it begins the lane's next step, whose plan may have ``LAST_DRAWN`` for them."""
         if self._replica.pipeline.stages == 1:
@@ -226,24 +226,24 @@ class StepRun:
 
     def _receive_draws(self) -> dict[int, int]:
         """Return the tokens that the lane's step before drew, by sequence."""
-        message = self._mail.take(self.plan.lane, self._former)
+        message = self._mail.pop_message(self.plan.lane, self._former)
         drawn: list[list[int]] = np.frombuffer(message.whole, np.int64).reshape(-1, 2).tolist()
         message.free()
         return {sequence: token for sequence, token in drawn}
 
     def _receive_context(self, index: int) -> None:
-        message = self._mail.take(self.plan.lane, self._former)
+        message = self._mail.pop_message(self.plan.lane, self._former)
         reader = _Reader(message.whole)
-        ids = reader.take((self._count,), torch.int64)
+        ids = reader.copy_tensor((self._count,), torch.int64)
         if not self.tokens:
             self._set_tokens(ids.tolist(), ids)
         spec, rows = self._runner.attentions[index - 1], self._exchange.local_rows
         self._chunks = None
         if rows:
-            out = reader.take((rows, spec.query_heads, spec.v_dim), torch.float32)
-            self._chunks = out, reader.take((rows, spec.query_heads), torch.float32)
+            out = reader.copy_tensor((rows, spec.query_heads, spec.v_dim), torch.float32)
+            self._chunks = out, reader.copy_tensor((rows, spec.query_heads), torch.float32)
         crossings = self._runner.contexts[index - 1]
-        self._context = tuple(reader.take((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
+        self._context = tuple(reader.copy_tensor((self._exchange.rows, *part.shape), part.dtype) for part in crossings)
         message.free()
 
 
@@ -254,7 +254,7 @@ class _Reader:
         self._buffer = buffer
         self._offset = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def copy_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a copy of the next tensor: the message's slot is freed before the step ends."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()

@@ -9,13 +9,14 @@ import collections
 import contextlib
 import dataclasses
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
 from lamina.compute.device import make
+from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.exchange import StepExchange
 from lamina.compute.loading import load
 from lamina.compute.local_memory import LocalMemory
@@ -56,7 +57,15 @@ from lamina.memory.device import gpu_memory
 from lamina.splitter.parts import Rank
 from lamina.worker.device_slots import Slots
 from lamina.worker.fence import Fence
-from lamina.worker.links import LINKING_SLICE_S, Links, Newcomers, Wait, set_up_links
+from lamina.worker.links import (
+    LINKING_SLICE_S,
+    Links,
+    Newcomers,
+    OpenEndpoint,
+    Wait,
+    open_endpoint,
+    set_up_links,
+)
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
@@ -112,7 +121,7 @@ class Lane:
     waited_s: float = 0.0
     waits: int = 0
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Forget all steps."""
         self.steps.clear()
         self.follows = False
@@ -170,7 +179,7 @@ class ComputeWorker:
                 self._serve_once()
                 self._newcomers.look()
             except PeerLostError as error:
-                self._fence.lose(error)
+                self._fence.on_peer_lost(error)
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
@@ -210,8 +219,8 @@ class ComputeWorker:
         complete."""
         topology = message.topology
         for lane in self._lanes:
-            lane.drop()
-        self._mail.restart(topology)
+            lane.drop_steps()
+        self._mail.reset(topology)
         self._slots.keep(topology.names)
         self._done.clear()
         self._drawn.clear()
@@ -222,12 +231,12 @@ class ComputeWorker:
         names = topology.computes
         number = names.index(self._control.name) // topology.pipeline.ranks
         self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
-        self._fence.begin(topology)
+        self._fence.begin_epoch(topology)
 
     def _change(self, message: Change) -> None:
         """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
         topology, own = message.topology, self._control.name
-        self._links.change(topology)
+        self._links.change_members(topology)
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
@@ -235,8 +244,8 @@ class ComputeWorker:
         new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._slots.keep(topology.names)
-        self._slots.add(joined.values())
-        self._mail.change(topology, joined)
+        self._slots.register_channels(joined.values())
+        self._mail.change_members(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         names = topology.computes
         self._replica = dataclasses.replace(
@@ -253,8 +262,8 @@ class ComputeWorker:
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
-            step.end(done.draws)
-            self._timeline.add("draw", step.plan.lane, drawing)
+            step.finish_last_slice(done.draws)
+            self._timeline.record_span("draw", step.plan.lane, drawing)
         now = time.monotonic()
         lane.busy_s += now - begun
         self._report(lane, now)
@@ -300,7 +309,7 @@ class ComputeWorker:
 
     def _receive(self, peers: Collection[str], timeout_s: float) -> Lane | None:
         """Wait for messages; returns the lane of the last one. Raises DeadlineError."""
-        lanes = [self._lanes[number] for number in dict.fromkeys(self._mail.wait(self._wait, peers, timeout_s))]
+        lanes = [self._lanes[number] for number in dict.fromkeys(self._mail.receive(self._wait, peers, timeout_s))]
         for lane in lanes:
             if lane.steps and not self._mail.missing[lane.number]:
                 self._note_wait(lane)
@@ -340,7 +349,7 @@ class ComputeWorker:
             begun = self._timeline.now()
             lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S)
             if lane is not None:
-                self._timeline.add("wait", lane.number, begun)
+                self._timeline.record_span("wait", lane.number, begun)
         except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
@@ -356,7 +365,7 @@ class ComputeWorker:
         elif isinstance(message, Change):
             self._change(message)
         elif isinstance(message, Grant | Link | Forget):
-            self._newcomers.take(message)
+            self._newcomers.handle_link_message(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
             if self._memory is not None:
@@ -373,7 +382,7 @@ class ComputeWorker:
     def _take_in(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
-        share = None if self._memory is None else self._memory.apply(plan)
+        share = None if self._memory is None else self._memory.apply_plan(plan)
         for segment in (segment for switch in plan.switches for segment in switch.segments):
             if segment.sequence in self._segments:  # else an admission tells of it, or it is a cached prefix
                 self._segments[segment.sequence] = moved(self._segments[segment.sequence], segment)
@@ -381,8 +390,6 @@ class ComputeWorker:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
         self._release(plan.released)
-        for segment in plan.moved:
-            self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
             self._admit(admission)
         for segment in plan.grown:
@@ -450,7 +457,16 @@ class ComputeWorker:
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
-def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+Load = Callable[[ControlClient, ComputeSetup, Device, Sums], tuple[Runner, HeadShards]]
+"""Loads a model, with the arguments and result of ``loading.load``."""
+
+
+def build(
+    control: ControlClient,
+    resources: contextlib.ExitStack,
+    load: Load = load,
+    open_endpoint: OpenEndpoint = open_endpoint,
+) -> ComputeWorker:
     """Load the model and link to the peers as the engine directs; ``resources`` closes the links."""
     setup = expect(control, ComputeSetup)
     torch.set_num_threads(setup.threads)
@@ -458,7 +474,7 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
-    links, connect = set_up_links(control, resources, device.inboxes)
+    links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
     names = tuple(connect.computes)
     number = names.index(control.name) // setup.ranks
     replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet, ranks.agree)
@@ -466,17 +482,22 @@ def build(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWor
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}
     slots = Slots(links, device)
-    slots.add(channels.values())
+    slots.register_channels(channels.values())
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
     mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
-    lanes, wait = connect.pipeline.lanes, links.settle()
+    lanes, wait = connect.pipeline.lanes, links.close_unused_endpoints()
     ranks.connect(links, wait, own)
     worker = ComputeWorker(control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, slots, memory)
     control.send(Connected())
+    return worker
+
+
+def _build_and_tidy(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+    worker = build(control, resources)
     once_set_up()
     return worker
 
 
 def main(bootstrap: Bootstrap) -> None:
     """Body of the process."""
-    run_worker(build, gpu_memory, bootstrap)
+    run_worker(_build_and_tidy, gpu_memory, bootstrap)

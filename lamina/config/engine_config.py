@@ -12,7 +12,6 @@ from typing import Annotated
 from lamina.config.settings import Meaning, settings
 from lamina.core.errors import ConfigError
 from lamina.core.types import (
-    MOST_MINI_BATCHES,
     Balance,
     DType,
     DTypeName,
@@ -35,63 +34,80 @@ class EngineConfig:
     """
 
     model: Annotated[
-        str | os.PathLike[str] | None, Meaning("Hugging Face model directory. Default: the bundled small model.")
+        str | os.PathLike[str] | None,
+        Meaning("Hugging Face model directory. Default: the bundled small model.", group="Model", common=True),
     ] = None
     _: KW_ONLY
     served_model_name: Annotated[
         str | None,
         Meaning(
-            "The model's name for clients of the server, or several joined by commas; answers have the first. Default: "
-            "the name of the directory, or ORG/NAME of a snapshot in the Hugging Face cache."
+            "Names of the model for clients, joined by commas. Answers have the first. Default: the name of the "
+            "directory, or ORG/NAME of a snapshot in the Hugging Face cache.",
+            group="Model",
         ),
     ] = None
-    compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.")] = "cpu:1"
+    compute: Annotated[str, Meaning("Compute workers, kind:count joined by commas.", group="Pools", common=True)] = (
+        "cpu:1"
+    )
     tensor_parallel: Annotated[
         int,
         Meaning(
-            "Compute workers that share each copy of the weights: cpu:4 with 2 makes two copies. Each has a part of "
+            "Compute workers that share each copy of the weights. With 2, cpu:4 makes two copies. Each has a part of "
             "every layer and some of the heads. If one of them is lost, the engine ends.",
             unit="compute workers",
             ge=1,
+            group="Pools",
+            common=True,
         ),
     ] = 1
     pipeline_parallel: Annotated[
         int,
         Meaning(
-            "Stages of each copy of the weights, each on a compute worker that loads a part of the layers: cpu:4 with "
-            "2 makes two copies. If one of them is lost, the engine ends.",
+            "Stages of each copy of the weights. Each is on a compute worker that loads a part of the layers: cpu:4 "
+            "with 2 makes two copies. If one of them is lost, the engine ends.",
             unit="compute workers",
             ge=1,
+            group="Pools",
         ),
     ] = 1
     memory: Annotated[
         str | None,
         Meaning(
-            "Memory workers, kind:count joined by commas; local is the compute worker's own spare memory, which needs "
-            "no messages. Default: local with one compute worker, else cpu:1."
+            "Memory workers, kind:count joined by commas. local is the compute worker's own spare memory, which needs "
+            "no messages. Default: local with one compute worker, else cpu:1.",
+            group="Pools",
+            common=True,
         ),
     ] = None
     load_format: Annotated[
         LoadFormat,
-        Meaning("auto reads safetensors; dummy makes seeded random weights of the right shapes, for benchmarks."),
+        Meaning(
+            "Where weights come from. auto reads safetensors; dummy makes seeded random weights of the right shapes, "
+            "for benchmarks.",
+            group="Model",
+        ),
     ] = "auto"
     dtype: Annotated[
-        DTypeName | DType, Meaning("Element type of weights, activations and KV; auto takes the checkpoint's.")
+        DTypeName | DType,
+        Meaning("Element type of weights, activations and KV. auto takes the checkpoint's.", group="Model"),
     ] = "auto"
     quantization: Annotated[
         Quantization,
         Meaning(
-            "Quantise the weights of linear layers and experts while they are loaded, for less memory: to a byte with "
-            "a scale for each output (int8, fp8), or to half a byte with a scale and a zero point for every 128 inputs "
-            "(int4). Embeddings, the head and activations keep dtype. CPUs have int8 and int4, in bfloat16. "
-            "Not for checkpoints that are quantised already."
+            "Type to which weights are quantised while loaded. CPUs have int8 and int4, in bfloat16. Linear layers and "
+            "experts become a byte with a scale for each output (int8, fp8), or half a byte with a scale and a zero "
+            "point for every 128 inputs (int4). Embeddings, the head and activations keep dtype. Not for checkpoints "
+            "that are quantised already.",
+            group="Model",
+            common=True,
         ),
     ] = "none"
     kv_cache_dtype: Annotated[
         KvCacheDType,
         Meaning(
-            "Element type of KV on memory workers; auto is that of the activations. int8 and fp8 (e4m3) round K and V "
-            "to one byte with a scale per token and head, for about twice as many tokens in the same memory."
+            "Element type of KV on memory workers. auto is that of the activations. int8 and fp8 (e4m3) round K and V "
+            "to one byte with a scale per token and head, for about twice as many tokens in the same memory.",
+            group="Memory",
         ),
     ] = "auto"
     max_model_len: Annotated[
@@ -100,29 +116,41 @@ class EngineConfig:
             "Longest prompt and completion together. Default: what the model supports and memory workers can hold.",
             unit="tokens",
             ge=2,
+            group="Model",
+            common=True,
         ),
     ] = None
     generation_config: Annotated[
         GenerationConfig,
         Meaning(
-            "Sampling defaults of requests that give none: auto takes temperature, top_p, top_k, min_p, "
-            "repetition_penalty and max_new_tokens from the model's generation_config.json, none takes nothing from it."
+            "Source of sampling defaults. auto takes temperature, top_p, top_k, min_p, repetition_penalty and "
+            "max_new_tokens from the model's generation_config.json, none takes nothing from it.",
+            group="Model",
         ),
     ] = "auto"
-    max_num_seqs: Annotated[int, Meaning("Most sequences that decode at once.", unit="sequences per replica", ge=1)] = (
-        256
-    )
+    max_num_seqs: Annotated[
+        int,
+        Meaning(
+            "Most sequences that decode at once.", unit="sequences per replica", ge=1, group="Scheduling", common=True
+        ),
+    ] = 256
     max_num_batched_tokens: Annotated[
         int,
-        Meaning("Largest step: a row for each decoding sequence, the rest for prompts.", "token rows", ge=1),
+        Meaning(
+            "Rows of the largest step. Each decoding sequence has one; prompts share the rest.",
+            unit="token rows",
+            ge=1,
+            group="Scheduling",
+        ),
     ] = 2048
     slo_tbt_ms: Annotated[
         int | None,
         Meaning(
-            "Target for the time between tokens: while sequences decode, prompts are computed in chunks for which a "
+            "Target for the time between tokens. While sequences decode, prompts are computed in chunks for which a "
             "step is predicted to take no longer. Default: chunks fill max_num_batched_tokens.",
             unit="milliseconds",
             ge=1,
+            group="Scheduling",
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[
@@ -131,166 +159,202 @@ class EngineConfig:
             "Memory for KV. Default: an equal share of half of the memory that is free once the weights are loaded.",
             unit="bytes per memory worker",
             ge=1,
+            group="Memory",
         ),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
         Meaning(
-            "Share of a GPU's memory that may be in use in all, with weights, KV and other programs.",
+            "Share of a GPU's memory that may be in use in all. It includes weights, KV and other programs.",
             ge=0.1,
             le=1.0,
+            group="Memory",
+            common=True,
         ),
     ] = 0.9
     kv_tokens_per_worker: Annotated[
         int | None,
         Meaning(
-            "Longest run of one sequence's tokens on a memory worker; later tokens go to another worker with room. "
+            "Most tokens of one sequence on a memory worker. Later tokens go to another worker with room. "
             "Default: as many as the worker has room for.",
             unit="tokens",
             ge=1,
+            group="Memory",
         ),
     ] = None
     kv_overcommit: Annotated[
         float,
         Meaning(
-            "KV in a memory worker's memory and on its disk, as a multiple of the KV in memory: cached prefixes are "
-            "written to kv_spill_dir, and read for requests that begin with them. Without prefix_cache, 1. Memory "
+            "KV in memory and on disk, as a multiple of KV in memory. Cached prefixes are written"
+            "  to kv_spill_dir, and read for requests that begin with them. Without prefix_cache, 1. Memory "
             "local has no disk.",
             ge=1,
+            group="Memory",
         ),
     ] = 1.0
     kv_spill_dir: Annotated[
         str | os.PathLike[str] | None,
-        Meaning("Folder on a local disk of each memory worker for its file of cached prefixes; see kv_overcommit."),
+        Meaning(
+            "Folder on a local disk for cached prefixes. Each memory worker has a file there; see kv_overcommit.",
+            group="Memory",
+        ),
     ] = None
     partition: Annotated[
         Partition,
         Meaning(
-            "The part of a request's KV on one memory worker: all of it (request), some of its heads (head) or an "
-            "equal part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one worker."
+            "Part of a request's KV on a memory worker. It is all of it (request), some of its heads (head) or an "
+            "equal part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one worker.",
+            group="Memory",
         ),
     ] = "auto"
     threads: Annotated[
         int | None,
         Meaning(
-            "CPU threads. Default: the workers of each pool share all cores this process may use.",
+            "CPU threads of each worker. Default: the workers of each pool share all cores this process may use.",
             unit="threads per worker",
             ge=1,
+            group="Pools",
         ),
     ] = None
     lanes: Annotated[
-        int | None, Meaning("Batches in flight. Default: decided while running, from measured times.", "lanes", ge=1)
+        int | None,
+        Meaning(
+            "Batches in flight. Default: decided while running, from measured times.",
+            unit="lanes",
+            ge=1,
+            group="Scheduling",
+        ),
     ] = None
     pipelining: Annotated[
         Pipelining,
         Meaning(
-            "Order of the lanes' slices on compute workers: fixed, or rotational; auto is rotational if there is one "
-            "lane more than compute workers, else fixed."
+            "Order of lanes on compute workers. auto is rotational if there is one lane"
+            " more than compute workers, else fixed.",
+            group="Scheduling",
         ),
     ] = "auto"
-    q_first: Annotated[
-        bool, Meaning("Send q before k and v are computed: attention to earlier tokens starts sooner.")
-    ] = False
-    mini_batches: Annotated[
-        int, Meaning("Messages in which the rows of q are sent.", unit="messages", ge=1, le=MOST_MINI_BATCHES)
-    ] = 1
     polling: Annotated[
         Polling,
         Meaning(
-            "Who waits for the messages of memory workers on GPUs: the GPU itself, for decode steps over shared memory "
-            "(device), or the host (host); auto: what is faster, measured once for each kind of GPU."
+            "Who waits for messages of memory workers on GPUs. It is the GPU itself, for decode steps over shared "
+            "memory (device), or the host (host). auto: what is faster, measured once for each kind of GPU."
         ),
     ] = "auto"
     prefix_cache: Annotated[
         bool,
-        Meaning("Keep the KV of ended requests in otherwise free slots, for requests that begin with the same tokens."),
+        Meaning(
+            "Keep KV of ended requests for others that begin alike. It stays in slots that are otherwise free.",
+            group="Memory",
+        ),
     ] = True
     balance: Annotated[
         Balance,
         Meaning(
-            "Policy that moves KV between memory workers while it is in use: bandwidth evens out the time that they "
+            "Policy that moves KV between memory workers. bandwidth evens out the time that they "
             "need to read their KV, and places requests by it; throughput and ledger are the policies of Infinite-LLM "
-            "and DistKV-LLM; off: none; auto: bandwidth if memory workers of several kinds start together, else off."
+            "and DistKV-LLM; off: none; auto: bandwidth if memory workers of several kinds start together, else off.",
+            group="Memory",
         ),
     ] = "auto"
-    plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.")] = True
+    plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.", group="Scheduling")] = True
     max_restarts: Annotated[
         int,
         Meaning(
-            "Most lost workers of each pool that are replaced within ten minutes, and most restarts of a server's "
-            "engine. Beyond that, the other workers continue alone while each pool has one.",
+            "Most workers of a pool replaced in ten minutes. Also the most restarts of a server's engine. "
+            "Beyond that, the other workers continue alone while each pool has one.",
             unit="workers",
             ge=0,
+            group="Pools",
         ),
     ] = 8
     autoscale: Annotated[
         str | None,
         Meaning(
-            "Let pools grow and shrink with their load, between a smallest and a largest number of workers: "
-            "memory=1:4, or memory=1:4,compute=1:2. Default: pools keep their size."
+            "Let pools grow and shrink with their load. Each is between a smallest and a largest number of workers: "
+            "memory=1:4, or memory=1:4,compute=1:2. Default: pools keep their size.",
+            group="Pools",
         ),
     ] = None
     transport: Annotated[
         TransportName,
         Meaning(
-            "Transport between workers; auto: shm on one host, else rdma if a trial transfer succeeds, else tcp. If "
-            "another value cannot be used, the start fails."
+            "Transport between workers. auto: shm on one host, else rdma if a trial transfer succeeds, else tcp. If "
+            "another value cannot be used, the start fails.",
+            group="Network",
         ),
     ] = "auto"
     tls: Annotated[
         bool,
         Meaning(
-            "Encrypt data between machines: tcp runs under TLS 1.3, and rdma, which cannot be encrypted, is not used. "
-            "The control plane is always encrypted."
+            "Encrypt data between machines. tcp runs under TLS 1.3, and rdma, which cannot be encrypted, is not used. "
+            "The control plane is always encrypted.",
+            group="Network",
         ),
     ] = False
     secret_file: Annotated[
         str | os.PathLike[str] | None,
         Meaning(
-            "File of the cluster's secret, from which its keys are derived; created if it does not exist. Default: a "
-            "new secret, kept in memory."
+            "File of the cluster's secret. Its keys are derived from the secret. The file is made if it does not "
+            "exist. Default: a new secret, kept in memory.",
+            group="Network",
         ),
     ] = None
     listen: Annotated[
         str | None,
         Meaning(
-            "HOST:PORT at which workers of other machines may join (`lamina worker`), with the cluster's secret. "
-            "Default: all workers are on this machine."
+            "HOST:PORT at which workers of other machines join. They need the cluster's secret (`lamina worker`). "
+            "Default: all workers are on this machine.",
+            group="Network",
         ),
     ] = None
     advertise: Annotated[
         str | None,
-        Meaning("Address at which workers of other machines reach this one. Default: the address of listen."),
+        Meaning(
+            "Address of this machine for workers of others. Default: the address of listen.",
+            group="Network",
+        ),
     ] = None
     ray: Annotated[
         str | None,
         Meaning(
-            "Ray cluster that places and starts all workers: auto for the cluster of this machine, or the HOST:PORT of "
-            "a cluster's head. Default: no Ray."
+            "Ray cluster that places and starts all workers. auto is the cluster of this machine; else give the "
+            "HOST:PORT of a cluster's head. Default: no Ray.",
+            group="Pools",
         ),
     ] = None
     kind: Annotated[
         str | None,
-        Meaning("With ray: resources that kinds of workers need, name=resource joined by commas: rtx3090=my_gpu."),
+        Meaning(
+            "With ray: resources of kinds of workers, name=resource. Several are joined by commas: rtx3090=my_gpu.",
+            group="Pools",
+        ),
     ] = None
     compute_cores: Annotated[
         str | None,
         Meaning(
-            "CPU list for this machine's compute workers, such as 0-3,8, divided evenly among them. Default: all cores "
-            "for every worker."
+            "CPU list for compute workers, such as 0-3,8. This machine's workers share the cores evenly. Default: all "
+            "cores for every worker.",
+            group="Pools",
         ),
     ] = None
-    memory_cores: Annotated[str | None, Meaning("CPU list for this machine's memory workers, as compute_cores.")] = None
+    memory_cores: Annotated[str | None, Meaning("CPU list for memory workers, like compute_cores.", group="Pools")] = (
+        None
+    )
     trace: Annotated[
-        str | os.PathLike[str] | None, Meaning("Write a timeline for Perfetto to this file when the engine ends.")
+        str | os.PathLike[str] | None,
+        Meaning("File for a timeline (Perfetto) of the engine. It is written when the engine ends."),
     ] = None
     seed: Annotated[
-        int, Meaning("Seed of dummy weights, and of requests without one (generate and chat: --seed is the request's).")
+        int,
+        Meaning(
+            "Seed of dummy weights, and of requests without one. In generate and chat, --seed is the request's.",
+            group="Model",
+        ),
     ] = 0
 
     def __post_init__(self) -> None:
         for setting in settings(type(self)):
-            setting.check(getattr(self, setting.name))
+            setting.validate(getattr(self, setting.name))
         if self.served_model_name is not None and not all(served_names(self)):
             raise ConfigError(
                 f"served_model_name is '{self.served_model_name}', which has an empty name; give a name, or several "
@@ -324,11 +388,6 @@ class EngineConfig:
             )
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")
-        if self.polling == "device" and (self.q_first or self.mini_batches > 1):
-            raise ConfigError(
-                "polling device serves requests that come in one piece, but q_first and mini_batches cut them: leave "
-                "out one of them"
-            )
         if self.tls and self.transport == "rdma":
             raise ConfigError("rdma cannot be encrypted: leave out tls, or give transport tcp or auto")
 

@@ -8,6 +8,7 @@ import difflib
 import enum
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Hashable
@@ -17,15 +18,29 @@ from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar, cas
 
 from lamina.core.errors import ConfigError
 
+Group = Literal["Model", "Pools", "Memory", "Scheduling", "Network", "Advanced"]
+"""The part of Lamina that a setting concerns."""
+
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the type of a setting does not say: its help, the unit of its value, and its range, inclusive."""
+    """What the type of a setting does not say.
+
+    Attributes:
+        help: What the setting does. `lamina COMMAND -h` shows the first sentence, or two if common.
+        group: The panel of the help and the part of the page that describe the setting.
+        unit: The unit of its value.
+        ge: The least value.
+        le: The largest value.
+        common: The setting is one of the dozen that `lamina COMMAND -h` shows first.
+    """
 
     help: str
+    group: Group = "Advanced"
     unit: str = ""
     ge: float | None = None
     le: float | None = None
+    common: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,10 +48,13 @@ class Setting:
     """One field of a config.
 
     Attributes:
-        hint: its type, as annotated.
-        kinds: the types in ``hint`` other than None, Literals and Enums.
-        choices: the values of its Literals and Enums.
-        optional: it may be None.
+        name: The name of the field.
+        hint: Its type, as annotated.
+        meaning: What the type does not say.
+        default: The value of the field where none is given.
+        kinds: The types in ``hint`` other than None, Literals and Enums.
+        choices: The values of its Literals and Enums.
+        optional: True if the value may be None.
     """
 
     name: str
@@ -61,7 +79,13 @@ class Setting:
         detail = ", ".join(filter(None, (self.meaning.unit, self.range)))
         return f"{self.meaning.help} ({detail})" if detail else self.meaning.help
 
-    def check(self, value: object) -> None:
+    @property
+    def brief(self) -> str:
+        """The first sentence of the help, or the first two of a common setting."""
+        sentences = re.split(r"(?<=\.) ", self.meaning.help)
+        return " ".join(sentences[: 2 if self.meaning.common else 1])
+
+    def validate(self, value: object) -> None:
         """Raise ConfigError if ``value`` has the wrong type or is outside the range."""
         if value is self.default:
             return
@@ -132,10 +156,13 @@ def _setting(field: "dataclasses.Field[Any]", annotated: Any) -> Setting:
     return Setting(field.name, hint, meaning, field.default, tuple(kinds), tuple(choices), optional)
 
 
-def read_settings(file: Path, config: type[Any], others: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values in a YAML file, by name. Settings that contradict each other are left to ``config``.
+def read_settings(file: Path, *configs: type[Any], others: Collection[str] = ()) -> dict[str, Any]:
+    """Return the values in a YAML file, by name. Settings that contradict each other are left to ``configs``.
 
-    ``others``: names besides those of ``config`` that the file may have; their values are returned unchecked.
+    Args:
+        file: The YAML file.
+        configs: The dataclasses whose settings the file may have.
+        others: Further names that the file may have; their values are returned unchecked.
 
     Raises ConfigError, naming the file, if it cannot be read, names an unknown setting or has an invalid value.
     """
@@ -151,7 +178,7 @@ def read_settings(file: Path, config: type[Any], others: Collection[str] = ()) -
         return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{file} holds {_shown(content)}; give one 'name: value' on each line")
-    known = {setting.name: setting for setting in settings(config)}
+    known = {setting.name: setting for config in configs for setting in settings(config)}
     for name in content:
         if name not in known and name not in others:
             raise ConfigError(f"{file}: there is no setting {name!r}; {_nearest(str(name), [*known, *others])}")
@@ -160,7 +187,7 @@ def read_settings(file: Path, config: type[Any], others: Collection[str] = ()) -
         if name not in known:
             continue
         try:
-            known[name].check(value)
+            known[name].validate(value)
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
     return values

@@ -99,7 +99,7 @@ class FileServer:
                     asked = decoder.decode(payload)
                     piece = os.pread(self._files[asked.file].fileno(), PIECE_NBYTES, asked.offset)
                 except (ValueError, IndexError, OSError) as error:  # a malformed message is a ValueError too
-                    self._refusals.add("MESSAGE", f"a request cannot be answered: {error}")
+                    self._refusals.record("MESSAGE", f"a request cannot be answered: {error}")
                     continue
                 self._socket.send_multipart([identity, payload, piece])
 

@@ -38,7 +38,7 @@ class Liveness:
         self._heard.pop(worker, None)
         self._heard[worker] = self.awake_s
 
-    def forget(self, worker: str) -> None:
+    def unwatch(self, worker: str) -> None:
         """Watch a worker no more."""
         self._heard.pop(worker, None)
 

@@ -40,7 +40,7 @@ class Clock:
 
     readings: list[Reading] = field(default_factory=list)
 
-    def note(self, readings: Sequence[Reading]) -> None:
+    def add_reading(self, readings: Sequence[Reading]) -> None:
         """Add a reading of the clock: the one of ``readings`` with the shortest round trip."""
         self.readings.append(min(readings, key=lambda each: each.round_trip_ns))
 
@@ -75,7 +75,7 @@ class Timeline:
         """When a span begins."""
         return time.monotonic_ns() if self.enabled else 0
 
-    def add(self, stage: str, lane: int, begin_ns: int) -> None:
+    def record_span(self, stage: str, lane: int, begin_ns: int) -> None:
         """Add a span that ends now."""
         if self.enabled:
             self.spans.append(Span(stage, lane, begin_ns, time.monotonic_ns()))

@@ -68,7 +68,7 @@ class HeadShards:
         """The head range of a segment with all heads."""
         return 0, self.heads
 
-    def of(self, heads: tuple[int, int]) -> range:
+    def shards_of(self, heads: tuple[int, int]) -> range:
         """Return the shards of a head range, which ``allows`` must accept."""
         if self.count == 1:
             return range(1)

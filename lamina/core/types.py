@@ -45,7 +45,7 @@ class KvElement(enum.Enum):
     FP8 = "fp8"
 
     @classmethod
-    def of(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
+    def from_setting(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
         """Return what the setting ``name`` means for a model of ``dtype``."""
         return cls(dtype.value if name == "auto" else name)
 
@@ -86,11 +86,13 @@ class Overlap:
 
     Attributes:
         q_first: send q as soon as it exists; memory workers attend to earlier tokens while k and v are computed.
-        mini_batches: messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+        mini_batches: most messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
+        least: sequences in a mini-batch at least; fewer are not worth a message of their own.
     """
 
     q_first: bool = False
     mini_batches: int = 1
+    least: int = 1
 
 
 @dataclass(frozen=True)
@@ -173,19 +175,37 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be encoded
 
 
+def require_in_range(name: str, value: Any) -> None:
+    """Raise ValueError unless ``value`` is one that the numeric field ``name`` of ``SamplingParams`` may have."""
+    _require(name, value, *SAMPLING_RANGES[name])
+
+
+def _require(name: str, value: Any, low: float, high: float) -> None:
+    integer = isinstance(low, int)
+    kind = "an integer" if integer else "a number"
+    right_type = isinstance(value, int) if integer else isinstance(value, int | float)
+    # NaN fails the range check.
+    if isinstance(value, bool) or not right_type or not low <= value <= high:
+        raise ValueError(f"{name} is {_shown(value)}; give {kind} from {low} to {high}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How tokens are sampled; names and defaults are those of vLLM's ``SamplingParams``.
 
     Args:
         n: completions per prompt.
-        temperature: 0 is greedy. top_p, top_k (0 or -1: all), min_p: truncation of the distribution.
-        presence_penalty, frequency_penalty: in [-2, 2], over generated tokens.
+        temperature: 0 is greedy.
+        top_p: keep the most likely tokens whose probabilities add up to this.
+        top_k: keep this many of the most likely tokens; 0 or -1: all.
+        min_p: keep the tokens with at least this part of the largest probability.
+        presence_penalty: in [-2, 2], once for each generated token.
+        frequency_penalty: in [-2, 2], for each occurrence of a generated token.
         repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1: no penalty.
         seed: makes a request reproducible whatever runs beside it, up to the rounding of the model's arithmetic: a
             token may differ where the two best are as close as the rounding of float32, bfloat16, float16 or KV types.
-        stop: strings that end a completion, at most 32 of at most 128 characters; include_stop_str_in_output keeps them
-            in the text.
+        stop: strings that end a completion, at most 32 of at most 128 characters.
+        include_stop_str_in_output: keep the stop string in the text.
         stop_token_ids: tokens that end a completion, at most 256.
         skip_special_tokens: leave special tokens out of the text. A stop string that contains the text of one ends a
             completion either way.
@@ -204,6 +224,13 @@ class SamplingParams:
 
     Raises:
         ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop=["\\n\\n"]).max_tokens
+    64
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    ValueError: top_p is 1.5; give a number from 0.0 to 1.0
     """
 
     n: int = 1
@@ -232,13 +259,13 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", [] if stop is None else stop)  # vLLM also allows None
         object.__setattr__(self, "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids)
-        for name, (low, high) in SAMPLING_RANGES.items():
+        for name in SAMPLING_RANGES:
             if (value := getattr(self, name)) is not None or name not in ("seed", "max_tokens", "logprobs"):
-                self._require(name, value, low, high)
+                require_in_range(name, value)
         if self.top_p == 0.0:
             raise ValueError("top_p is 0; give a value in (0, 1] (1 keeps every token)")
         if self.max_tokens is not None:
-            self._require("min_tokens", self.min_tokens, 0, self.max_tokens)
+            _require("min_tokens", self.min_tokens, 0, self.max_tokens)
         salt = self.cache_salt
         if not isinstance(salt, str) or len(salt) > MAX_SALT_LENGTH or not _is_unicode(salt):
             raise ValueError(
@@ -254,7 +281,7 @@ class SamplingParams:
                 )
         self._require_few("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "token ids")
         for token in self.stop_token_ids:
-            self._require("stop_token_ids", token, 0, 2**31 - 1)
+            _require("stop_token_ids", token, 0, 2**31 - 1)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping is {_shown(self.early_stopping)}; give true, false or "never"')
         for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
@@ -298,15 +325,6 @@ class SamplingParams:
             raise ValueError(f"{name} is {_shown(values)}; give a list of at most {most} {what}")
         if len(values) > most:
             raise ValueError(f"{name} has {len(values)} {what}; give at most {most}")
-
-    @staticmethod
-    def _require(name: str, value: Any, low: float, high: float) -> None:
-        integer = isinstance(low, int)
-        kind = "an integer" if integer else "a number"
-        right_type = isinstance(value, int) if integer else isinstance(value, int | float)
-        # NaN fails the range check.
-        if isinstance(value, bool) or not right_type or not low <= value <= high:
-            raise ValueError(f"{name} is {_shown(value)}; give {kind} from {low} to {high}")
 
     @property
     def greedy(self) -> bool:

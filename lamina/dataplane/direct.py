@@ -67,7 +67,7 @@ class Direct:
         """Let a device use the slots and doorbells of both sides. Raises TransportError if it cannot."""
         for arena, lease in ((self.own_arena, self.own), (self.their_arena, self.theirs)):
             doorbells = _doorbell(arena, lease), SLOTS * DOORBELL_NBYTES
-            slots.map(arena, [doorbells, (arena.data_address + lease.offset, lease.nbytes)])
+            slots.map_ranges(arena, [doorbells, (arena.data_address + lease.offset, lease.nbytes)])
 
     def incoming(self, channel: Channel, lane: int, turn: int) -> Incoming:
         """Return the message for an attention of a lane, which comes over ``channel``, this link's."""

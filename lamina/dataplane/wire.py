@@ -11,7 +11,7 @@ Rows are those of one shard of the heads (``lamina.core.heads``), and Hq and Hkv
 that the memory worker has of each sequence, and no others. Functions with a ``spec`` take that of a shard.
 
 A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
-batches of query rows, and q before k and v (Lamina, section 4.2.2). Its bytes lie in the order in which they travel.
+batches of query rows (Lamina, section 5.2.1), and q before k and v. Its bytes lie in the order in which they travel.
 """
 
 import itertools
@@ -108,7 +108,9 @@ def check_segments(sequence: int, segments: Sequence[Segment], shards: HeadShard
         why = "a segment names another sequence"
     elif not all(shards.allows(segment.heads) for segment in segments):
         why = _heads_rule(shards)
-    elif not all(_follow([one.tokens for one in segments if shard in shards.of(one.heads)]) for shard in _all(shards)):
+    elif not all(
+        _follow([one.tokens for one in segments if shard in shards.shards_of(one.heads)]) for shard in _all(shards)
+    ):
         why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
     else:
         return
@@ -141,8 +143,6 @@ def check_placements(plan: StepPlan, shards: HeadShards) -> None:
             placed = {admission.sequence: admission.segments}
         for sequence, segments in placed.items():
             check_segments(sequence, segments, shards)
-    for segment in plan.moved:
-        check_segments(segment.sequence, [segment], shards)
     for segment in (segment for switch in plan.switches for segment in switch.segments):
         start, stop = segment.tokens
         if start < 0 or (stop is not None and stop <= start) or not shards.allows(segment.heads):
@@ -192,7 +192,7 @@ def message_rows(
             stop = start + count
             visible, place = start if chunk else stop, -1
             for segment in segments.get(sequence, ()):
-                if segment.worker != worker or (several and shard not in shards.of(segment.heads)):
+                if segment.worker != worker or (several and shard not in shards.shards_of(segment.heads)):
                     continue
                 first, last = segment.tokens
                 if last is None:
@@ -267,8 +267,8 @@ class Piece:
 
 def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     """How a request with these rows is cut, in the order in which its pieces travel."""
-    count = min(overlap.mini_batches, len(rows.attends))
-    if count == 0:
+    count = min(overlap.mini_batches, max(1, len(rows.attends) // overlap.least))
+    if not rows.attends:
         return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
     ends = [0, *itertools.accumulate(attend.rows for attend in rows.attends)]
     cuts = [len(rows.attends) * i // count for i in range(count + 1)]

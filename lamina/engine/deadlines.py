@@ -37,10 +37,10 @@ class Watch:
         self._progress: dict[int, tuple[float, str]] = {}
         self._migrations: dict[int, tuple[Migration, float]] = {}  # in progress, with their deadlines
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Only members of ``topology`` are watched from now on."""
         self._topology = topology
-        self._complaints.apply(topology)
+        self._complaints.apply_topology(topology)
         self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
 
     def began(self, plan: StepPlan) -> None:
@@ -62,7 +62,7 @@ class Watch:
     def complain(self, reporter: str, worker: str, reason: str) -> None:
         """``reporter`` cannot reach ``worker``, whose process may still run."""
         if worker in self._topology.names:  # not one whose loss the reporter has noticed later than the engine
-            self._complaints.add(reporter, worker, reason, self._control.liveness.awake_s)
+            self._complaints.report(reporter, worker, reason, self._control.liveness.awake_s)
 
     @property
     def ended(self) -> dict[str, str]:
@@ -92,7 +92,7 @@ class Watch:
             return silence(self.silent)
         return failure(worker, message)
 
-    def check(self) -> None:
+    def raise_if_stalled(self) -> None:
         """Raises TransportError if a step or a migration has made no progress for too long."""
         now = self._control.liveness.awake_s
         if (stuck := self._stuck(now)) is not None:

@@ -50,6 +50,11 @@ CLOSE_TIMEOUT_S = 60.0
 MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do not delay the others' tokens
 
 
+def new_thread(run: Callable[[], None]) -> threading.Thread:
+    """Return a thread that ends with its process."""
+    return threading.Thread(target=run, name="lamina-engine", daemon=True)
+
+
 class Engine:
     """Owns requests, tokens and the placement of KV. Its public methods are thread-safe.
 
@@ -71,8 +76,12 @@ class Engine:
         cluster: Cluster,
         on_trace: Sequence[OnTrace] = (),
         save: Save = lambda topology, wanted: None,
+        thread: Callable[[Callable[[], None]], threading.Thread] = new_thread,
     ) -> None:
-        """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``."""
+        """Take over a running cluster. ``close`` ends it and hands the spans of all workers to ``on_trace``.
+
+        ``thread``: Makes the engine's thread, which runs the function given.
+        """
         self.config = config
         self.model_name, *aliases = served_names(config) or [model.name]
         self.model_aliases = tuple(aliases)
@@ -104,21 +113,21 @@ class Engine:
             self._scheduler.placement.promised = whole.total
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        element = KvElement.of(cluster.kv_cache_dtype, cluster.dtype)
+        element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
         self._placement = PlacementView(self._scheduler, cluster.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
         self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[TrackedRequest, None] = {}  # with updates that their callers have not had
         self._lacks_memory = bool(cluster.missing)
-        self._steps = self._moved = 0
+        self._steps = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards changes of _commands, _tracked, _places and _dead together
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
         self._places = Places(MAX_WAITING + limits.max_sequences)
         self._dead: str | None = None
         self.after_turn: Callable[[], None] = _nothing
-        self._thread = threading.Thread(target=self._run, name="lamina-engine", daemon=True)
+        self._thread = thread(self._run)
         self._thread.start()
 
     # -- called from any thread ---------------------------------------------------------------------------------
@@ -140,7 +149,7 @@ class Engine:
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
         request = self._request(request_id, text, tokens, params, client, self.new_seed())
-        self._queue(request, Reading(request, self.tokenizer, on_update, self.finish).take)
+        self._queue(request, Reading(request, self.tokenizer, on_update, self.end_completion).on_update)
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
         """Queue several requests atomically: if one is rejected, none is queued. Errors are those of ``submit``."""
@@ -163,7 +172,9 @@ class Engine:
         drawn: Drawn | None = None,
         again: bool = False,
     ) -> None:
-        """Queue a request whose caller detokenizes and matches stop strings itself, and ends completions by ``finish``.
+        """Queue a request whose caller detokenizes and matches stop strings itself.
+
+        The caller ends completions at stop strings by ``end_completion``.
 
         Args:
             seed: Seed of the draws if the parameters have none.
@@ -198,7 +209,7 @@ class Engine:
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
 
-    def finish(self, request_id: str, index: int) -> None:
+    def end_completion(self, request_id: str, index: int) -> None:
         """A stop string has ended a completion: its KV is freed, and its caller is told nothing more of it. Does
         nothing if it has ended or the request is unknown."""
         with self._lock:
@@ -257,7 +268,7 @@ class Engine:
         links = list(collections.Counter(list(self.cluster.links.values())).items())
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
-        counts = (running, waiting, self._steps, self._moved, *counted)
+        counts = (running, waiting, self._steps, *counted)
         disks, scaling = self._scheduler.disks, self._scaling.stats
         found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
@@ -328,13 +339,13 @@ class Engine:
         self._scaling.look(now)
         for worker, sequences in self._members.recipients.overdue(now if self._turn.in_flight else math.inf):
             self._members.tell([worker], Release(sequences))
-        self._timeline.add("plan", -1, begun)
+        self._timeline.record_span("plan", -1, begun)
         begun = self._timeline.now()
         touched, self._touched = self._touched, {}
         for tracked in touched:
             self._publish(tracked)
         self.after_turn()
-        self._timeline.add("tell callers", -1, begun)
+        self._timeline.record_span("tell callers", -1, begun)
         self._check_workers()
 
     def _take(self, worker: str, message: ToEngine) -> None:
@@ -344,7 +355,7 @@ class Engine:
             for done in self._turn.in_order(message):
                 self._complete(done)
         else:
-            self._members.take(worker, message)
+            self._members.handle_message(worker, message)
 
     def _complete(self, done: StepDone) -> None:
         drawn = self._turn.complete(done)
@@ -381,7 +392,6 @@ class Engine:
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
-        self._moved += len(plan.moved)
         for workers, part in self._members.recipients.of(plan, now):
             self._members.tell(workers, Step(part, self.topology.epoch))
 
@@ -395,7 +405,7 @@ class Engine:
         try:
             group = self._scheduler.add(tracked.request, tracked.drawn)
         except RequestError as error:  # it could be served when it was submitted; a worker has been lost since
-            tracked.end(FinishReason.ERROR, str(error))
+            tracked.end_all(FinishReason.ERROR, str(error))
             self._publish(tracked)
         else:
             tracked.start(group)
@@ -404,7 +414,7 @@ class Engine:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return
-        tracked.finish(index)  # its slots are released at its next token, whose step is planned or waits to be
+        tracked.end_completion(index)  # its slots are released at its next token, whose step is planned or waits to be
         if tracked.finished:
             self._scheduler.abort(request_id)
             self._touched.pop(tracked, None)
@@ -417,7 +427,7 @@ class Engine:
         tracked = self._tracked.get(request_id)
         if tracked is not None:
             self._scheduler.abort(request_id, suspect)
-            tracked.end(reason, error)
+            tracked.end_all(reason, error)
             self._touched.pop(tracked, None)
             self._publish(tracked)
 
@@ -442,14 +452,14 @@ class Engine:
         if lost := members.lost():
             self._lacks_memory = True
             placement.promised = placement.possible  # requests wait for the successors of those that are lost
-            if (poison := members.lose(lost)) is not None:
+            if (poison := members.on_workers_lost(lost)) is not None:
                 self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
         if placement.promised and not members.memory_starts:  # these have joined, or it may take long
             placement.promised = 0
         if self._lacks_memory and not members.memory_grows:  # they have, or never will
             self._lacks_memory = False
             self._end_stranded()
-        members.watch.check()
+        members.watch.raise_if_stalled()
 
     def _end_stranded(self) -> None:
         """End the requests that no memory worker will have room for."""
@@ -468,7 +478,7 @@ class Engine:
         """Terminal states for all, without the scheduler, which may be what failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
-            tracked.end(FinishReason.ERROR, reason)
+            tracked.end_all(FinishReason.ERROR, reason)
             self._forget(request_id)
             _call_back(tracked)
         self.after_turn()

@@ -17,11 +17,11 @@ class Complaints:
 
     _reasons: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
 
-    def add(self, reporter: str, worker: str, reason: str, now: float) -> None:
+    def report(self, reporter: str, worker: str, reason: str, now: float) -> None:
         """``reporter`` cannot reach ``worker``."""
         self._reasons.setdefault((reporter, worker), (reason, now))
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Forget what is said by or of those that do not take part any more."""
         self._reasons = {
             pair: said
@@ -63,7 +63,7 @@ class Ending:
     since: float
     _missing: dict[str, list[str]] = field(default_factory=dict)  # by member that has answered
 
-    def note(self, worker: str, message: EpochEnded) -> bool:
+    def on_epoch_ended(self, worker: str, message: EpochEnded) -> bool:
         """A member has dropped the old epoch. True once all have, and nothing of it can arrive any more."""
         if message.epoch == self.topology.epoch:
             self._missing[worker] = message.missing

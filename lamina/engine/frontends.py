@@ -95,7 +95,7 @@ class _Submission:
 
 
 class Frontends:
-    """The frontends that say Hello. ``leave`` may be called by any thread."""
+    """The frontends that say Hello. ``on_frontend_exit`` may be called by any thread."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Frontends:
             tuple(engine.model_aliases),
         )
 
-    def leave(self, name: str) -> None:
+    def on_frontend_exit(self, name: str) -> None:
         """A frontend's process has ended: cancel its requests."""
         member = self._members.pop(name, None)
         if member is None:
@@ -231,7 +231,7 @@ class Frontends:
         elif isinstance(message, Submit):
             self._submissions.append(_Submission(member, message))
         elif isinstance(message, Finish):
-            self._engine.finish(member.request_id(message.request), message.index)
+            self._engine.end_completion(member.request_id(message.request), message.index)
         elif isinstance(message, Abort):
             for number in message.requests:
                 self._abort(member, number)

@@ -12,6 +12,7 @@ from typing import Any
 
 from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
 from lamina.cluster.joining import Fabric, enter, prepare_compute, prepare_memory
+from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
@@ -91,7 +92,7 @@ class Joins:
         name = f"{role}{next(self._numbers[role])}"
         bootstrap = self._control.admit(name)
         try:
-            self._fabric.launcher.start(name, role, kind, bootstrap)
+            self._fabric.launcher.start(Start(role, kind, bootstrap))
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error
@@ -104,7 +105,7 @@ class Joins:
         self._advance(joiner, None)
         return name
 
-    def take(self, worker: str, message: ToEngine) -> bool:
+    def handle_join_message(self, worker: str, message: ToEngine) -> bool:
         """Take what a worker says of joining; False if it is about something else."""
         if self._stale is not None and isinstance(message, self._stale[0]) and worker in self._stale[1]:
             self._stale[1].remove(worker)
@@ -206,7 +207,7 @@ class Joins:
         if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
             self._stale = joiner.asked.kind, left
         try:
-            self._workers.end(joiner.name, reason=str(error))
+            self._workers.kill_worker(joiner.name, reason=str(error))
         except TransportError as stuck:  # it may still write into its leases: nobody else gets them
             log.warning("%s", stuck)
         else:

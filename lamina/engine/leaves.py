@@ -66,7 +66,7 @@ class Leaves:
         """How far each leaver is."""
         return {leaver.name: leaver.stage.name.lower() for leaver in list(self._leavers.values())}
 
-    def check(self, names: Sequence[str], topology: Topology) -> None:
+    def validate_leave(self, names: Sequence[str], topology: Topology) -> None:
         """Raises ConfigError, with the figures, if the others have no room for what these memory workers hold."""
         placement = self._scheduler.placement
         going = [name for name in names if name in topology.capacities]
@@ -89,7 +89,7 @@ class Leaves:
                 "Wait until it has ended, or add memory workers first"
             )
 
-    def begin(self, name: str, topology: Topology) -> None:
+    def begin_leave(self, name: str, topology: Topology) -> None:
         """Let a member go once nothing depends on it."""
         role: Role = "memory" if name in topology.capacities else "compute"
         self._leavers[name] = Leaver(name, role)
@@ -116,11 +116,11 @@ class Leaves:
             if leaver.stage is Stage.PARTING and number >= leaver.change:
                 leaver.waiting.discard(worker)
 
-    def lose(self, name: str) -> None:
+    def on_worker_lost(self, name: str) -> None:
         """A leaver was lost before it had left."""
         del self._leavers[name]
 
-    def apply(self, topology: Topology) -> list[str]:
+    def apply_topology(self, topology: Topology) -> list[str]:
         """Members were lost. Returns the leavers that stay, since nobody else of their pool is left."""
         back = []
         for leaver in list(self._leavers.values()):
@@ -149,7 +149,7 @@ class Leaves:
 
     def _end(self, leaver: Leaver, members: Collection[str]) -> None:
         try:
-            self._workers.end(leaver.name)
+            self._workers.kill_worker(leaver.name)
         except TransportError as error:  # it may still write into its leases: nobody else gets them
             log.warning("%s", error)
             return

@@ -44,7 +44,7 @@ class Record:
         self._waiting = set[str]()
         save(topology)
 
-    def change(self, number: int, topology: Topology) -> None:
+    def begin_change(self, number: int, topology: Topology) -> None:
         """Change ``number`` is about to be sent to all members of ``topology``."""
         if left := self._topology.names - topology.names:
             self._leave_out(left)
@@ -56,15 +56,15 @@ class Record:
             return
         self._waiting.discard(worker)
         if not self._waiting:
-            self.settle(self._pending[1])
+            self.set_members(self._pending[1])
 
-    def lose(self, lost: Collection[str]) -> None:
+    def on_workers_lost(self, lost: Collection[str]) -> None:
         """Members are lost, and the others are about to be told of the next epoch, as which this counts even if none of
-        the lost has been saved. ``settle`` comes once they are in it."""
+        the lost has been saved. ``set_members`` comes once they are in it."""
         self._pending = None
         self._leave_out(lost)
 
-    def settle(self, topology: Topology) -> None:
+    def set_members(self, topology: Topology) -> None:
         """Make ``topology``, which all members have applied, the current one and save it."""
         self._pending = None
         self._topology = topology
@@ -147,11 +147,11 @@ class Members:
         if self.pools is not None:
             self.pools.turn(steady=self.is_steady)
 
-    def take(self, worker: str, message: ToEngine) -> None:
+    def handle_message(self, worker: str, message: ToEngine) -> None:
         """A message that is not about a step. Raises TransportError if it is not expected while serving."""
         if isinstance(message, Changed):
             self._record.note_changed(worker, message.number)
-        if self.pools is not None and self.pools.take(worker, message):
+        if self.pools is not None and self.pools.handle_member_message(worker, message):
             return  # it is about a worker that joins
         if worker not in self.topology.names:
             return  # it was lost after it sent this
@@ -204,7 +204,7 @@ class Members:
             worker: TransportError(f"worker {worker} holds all others up: {why}") for worker, why in overdue.items()
         }
 
-    def lose(self, lost: Mapping[str, LaminaError]) -> str | None:
+    def on_workers_lost(self, lost: Mapping[str, LaminaError]) -> str | None:
         """End the epoch: go on without these workers, and replace them. If no worker of a role is left, requests wait
         for the replacement; raises the reason for the loss if there will be none.
 
@@ -224,17 +224,17 @@ class Members:
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
         deaths = self._deaths(lost)
         for worker in lost:
-            self._workers.end(worker, cut=True)
+            self._workers.kill_worker(worker, cut=True)
         now = self._control.liveness.awake_s
         lost_at = now if self._ending is None else self._ending.lost_at
         self.topology = topology = self.topology.without(lost)
         self._ending = Ending(topology, lost_at, now)
-        self._record.lose(lost.keys())
-        self._control.apply(topology)
-        self.watch.apply(topology)
+        self._record.on_workers_lost(lost.keys())
+        self._control.apply_topology(topology)
+        self.watch.apply_topology(topology)
         remains = self._turn.apply(topology, deaths)
         if pools is not None:
-            pools.lose(lost, topology, free=remains.on_trial)
+            pools.on_workers_lost(lost, topology, free=remains.on_trial)
         self.usage = {name: usage for name, usage in self.usage.items() if name in topology.names}
         self.recomputed += remains.recomputed
         for why in lost.values():
@@ -266,14 +266,14 @@ class Members:
     def _adopt(self, topology: Topology) -> int:
         """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
         self.topology = topology
-        self._control.apply(topology)
-        self.watch.apply(topology)
+        self._control.apply_topology(topology)
+        self.watch.apply_topology(topology)
         self._turn.change(topology)
         self.recipients.change(topology)
         fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.capacities.items()}
         self.usage = {name: self.usage.get(name, usage) for name, usage in fresh.items()}
         self._changes += 1
-        self._record.change(self._changes, topology)
+        self._record.begin_change(self._changes, topology)
         self.tell(sorted(topology.names), Change(self._changes, topology))
         return self._changes
 
@@ -284,13 +284,13 @@ class Members:
 
     def _note_ended(self, worker: str, message: EpochEnded) -> None:
         ending = self._ending
-        if ending is not None and ending.note(worker, message):
+        if ending is not None and ending.on_epoch_ended(worker, message):
             self._begin_epoch(ending)
 
     def _begin_epoch(self, ending: Ending) -> None:
         """All members are ready for the next epoch."""
         self._ending = None
-        self._record.settle(self.topology)
+        self._record.set_members(self.topology)
         self.recoveries += 1
         self._turn.begin_epoch()
         seconds = self._control.liveness.awake_s - ending.lost_at

@@ -40,7 +40,7 @@ class Resize:
     left: int = 0
     done: list[str] = field(default_factory=list)
 
-    def note(self, name: str) -> None:
+    def on_member_change(self, name: str) -> None:
         """A worker has joined or left."""
         self.left -= 1
         self.done.append(name)
@@ -102,13 +102,13 @@ class Pools:
         for role, change in changes.items():
             if change.count > 0:
                 self._check_growth(role, kinds[role], change.count)
-        self._leaves.check(leavers, self.topology)
+        self._leaves.validate_leave(leavers, self.topology)
         resize.left = sum(abs(change.count) for change in changes.values())
         for role, change in changes.items():
             self.wanted[role] += change.count
         for name in leavers:
             self._resizes[name] = resize
-            self._leaves.begin(name, self.topology)
+            self._leaves.begin_leave(name, self.topology)
         for role, change in changes.items():
             for _ in range(change.count):
                 self._start(role, kinds[role], resize)
@@ -119,7 +119,7 @@ class Pools:
 
     def _check_growth(self, role: Role, kind: str, count: int) -> None:
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
-        self._fabric.launcher.check(role, kind, same + self._joins.count(role) + count)
+        self._fabric.launcher.validate_pool(role, kind, same + self._joins.count(role) + count)
         if role == "memory":
             return
         if self._fabric.compute_setup.local:
@@ -203,22 +203,22 @@ class Pools:
         """Return the roles of workers that bring this one; a compute worker may bring memory too."""
         return (role, "compute") if role == "memory" and self._fabric.compute_setup.local else (role,)
 
-    def lose(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
+    def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
         ``free``, at once and not counted: the search for a request that makes workers die is going on."""
         members = {member.name: member for member in self.topology.members}
-        self._fabric.forget(topology.names)
+        self._fabric.keep_members(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
         for name, reason in lost.items():
             if name in self._leaves.names:
-                self._leaves.lose(name)
+                self._leaves.on_worker_lost(name)
                 self._note(name)
             elif name in self._moving:
                 self._note(name)
             else:
                 self._replace(members[name].role, members[name].kind, reason, free)
-        for name in self._leaves.apply(topology):  # they have to stay
+        for name in self._leaves.apply_topology(topology):  # they have to stay
             self.wanted[members[name].role] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
@@ -248,19 +248,19 @@ class Pools:
                         self._start(wish.role, wish.kind, None)
                     if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
                         raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
-                    self._leaves.check([wish.leaver], self.topology)
-                    self._leaves.begin(wish.leaver, self.topology)
+                    self._leaves.validate_leave([wish.leaver], self.topology)
+                    self._leaves.begin_leave(wish.leaver, self.topology)
             except LaminaError as error:
                 log.warning("%s", error)
 
     # -- every turn of the engine
 
-    def take(self, worker: str, message: ToEngine) -> bool:
+    def handle_member_message(self, worker: str, message: ToEngine) -> bool:
         """Take what a worker says of joins and changes; False if it is about something else."""
         if isinstance(message, Changed):
             self._leaves.note_changed(worker, message.number)
             return True
-        return self._joins.take(worker, message)
+        return self._joins.handle_join_message(worker, message)
 
     def turn(self, steady: bool) -> None:
         """Admit joiners that are ready, and release leavers that hold nothing any more. ``steady``: no epoch is ending.
@@ -293,7 +293,7 @@ class Pools:
                 others = following.names
                 self.topology = following
                 self._leaves.part(name, self._adopt(following), others)
-                self._fabric.forget(others)
+                self._fabric.keep_members(others)
 
     def _may_adopt(self, following: Topology) -> bool:
         """False while steps in flight depend on the replicas: no more are planned until they have completed."""
@@ -312,7 +312,7 @@ class Pools:
         """A worker has joined or left."""
         self._moving.discard(name)
         if (resize := self._resizes.pop(name, None)) is not None:
-            resize.note(name)
+            resize.on_member_change(name)
 
     def _joined(self, member: Member) -> Topology:
         replicas = len(self.topology.computes) + (member.role == "compute")

@@ -54,7 +54,7 @@ class Reading:
         """The completions that have not ended."""
         return [index for index, text in enumerate(self._texts) if text.finish_reason is None]
 
-    def take(self, update: TokenUpdate) -> None:
+    def on_update(self, update: TokenUpdate) -> None:
         """Pass on what is new. Does nothing once every completion has ended."""
         if self._finished:
             return
@@ -91,7 +91,7 @@ class Reading:
                 news.logprobs.append(Position(part.logprobs[place], new, pending))
             special = self._special_texts.get(token, "")
             if place == last:
-                decision = text.stop.end(new, special)
+                decision = text.stop.append_last(new, special)
             else:
                 decision = text.stop.append(new, special if self._skip_special else "")
             news.texts.append(decision.text)

@@ -77,7 +77,7 @@ class _Requests:
     """Requests submitted together, with the unread updates of each. ``notify`` runs on the engine's thread.
 
     Without ``client``, all requests of one call count as one client. If more than ``most_unread`` tokens are unread,
-    the requests are cancelled and ``take`` raises.
+    the requests are cancelled and ``pop_unread`` raises.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class _Requests:
         if self._aborted:  # meanwhile: abort() may have come too early
             self.abort()
 
-    def take(self) -> list[Update]:
+    def pop_unread(self) -> list[Update]:
         """Unread updates, in prompt order, which are then read. Raises OverloadedError if there were too many."""
         with self._lock:
             if self._overrun is not None:
@@ -195,7 +195,7 @@ class Outputs(Iterator[Update]):
             if not self._arrived.wait(WATCH_S):
                 self._requests.check_alive()
             self._arrived.clear()
-            self._ready = self._requests.take()[::-1]
+            self._ready = self._requests.pop_unread()[::-1]
         return self._ready.pop()
 
     def close(self) -> None:
@@ -253,7 +253,7 @@ class AsyncOutputs(AsyncIterator[Update]):
                 await asyncio.sleep(0)  # a stream that never waits must let others run
             await self._arrived.wait()
             self._arrived.clear()
-            self._ready = self._requests.take()[::-1]
+            self._ready = self._requests.pop_unread()[::-1]
             if not self._ready:
                 self._requests.check_alive()
         return self._ready.pop()

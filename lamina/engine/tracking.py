@@ -30,7 +30,7 @@ class TokenEnds:
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.tokens = self._eos.union(params.stop_token_ids)
 
-    def at(self, token: int, count: int) -> FinishReason | None:
+    def finish_reason(self, token: int, count: int) -> FinishReason | None:
         """Return the finish reason if ``token``, number ``count`` of its completion from 1, ends it."""
         if token in self.tokens and count > self._min_tokens:
             return FinishReason.STOP
@@ -148,7 +148,7 @@ class TrackedRequest:
             news.token_ids.append(token)
         if self._with_logprobs:
             news.logprobs.append(draw.logprobs)
-        reason = ends.at(token, one.drawn)
+        reason = ends.finish_reason(token, one.drawn)
         if reason is None:
             return False
         self._finish(index, reason)
@@ -156,13 +156,13 @@ class TrackedRequest:
             news.stop_token = ends.stop_token(token)
         return True
 
-    def finish(self, index: int) -> None:
+    def end_completion(self, index: int) -> None:
         """A completion has ended at a stop string, which its caller has found: it is told nothing more of it."""
         if index in self._open:
             self._open[index].news = None
             self._finish(index, FinishReason.STOP)
 
-    def end(self, reason: FinishReason, error: str | None = None) -> None:
+    def end_all(self, reason: FinishReason, error: str | None = None) -> None:
         """Give every completion without a finish reason this one. Does nothing if all have one.
 
         Also works before ``start``.

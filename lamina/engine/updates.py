@@ -93,7 +93,7 @@ class Whole:
         self._update: RequestUpdate | None = None
         self._logprobs: dict[int, list[list[Logprob]]] = {}  # unpacked so far, by completion
 
-    def add(self, update: RequestUpdate) -> None:
+    def append_update(self, update: RequestUpdate) -> None:
         """Add the next update. Takes ownership of ``update``."""
         if self._update is None:
             self._update = update
@@ -139,7 +139,7 @@ def whole(tokenizer: Tokenizer, on_output: Callable[[RequestOutput], None]) -> O
     gathered = Whole(tokenizer)
 
     def on_update(update: RequestUpdate) -> None:
-        gathered.add(update)
+        gathered.append_update(update)
         on_output(gathered.output())
 
     return on_update

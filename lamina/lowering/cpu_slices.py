@@ -99,7 +99,7 @@ class LoweredSlice:
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the values that depend on positions [T] alone; the same for all slices with this ``prelude_key``."""
-        return tuple(self._constants) if self._table is None else self._table.at(positions)
+        return tuple(self._constants) if self._table is None else self._table.lookup(positions)
 
     def run(
         self,
@@ -155,7 +155,7 @@ class PositionTable:
     def _compute(self, positions: Tensor) -> tuple[Tensor, ...]:
         return tuple(value.contiguous() for value in self._prelude(*self._constants, positions.to(self._device)))
 
-    def at(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def lookup(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the prelude's results for positions int64 [T], which are in host memory."""
         needed = int(positions.max()) + 1 if len(positions) else 0
         if needed > self._most:

@@ -68,7 +68,7 @@ class PlacedSlice:
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the values that depend on positions int64 [T], in host memory, alone."""
-        return self._constants if self._table is None else self._table.at(positions)
+        return self._constants if self._table is None else self._table.lookup(positions)
 
     def __call__(
         self,

@@ -184,7 +184,7 @@ class Ahead:
                 channel.unbook(lane.number)
             return False
         self._runs[lane.number] = run
-        self._lanes[lane.number].stream.follow()
+        self._lanes[lane.number].stream.order_after_host()
         self._launch(lane.number, run)
         return True
 
@@ -256,14 +256,14 @@ class Ahead:
     def _settle(self, number: int, run: _Run) -> None:
         """Take over the records of a lane."""
         stream = self._lanes[number].stream
-        stream.check()
+        stream.raise_failure()
         while run.done < run.launched and (done_ns := int((row := stream.records[run.done % WINDOW])["done_ns"])):
             name, slot = run.peer, int(row["slot"])
             self._channels[name].settle(slot, int(row["number"]), row["header"].tobytes())
             self._seen.discard((name, slot))
             spent_ns = done_ns - int(row["found_ns"])
             self.busy_s += 1e-9 * spent_ns
-            self._timeline.add("attention", number, self._timeline.now() - spent_ns)
+            self._timeline.record_span("attention", number, self._timeline.now() - spent_ns)
             row["done_ns"] = 0
             self._direct[name].wake()
             run.done += 1

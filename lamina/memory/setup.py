@@ -55,7 +55,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
 def _reserve(control: ControlClient, asked: Reserve) -> None:
     """Take what steps need beside the slab. Raises ConfigError if there is too little memory."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
-    element, query = KvElement.of(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
+    element, query = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
     polls = gpu_polls(control.device, polling_of(control, setup.polling))
     try:
         reserve(control.device, specs, element, query, largest(asked, polls))

@@ -63,7 +63,7 @@ class KvStore:
         self.worker = worker
         self.threads = threads
         self.dtype = dtype
-        self.element = KvElement.of(kv_cache_dtype, dtype)
+        self.element = KvElement.from_setting(kv_cache_dtype, dtype)
         self._overlap = overlap
         self._ranks = ranks
         self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)

@@ -50,7 +50,15 @@ from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
 from lamina.worker.device_slots import Slots
 from lamina.worker.fence import Fence
-from lamina.worker.links import LINKING_SLICE_S, Links, Newcomers, Wait, set_up_links
+from lamina.worker.links import (
+    LINKING_SLICE_S,
+    Links,
+    Newcomers,
+    OpenEndpoint,
+    Wait,
+    open_endpoint,
+    set_up_links,
+)
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
@@ -92,7 +100,7 @@ class MemoryWorker:
         self._newcomers = Newcomers(control, links)
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
         self._slots = Slots(links, store.device)
-        self._slots.add(self._channels.values())
+        self._slots.register_channels(self._channels.values())
         self._doors = self._closed_doors()
         self._timeline = timeline
         self._ahead = Ahead(store, links, timeline)
@@ -110,7 +118,7 @@ class MemoryWorker:
                 self._serve_once()
                 self._newcomers.look()
             except PeerLostError as error:
-                self._fence.lose(error)
+                self._fence.on_peer_lost(error)
             self._usage.tell(self._busy_s + self._ahead.busy_s)
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
@@ -153,7 +161,7 @@ class MemoryWorker:
                 self._read_control()
                 return
         if pulled is not None:
-            self._timeline.add("pull", pulled, waiting)
+            self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
             self._hub.go_on()
@@ -191,13 +199,13 @@ class MemoryWorker:
         self._slots.keep(self._channels)
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
-        self._fence.begin(topology)
+        self._fence.begin_epoch(topology)
         self._ahead.use(self._channels, self._pipeline, self._computes)
 
     def _change(self, message: Change) -> None:
         """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
         topology = message.topology
-        self._links.change(topology)
+        self._links.change_members(topology)
         for peer in topology.names - {self._links.name}:
             if not self._links.has(peer):
                 self._fence.miss(peer)
@@ -206,7 +214,7 @@ class MemoryWorker:
         joined = {name: self._links.channel(name) for name in new}
         self._channels = kept | joined
         self._slots.keep(kept)
-        self._slots.add(joined.values())
+        self._slots.register_channels(joined.values())
         self._doors = [door for door in self._doors if door.channel.name in kept]
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         self._migrations.change(self._others(topology.memories))
@@ -242,7 +250,7 @@ class MemoryWorker:
                 self._hub.go_on()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
         request = door.request
-        self._timeline.add("wait", request.lane, waiting)
+        self._timeline.record_span("wait", request.lane, waiting)
         if not self._wait_for_step(request.lane):
             return
         lane = self._lanes[request.lane]
@@ -341,7 +349,7 @@ class MemoryWorker:
         """Work on a piece of a request for a few milliseconds; after the request's last one, reply."""
         start, span = time.monotonic(), self._timeline.now()
         done = next(work, _DONE) is _DONE
-        self._timeline.add("attention", lane.number, span)
+        self._timeline.record_span("attention", lane.number, span)
         last = done and lane.piece == len(lane.steps[0].pieces) - 1
         if last:
             self._finish(lane)
@@ -389,7 +397,7 @@ class MemoryWorker:
             channel.send(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
         else:  # if it is kept, nothing overwrites it before it has been sent: the lane's next request follows it
             channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
-        self._timeline.add("send", lane.number, span)
+        self._timeline.record_span("send", lane.number, span)
 
     def _advance(self, lane: Lane, answered: bool) -> None:
         if not answered:
@@ -426,7 +434,7 @@ class MemoryWorker:
         elif isinstance(message, Change):
             self._change(message)
         elif isinstance(message, Grant | Link | Forget):
-            self._newcomers.take(message)
+            self._newcomers.handle_link_message(message)
         elif isinstance(message, Release):
             self._store.release(message.sequences)
             self._migrations.release(message.sequences)
@@ -439,11 +447,13 @@ class MemoryWorker:
         self._control.send(Migrated(number))
 
 
-def build(control: ControlClient, resources: contextlib.ExitStack) -> MemoryWorker:
+def build(
+    control: ControlClient, resources: contextlib.ExitStack, open_endpoint: OpenEndpoint = open_endpoint
+) -> MemoryWorker:
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     store, tier, setup = make_store(control, resources)
-    links, connect = set_up_links(control, resources, store.device.inboxes)
-    worker = MemoryWorker(control, store, tier, links, links.settle(), connect, Timeline(setup.trace))
+    links, connect = set_up_links(control, resources, store.device.inboxes, open_endpoint)
+    worker = MemoryWorker(control, store, tier, links, links.close_unused_endpoints(), connect, Timeline(setup.trace))
     resources.callback(worker.close)
     control.send(Connected())
     return worker

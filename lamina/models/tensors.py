@@ -106,7 +106,7 @@ class _Done:
     def __init__(self, nbytes: Mapping[str, int], report: Progress | None) -> None:
         self._nbytes, self._total, self._report, self._bytes = nbytes, sum(nbytes.values()), report, 0
 
-    def add(self, name: str) -> None:
+    def mark_loaded(self, name: str) -> None:
         self._bytes += self._nbytes[name]
         if self._report is not None:
             self._report(self._bytes, self._total)
@@ -145,7 +145,7 @@ class _Checkpoint:
                         copy = self._make(self._recipes[other], files, stack, {other: wanted[source]})[other]
                         self._check_tie(source, made[source], other, copy)
                 result[name] = made[source]
-                done.add(name)
+                done.mark_loaded(name)
         return result
 
     def _stored(self, name: str) -> str:
@@ -226,13 +226,15 @@ class _Checkpoint:
         def read(key: str) -> torch.Tensor:
             packed = self._directory.packed.get(key)
             if packed is not None:
-                return read_codes(packed, stored).cut(early).dense(wanted)
+                return read_codes(packed, stored).shard(early).dense(wanted)
             return cut(stored(key), early).to(wanted)  # of a mapped file, the rest is not read
 
         packed = self._directory.packed.get(recipe.inputs[0][1])
         if packed is not None and recipe.convert is None and self._tied(first) == [first]:
-            codes = read_codes(packed, stored).cut(early).map(lambda part: _own(part, mapped, self._device))
-            held = self._form.hold(first, codes, wanted)
+            codes = (
+                read_codes(packed, stored).shard(early).replace_tensors(lambda part: _own(part, mapped, self._device))
+            )
+            held = self._form.keep_codes(first, codes, wanted)
             return {first: codes.dense(wanted) if held is None else held}
         if (experts := self._held_experts(recipe, stored, mapped, shards.get(first, {}))) is not None:
             return {first: experts}
@@ -276,7 +278,7 @@ class _Checkpoint:
         if whole is None:
             return None
         codes.clear()
-        here = whole.cut(shard).map(lambda part: _own(part, mapped, self._device))
+        here = whole.shard(shard).replace_tensors(lambda part: _own(part, mapped, self._device))
         return self._form.hold_experts(here, like.dtype)
 
     def _is_quantised(self, name: str) -> bool:
@@ -314,7 +316,7 @@ def _dummy(
             else:
                 made[source] = _own(cut(tensor, shard), set(), device)
         result[name] = made[source]
-        done.add(name)
+        done.mark_loaded(name)
     return result
 
 

@@ -9,11 +9,26 @@ from lamina.kv.placement import Placement
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of one request, of one step, and of the sequences that all lanes together decode at once."""
+    """Bounds of one request, of one step, and of the sequences that decode at once.
 
-    max_sequences: int
+    Attributes:
+        max_num_seqs: sequences that each replica decodes at once, as in ``EngineConfig``.
+        max_num_batched_tokens: token rows of a step.
+        max_model_len: tokens of a prompt and its completion together.
+        replicas: copies of the weights.
+        row_lanes: lanes whose rows add up: 1 if one lane may come to hold the sequences of all.
+    """
+
+    max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    replicas: int = 1
+    row_lanes: int = 1
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that all lanes together decode at once; each needs a row of its own in its lane's step."""
+        return min(self.max_num_seqs * self.replicas, self.max_num_batched_tokens * self.row_lanes)
 
     def check(self, prompt_length: int, params: SamplingParams, placement: Placement) -> None:
         """Raises RequestError, with the figures, for a request that can never be served."""

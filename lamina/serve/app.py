@@ -10,19 +10,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import lamina
-from lamina.core.types import SamplingParams
 from lamina.engine.stats import EngineStats, imbalance
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import admin, http_errors
-from lamina.serve.generation import Form, check_model, respond
+from lamina.serve.answers import chat_choice, completion_choice
+from lamina.serve.fields import IgnoredLog
+from lamina.serve.generation import AnswerFormat, respond
 from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
 from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
-from lamina.serve.request_bodies import ChatRequest, CompletionRequest, IgnoredLog, parse
 from lamina.serve.request_log import RequestLog
-from lamina.serve.responses import chat_choice, completion_choice
-from lamina.text.prompts import chat_prompt, encode_prompt
+from lamina.serve.requests import read_chat, read_completion, require_model
 
 
 def placement_of(stats: EngineStats) -> dict[str, Any]:
@@ -52,8 +51,8 @@ def placement_of(stats: EngineStats) -> dict[str, Any]:
     }
 
 
-COMPLETION = Form("text_completion", "text_completion", "cmpl", completion_choice, completion_choice, None)
-CHAT = Form(
+COMPLETION = AnswerFormat("text_completion", "text_completion", "cmpl", completion_choice, completion_choice, None)
+CHAT = AnswerFormat(
     "chat.completion",
     "chat.completion.chunk",
     "chatcmpl",
@@ -78,16 +77,16 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        taken = await intake.take(request, functools.partial(completion, engine))
-        ignored.add(taken[0].ignored)
-        return await respond(request, engine, metrics.traffic, COMPLETION, *taken)
+        wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
+        ignored.report(wanted.ignored)
+        return await respond(request, engine, metrics.traffic, COMPLETION, wanted)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        taken = await intake.take(request, functools.partial(conversation, engine))
-        ignored.add(taken[0].ignored)
-        return await respond(request, engine, metrics.traffic, CHAT, *taken)
+        wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
+        ignored.report(wanted.ignored)
+        return await respond(request, engine, metrics.traffic, CHAT, wanted)
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
@@ -100,7 +99,7 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         """Return the served model, if ``name`` is one of its names."""
-        check_model(engine, name)
+        require_model(engine, name)
         return JSONResponse(_model(engine, name, started))
 
     @app.head("/health", include_in_schema=False)
@@ -131,31 +130,6 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
     return RequestLog(app)  # around all else, so that it also sees answers to unexpected errors
-
-
-def completion(engine: Runtime, raw: bytes) -> tuple[CompletionRequest, list[list[int]], SamplingParams, list[str]]:
-    """Decode a completion: request, prompts as tokens, parameters, texts to echo. Raises APIError, RequestError."""
-    body = parse(CompletionRequest, raw)
-    check_model(engine, body.model)
-    params = body.sampling_params(engine.sampling_defaults)
-    tokenizer, limit = engine.tokenizer, engine.max_model_len
-    prompts = [encode_prompt(tokenizer, p, limit) if isinstance(p, str) else p for p in body.prompt]
-    body.check_room(prompts, limit)
-    echo = []
-    if body.echo:
-        skip = params.skip_special_tokens
-        echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt]
-    return body, prompts, params, echo
-
-
-def conversation(engine: Runtime, raw: bytes) -> tuple[ChatRequest, list[list[int]], SamplingParams]:
-    """Decode a chat request: request, prompt as tokens, parameters. Raises APIError, RequestError."""
-    body = parse(ChatRequest, raw)
-    check_model(engine, body.model)
-    params = body.sampling_params(engine.sampling_defaults)
-    prompts = [chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)]
-    body.check_room(prompts, engine.max_model_len)
-    return body, prompts, params
 
 
 def _model(engine: Runtime, name: str, created: int) -> dict[str, object]:

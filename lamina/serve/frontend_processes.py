@@ -18,10 +18,10 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from lamina.cluster.launchers.local import describe_exit
+from lamina.cluster.local_workers import describe_exit
+from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import ENGINE_STOPPED, READY
 from lamina.control.liveness import Liveness
-from lamina.control.supervisor_messages import Serving
 from lamina.core.errors import EngineDeadError, WorkerError
 from lamina.serve.http_errors import first_line
 from lamina.serve.server import GRACE_S, TELL_S
@@ -80,7 +80,7 @@ class Owner(Protocol):
         """Count of signs of life, which changes while the engine runs."""
         ...
 
-    def leave(self, frontend: str) -> None:
+    def on_frontend_exit(self, frontend: str) -> None:
         """The process of a frontend has ended."""
         ...
 
@@ -211,7 +211,7 @@ class FrontendProcesses:
         silent = {name: f"its event loop has not run for {s:.0f} s" for name, s in self._liveness.lost().items()}
         if ENGINE in silent:
             log.warning("the engine is ended: its process does not run")
-            self._liveness.forget(ENGINE)
+            self._liveness.unwatch(ENGINE)
             supervisor.kill_engine()
         for process in self._running:
             why = supervisor.lost_frontends.pop(process.name, None) or silent.get(process.name)
@@ -220,10 +220,10 @@ class FrontendProcesses:
                 process.popen.kill()
         for process in self._ended():
             self._running.remove(process)
-            self._liveness.forget(process.name)
+            self._liveness.unwatch(process.name)
             if process.popen.returncode == ENGINE_STOPPED:  # the supervisor hears of that too, perhaps later
                 continue
-            supervisor.leave(process.name)
+            supervisor.on_frontend_exit(process.name)
             how, now = describe_exit(process.popen), time.monotonic()
             log.warning("%s: %s; its requests are cancelled, and another takes its place", process.name, how)
             self._ends.append(now)

@@ -5,39 +5,39 @@ import hashlib
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 from fastapi import Request
 from starlette.background import BackgroundTask
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 
 from lamina.core.errors import LaminaError
-from lamina.core.types import Client, SamplingParams
+from lamina.core.types import Client
 from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
 from lamina.observe.metrics import Timing, Traffic
-from lamina.serve import request_bodies
+from lamina.serve.answers import MOST_POSITIONS, Json, Piece, Sent, Usage, envelope
+from lamina.serve.fields import ignored_header
 from lamina.serve.http_errors import APIError, as_api_error, first_line
-from lamina.serve.request_bodies import GenerationRequest
-from lamina.serve.responses import MOST_POSITIONS, Body, Piece, Sent, Usage, envelope
+from lamina.serve.intake import unless_disconnected
+from lamina.serve.requests import GenerationRequest
 
 MOST_UNREAD = 65536
 """Tokens of a stream that are buffered for a client that does not read; about 300 bytes each with 20 logprobs."""
 
 
 @dataclass(frozen=True)
-class Form:
+class AnswerFormat:
     """The format of one endpoint's answers."""
 
     answer: Literal["text_completion", "chat.completion"]
     chunk: Literal["text_completion", "chat.completion.chunk"]
     id_prefix: str
-    answer_choice: Callable[[Piece], Body]
-    chunk_choice: Callable[[Piece], Body]
-    opening: Body | None  # first delta of each choice of a stream, if any
+    answer_choice: Callable[[Piece], Json]
+    chunk_choice: Callable[[Piece], Json]
+    opening: Json | None  # first delta of each choice of a stream, if any
 
 
 class Generation:
@@ -46,52 +46,42 @@ class Generation:
     def __init__(
         self,
         engine: Runtime,
-        form: Form,
-        body: GenerationRequest,
+        form: AnswerFormat,
+        wanted: GenerationRequest,
         outputs: AsyncOutputs,
-        sent: Sent,
         timing: Timing,
-        prompts: dict[int, int],
     ) -> None:
-        """``prompts``: the number of tokens of each prompt."""
         self._engine = engine
         self._form = form
-        self._body = body
+        self._wanted = wanted
         self._outputs = outputs
-        self._sent = sent
+        self._sent = Sent(engine.tokenizer, wanted.params.n, wanted.echo)
         self._timing = timing
         self._id = f"{form.id_prefix}-{uuid.uuid4().hex}"
-        self._usage = Usage(prompts)
+        self._usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
 
     async def answer(self, request: Request) -> Response:
         """Return the complete answer. If the client leaves, cancels the engine's requests and raises
         ClientDisconnect."""
         gathered: dict[int, RequestUpdate] = {}
-        reading = asyncio.ensure_future(self._read_all(gathered))
-        leaving = asyncio.ensure_future(_disconnect(request))
         try:
-            await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                raise ClientDisconnect
-            reading.result()
+            await unless_disconnected(request, self._read_all(gathered))
         finally:
-            reading.cancel()
-            leaving.cancel()
             self._outputs.close()
         return StreamingResponse(self._whole(gathered), media_type="application/json")
 
-    def stream(self, choices: int) -> Response:
+    def stream(self) -> Response:
         """Server-sent events, ended by ``[DONE]``. A client that leaves cancels the engine's requests."""
         # The background task also covers a client that leaves before the first event.
         close = BackgroundTask(self._outputs.close)
         # Otherwise proxies keep events until the answer is complete.
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._events(choices), 200, headers, "text/event-stream", close)
+        return StreamingResponse(self._events(), 200, headers, "text/event-stream", close)
 
     async def _read_all(self, gathered: dict[int, RequestUpdate]) -> None:
         async for prompt, update in self._outputs:
             self._timing.observe(prompt, update)
-            self._usage.add(prompt, update)
+            self._usage.count(prompt, update)
             if prompt in gathered:
                 gathered[prompt].extend(update)
             else:
@@ -121,15 +111,16 @@ class Generation:
         piece = next(pieces, None)
         return b"" if piece is None else msgspec.json.encode(self._form.answer_choice(piece))
 
-    async def _events(self, choices: int) -> AsyncIterator[bytes]:
+    async def _events(self) -> AsyncIterator[bytes]:
         form = self._form
         async with self._outputs:
             try:
                 if form.opening is not None:
+                    choices = len(self._wanted.prompts) * self._wanted.params.n
                     yield self._chunk([{"index": i, **form.opening} for i in range(choices)])
                 async for prompt, update in self._outputs:
                     self._timing.observe(prompt, update)
-                    self._usage.add(prompt, update)
+                    self._usage.count(prompt, update)
                     _check(update)
                     pieces = self._sent.advance(prompt, update)
                     # One event for all completions, unless many tokens are buffered for a slow client.
@@ -139,18 +130,18 @@ class Generation:
                         yield self._chunk(choices_)
                         if long:
                             await asyncio.sleep(0)  # let other requests run
-                if self._body.include_usage:
+                if self._wanted.usage != "none":
                     yield self._chunk([], self._usage.body())
             except (LaminaError, APIError) as error:
                 yield _event(as_api_error(error).body())
             yield b"data: [DONE]\n\n"
 
-    def _chunk(self, choices: Sequence[Body], counts: Body | None = None) -> bytes:
+    def _chunk(self, choices: Sequence[Json], counts: Json | None = None) -> bytes:
         chunk = envelope(self._form.chunk, self._id, self._engine.model_name)
         chunk["choices"] = choices
-        if self._body.continuous_usage:
+        if self._wanted.usage == "every":
             chunk["usage"] = self._usage.body()
-        elif self._body.include_usage:
+        elif self._wanted.usage == "last":
             chunk["usage"] = counts
         return _event(chunk)
 
@@ -160,43 +151,22 @@ class Generation:
 
 
 async def respond(
-    request: Request,
-    engine: Runtime,
-    traffic: Traffic,
-    form: Form,
-    body: GenerationRequest,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    echo: Sequence[str] = (),
+    request: Request, engine: Runtime, traffic: Traffic, form: AnswerFormat, wanted: GenerationRequest
 ) -> Response:
-    """Run ``prompts`` and answer, at once or as a stream.
+    """Run ``wanted`` and answer, at once or as a stream.
 
     Raises:
         APIError, RequestError, OverloadedError, EngineDeadError: before anything is sent; nothing is left running.
     """
-    most_unread = MOST_UNREAD if body.stream else None  # otherwise the whole answer is collected
-    every = [_fitted(params, engine.max_model_len - len(prompt)) for prompt in prompts]
+    most_unread = MOST_UNREAD if wanted.stream else None  # otherwise the whole answer is collected
+    params = wanted.params_of_prompts(engine.max_model_len)
     timing = Timing(traffic)
-    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, every, _client(request), most_unread)
-    lengths = {index: len(prompt) for index, prompt in enumerate(prompts)}
-    generation = Generation(engine, form, body, outputs, Sent(engine.tokenizer, params.n, echo), timing, lengths)
+    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, wanted.prompts, params, _client(request), most_unread)
+    generation = Generation(engine, form, wanted, outputs, timing)
     request.state.figures = generation.figures
-    response = generation.stream(len(prompts) * params.n) if body.stream else await generation.answer(request)
-    response.headers.update(request_bodies.ignored_header(body.ignored))
+    response = generation.stream() if wanted.stream else await generation.answer(request)
+    response.headers.update(ignored_header(wanted.ignored))
     return response
-
-
-def _fitted(params: SamplingParams, room: int) -> SamplingParams:
-    """``min_tokens`` is bounded by the context, as ``max_tokens`` is. ``room``: tokens that fit after the prompt."""
-    return replace(params, min_tokens=room) if params.min_tokens > room > 0 else params
-
-
-def check_model(engine: Runtime, name: str | None) -> None:
-    """Raise APIError 404 unless ``name`` is None or a name of the model served here."""
-    served = (engine.model_name, *engine.model_aliases)
-    if name is not None and name not in served:
-        message = f"the model {name!r} does not exist; this server serves {', '.join(map(repr, served))}"
-        raise APIError(404, message, code="model_not_found", param="model")
 
 
 def _client(request: Request) -> Client:
@@ -216,8 +186,3 @@ def _check(update: RequestUpdate) -> None:
 
 def _event(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
-
-
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

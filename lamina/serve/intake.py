@@ -122,7 +122,7 @@ class Intake:
         self._small = ThreadPoolExecutor(2, thread_name_prefix="lamina-small")
         self._large = ThreadPoolExecutor(1, thread_name_prefix="lamina-large")
 
-    async def take(self, request: Request, function: Callable[[bytes], T]) -> T:
+    async def decode_in_thread(self, request: Request, function: Callable[[bytes], T]) -> T:
         """Apply ``function`` to the body in a thread. Raises ClientDisconnect as soon as the client leaves."""
         if not _is_json(request.headers.get("content-type", "")):
             raise APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")

@@ -1,7 +1,7 @@
 """Builds the OpenAPI description of the HTTP interface, served at /openapi.json.
 
-Bodies are described by what parses and checks them: the types of ``protocol``, the lists of ``fields`` and the ranges
-of ``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory, and
+Bodies are described by what parses and checks them: the types of ``bodies``, the lists of ``fields`` and the ranges of
+``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory, and
 one that does not is rejected.
 """
 
@@ -22,14 +22,9 @@ from lamina.core.types import (
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE
 from lamina.schedule.waiting import MAX_WAITING
-from lamina.serve import request_bodies
-from lamina.serve.request_bodies import (
-    MOST_MESSAGES,
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    types_of,
-)
+from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
+from lamina.serve.chat_messages import MOST_MESSAGES
+from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT
 from lamina.text.chat_template import MAY_LACK_CONTENT
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
@@ -127,7 +122,7 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
         schemas = schema.setdefault("components", {}).setdefault("schemas", {})
         schemas.clear()  # FastAPI's validation errors, which this server never returns
         schemas["Error"] = _ERROR_SCHEMA
-        for path, kind in ((COMPLETIONS_PATH, CompletionRequest), (CHAT_PATH, ChatRequest)):
+        for path, kind in ((COMPLETIONS_PATH, CompletionBody), (CHAT_PATH, ChatBody)):
             schemas[kind.__name__], parts = body_schema(kind, engine)
             schemas.update(parts)
             content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
@@ -147,7 +142,7 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
 _ANSWER = {
     "description": "The answer, as one object or as a stream of events.",
     "headers": {
-        request_bodies.IGNORED_HEADER: {
+        IGNORED_HEADER: {
             "description": "Fields of the request that have no meaning here.",
             "schema": {"type": "string"},
         }
@@ -159,9 +154,9 @@ _ANSWER = {
 }
 
 
-def body_schema(kind: type[GenerationRequest], engine: Runtime) -> tuple[Schema, Schema]:
+def body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
     """Return the JSON schema of a body, and those that it refers to by name."""
-    types = types_of(kind)
+    types = field_types(kind)
     found, parts = msgspec.json.schema_components(types.values(), ref_template="#/components/schemas/{name}")
     properties: Schema = {
         name: schema | ({} if bool in getattr(hint, "__args__", ()) else _BOUNDS.get(name, {}))
@@ -171,12 +166,11 @@ def body_schema(kind: type[GenerationRequest], engine: Runtime) -> tuple[Schema,
     properties["model"] = {"enum": [engine.model_name, *engine.model_aliases, None]}
     for name, neutral in kind.unsupported.items():
         properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
-    for name in sorted(request_bodies.WITHOUT_EFFECT):
+    for name in sorted(WITHOUT_EFFECT):
         properties[name] = {"description": "Has no effect."}
-    properties[kind.large] = _prompt(engine) if kind is CompletionRequest else _messages()
+    properties[kind.required] = _prompt(engine) if kind is CompletionBody else _messages()
     together = [{"anyOf": branches} for branches in _TOGETHER[kind]]
-    required = [kind.large]
-    return {"type": "object", "required": required, "properties": properties, "allOf": together}, parts
+    return {"type": "object", "required": [kind.required], "properties": properties, "allOf": together}, parts
 
 
 def _prompt(engine: Runtime) -> Schema:
@@ -223,9 +217,9 @@ _BEAMS = [
         },
     },
 ]
-_TOGETHER: Mapping[type[GenerationRequest], Sequence[Sequence[Schema]]] = {
-    CompletionRequest: (_STREAM, _BEAMS, [_left_out(echo=[False]), _left_out(logprobs=())]),
-    ChatRequest: (_STREAM, _BEAMS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
+_TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
+    CompletionBody: (_STREAM, _BEAMS, [_left_out(echo=[False]), _left_out(logprobs=())]),
+    ChatBody: (_STREAM, _BEAMS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
 }
 """What fields ask of each other: one of each group of alternatives."""
 

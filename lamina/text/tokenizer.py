@@ -297,7 +297,7 @@ class IncrementalDetokenizer:
         text = self._window_text()
         new = text[self._sent :]
         self._sent = len(text)
-        return new + self._run.end()
+        return new + self._run.flush()
 
     def _has_text(self, token: int) -> bool:
         return self._tokenizer.has_text(token) or (not self._skip and token in self._tokenizer.special_texts)
@@ -308,7 +308,7 @@ class IncrementalDetokenizer:
     def _next(self, token: int) -> str:
         byte = self._tokenizer.byte_of(token)
         if byte is None:
-            return self._run.end() + self._decode(token)
+            return self._run.flush() + self._decode(token)
         self._window, self._context = [token], 1  # an ordinary token that follows is not at the beginning of the text
         self._sent, self._held = len(self._window_text()), False
         return self._run.append(byte)
@@ -366,7 +366,7 @@ class _ByteRun:
         self.pending = b""
         return text
 
-    def end(self) -> str:
+    def flush(self) -> str:
         """End the run; returns one replacement character for each byte of an incomplete character."""
         text = _REPLACEMENT * len(self.pending)
         self.pending, self._broken = b"", False

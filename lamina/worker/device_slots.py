@@ -28,13 +28,13 @@ class Mapper(Protocol):
     def inboxes(self) -> Inboxes | None:
         """Inboxes that the device reads and writes; None if it has no memory of its own."""
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from."""
 
-    def map(self, peer: str, memory: memoryview) -> bool:
-        """Let what runs here write messages into ``memory`` of a peer, until ``unmap``. False if it will not."""
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
+        """Let what runs here write messages into ``memory`` of a peer, until ``unmap_peer``. False if it will not."""
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         """This peer's memory is written no more."""
 
     def arrived(self, array: Any) -> Any:
@@ -51,10 +51,10 @@ class Slots:
         self._links, self._device = links, device
         self._mapped = set[str]()
 
-    def add(self, channels: Iterable[Channel]) -> None:
+    def register_channels(self, channels: Iterable[Channel]) -> None:
         """Tell the device of new links. From now on it writes messages where their receivers read them, if it can."""
         for channel in channels:
-            self._device.adopt(self._links.leased(channel.name))
+            self._device.register_own(self._links.leased(channel.name))
             direct, inbox = self._links.direct(channel.name), self._links.inbox(channel.name)
             if inbox is not None:
                 channel.inbox = [self._device.arrived(part) for part in inbox.parts(SLOTS)]
@@ -68,7 +68,7 @@ class Slots:
                 channel.bodies = direct.bodies
                 continue
             self._warn_if_astray(channel.name)
-            if self._device.map(channel.name, direct.their_memory):
+            if self._device.map_peer(channel.name, direct.their_memory):
                 self._mapped.add(channel.name)
                 channel.bodies = direct.bodies
 
@@ -80,5 +80,5 @@ class Slots:
     def keep(self, names: Collection[str]) -> None:
         """The links to all other peers have ended."""
         for name in self._mapped.difference(names):
-            self._device.unmap(name)
+            self._device.unmap_peer(name)
         self._mapped.intersection_update(names)

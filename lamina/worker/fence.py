@@ -34,7 +34,7 @@ class Fence:
         """True if steps may run."""
         return not self._lost and not self._missing
 
-    def lose(self, error: PeerLostError) -> None:
+    def on_peer_lost(self, error: PeerLostError) -> None:
         """Cut the link to a lost peer and tell the engine. Steps stop until the epoch ends.
 
         A peer that has not become a member yet is only disconnected: the engine sees its process end.
@@ -42,7 +42,7 @@ class Fence:
         if error.peer not in self._links.peers:
             self._links.disconnect(error.peer)
             return
-        self._links.cut(error.peer)
+        self._links.disconnect_for_good(error.peer)
         self._stop(error)
 
     def miss(self, peer: str) -> None:
@@ -53,10 +53,10 @@ class Fence:
         self._lost = True
         self._control.send(PeerLost(error.peer, str(error)))
 
-    def begin(self, topology: Topology) -> None:
+    def begin_epoch(self, topology: Topology) -> None:
         """Begin the epoch of ``topology``. The caller has dropped its steps and sends nothing more of them."""
         self.epoch, self._lost = topology.epoch, False
-        self._links.apply(topology)
+        self._links.apply_topology(topology)
         self._missing = list(self._links.peers)
         for peer in self._missing:
             self._links.ring(peer, _number(self.epoch))

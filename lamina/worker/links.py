@@ -76,25 +76,8 @@ class _Link:
     lease: Lease  # of the peer's arena
 
 
-def open_links(member: Member, register: Register, inboxes: Inboxes | None = None) -> "Links":
-    """Allocate the arena and let peers in by every requested transport that works here. ``inboxes``: of its device, if
-    that can have any. Raises TransportError."""
-    arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
-    endpoints: dict[Transport, AnyEndpoint] = {}
-    descriptors, obstacles = {}, {}
-    for transport in register.transports:
-        try:
-            endpoint = _open(member, transport, register.tls)
-            endpoint.adopt(arena)
-            endpoints[transport] = endpoint
-            descriptors[transport] = endpoint.descriptor()
-        except TransportError as error:
-            obstacles[transport] = f"{member.name}: {error}"
-    kind = inboxes.kind if inboxes is not None else ""
-    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles, kind), inboxes)
-
-
-def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
+def open_endpoint(member: Member, transport: Transport, tls: bool) -> "AnyEndpoint":
+    """Return a new endpoint of this transport, without an arena. Raises TransportError if it cannot be used here."""
     match transport:
         case Transport.SHM:
             return ShmEndpoint(member.name)
@@ -107,12 +90,40 @@ def _open(member: Member, transport: Transport, tls: bool) -> AnyEndpoint:
             return RdmaEndpoint(member.name, secret=member.secret)
 
 
+OpenEndpoint = Callable[[Member, Transport, bool], "AnyEndpoint"]
+"""Opens an endpoint, with the arguments of ``open_endpoint``."""
+
+
+def open_links(
+    member: Member, register: Register, inboxes: Inboxes | None = None, open_endpoint: OpenEndpoint = open_endpoint
+) -> "Links":
+    """Allocate the arena and let peers in by every requested transport that works here. Raises TransportError.
+
+    Args:
+        inboxes: Those of the worker's device, if it can have any.
+        open_endpoint: Opens the endpoint of a transport.
+    """
+    arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
+    endpoints: dict[Transport, AnyEndpoint] = {}
+    descriptors, obstacles = {}, {}
+    for transport in register.transports:
+        try:
+            endpoint = open_endpoint(member, transport, register.tls)
+            endpoint.use_arena(arena)
+            endpoints[transport] = endpoint
+            descriptors[transport] = endpoint.descriptor()
+        except TransportError as error:
+            obstacles[transport] = f"{member.name}: {error}"
+    kind = inboxes.kind if inboxes is not None else ""
+    return Links(member.name, register, arena, endpoints, Offer(host(), descriptors, obstacles, kind), inboxes)
+
+
 class Links:
     """The arena of a worker that peers can reach, and its links to them: ``link`` until every pair has proved itself,
-    then ``settle``. Made by ``open_links``.
+    then ``close_unused_endpoints``. Made by ``open_links``.
 
-    A peer's lease lasts from ``grant`` to ``release``, which need not be when it is disconnected: a lost peer may still
-    write.
+    A peer's lease lasts from ``grant`` to ``end_lease``, which may be later than its disconnection: a lost peer may
+    still write.
 
     Attributes:
         arena: this worker's.
@@ -187,7 +198,7 @@ class Links:
         endpoint = self._endpoints.get(Transport.RDMA)
         return endpoint if isinstance(endpoint, SharesMemory) else None
 
-    def release(self, name: str) -> None:
+    def end_lease(self, name: str) -> None:
         """End a peer's lease: it provably cannot write here any more (its process was reaped, its TCP connection is
         closed, its RDMA queue pair destroyed). Later peers may get the same part."""
         self.disconnect(name)
@@ -202,12 +213,12 @@ class Links:
 
     def link(self, link: Link) -> Linked:
         """Connect to these peers, replacing earlier links to them, and exchange proofs with each."""
-        self.begin(link)
+        self.connect(link)
         while (linked := self.linked(PROOF_TIMEOUT_S)) is None:
             pass
         return linked
 
-    def begin(self, link: Link) -> None:
+    def connect(self, link: Link) -> None:
         """Connect to these peers, replacing earlier links to them, and send each a proof. ``linked`` awaits theirs."""
         failures: dict[str, str] = {}
         for name in link.peers:
@@ -231,11 +242,11 @@ class Links:
 
     @property
     def is_linking(self) -> bool:
-        """True from ``begin`` until ``linked`` has answered."""
+        """True from ``connect`` until ``linked`` has answered."""
         return self._round is not None
 
     def linked(self, timeout_s: float) -> Linked | None:
-        """Wait for the proofs of the peers given to ``begin``; None if some may still come after ``timeout_s``.
+        """Wait for the proofs of the peers given to ``connect``; None if some may still come after ``timeout_s``.
 
         Raises PeerLostError for any other peer.
         """
@@ -272,10 +283,10 @@ class Links:
 
     def _judge_inbox(self, name: str, proof: bytes) -> None:
         """Let a peer that shares memory know whether what its device writes arrives in the inbox for it."""
-        arrived = self.inboxes is not None and self.inboxes.has(name, proof)
+        arrived = self.inboxes is not None and self.inboxes.proof_arrived(name, proof)
         self.arena.view(self._leases[name].offset + VERDICT, 1)[0] = arrived
 
-    def settle(self) -> Wait:
+    def close_unused_endpoints(self) -> Wait:
         """Note that the first links stand: close endpoints that none uses, unless later workers may. Returns how to
         wait for messages from now on, see ``Endpoint.wait``.
 
@@ -306,39 +317,39 @@ class Links:
 
     @property
     def peers(self) -> list[str]:
-        """The peers that this worker exchanges data with, also those whose link was cut since ``apply``."""
+        """The peers that this worker exchanges data with, also those whose link was cut since ``apply_topology``."""
         return sorted(self._members)
 
     def has(self, name: str) -> bool:
         """True if there is a link to this peer."""
         return name in self._links
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Only members of ``topology`` take part from now on: end the links to all others and their leases."""
         for name in (self._members | self._leases.keys()) - topology.names - self._left:
-            self.cut(name)
-            self.release(name)  # the engine has ended its process
+            self.disconnect_for_good(name)
+            self.end_lease(name)  # the engine has ended its process
         self._members &= topology.names
 
-    def change(self, topology: Topology) -> None:
+    def change_members(self, topology: Topology) -> None:
         """Peers that are linked and in ``topology`` become members; links to members that are not in it end."""
         for name in self._members - topology.names:
             self.disconnect(name)
             self._left.add(name)
         self._members = set(topology.names & self._links.keys())
 
-    def forget(self, names: Sequence[str]) -> None:
+    def remove_peers(self, names: Sequence[str]) -> None:
         """The processes of these peers have ended: end what they have here, if anything."""
         for name in names:
             self._left.discard(name)
             if name in self._leases:
-                self.release(name)
+                self.end_lease(name)
 
-    def cut(self, name: str) -> None:
+    def disconnect_for_good(self, name: str) -> None:
         """End the link to a peer, if there is one: nothing that it has sent arrives from now on."""
         self._forget_channel(name)
         if link := self._links.pop(name, None):
-            link.endpoint.cut(link.peer)
+            link.endpoint.disconnect_for_good(link.peer)
 
     def ring(self, name: str, sequence: int) -> None:
         """Ring the doorbell that a peer's ``bell`` names, behind everything sent to it. Without a link, or with a peer
@@ -404,7 +415,7 @@ class Links:
 
     def _forget_channel(self, name: str) -> None:
         if self.inboxes is not None:
-            self.inboxes.leave(name)
+            self.inboxes.close_outgoing(name)
         for channel in [channel for channel in self.hub.channels if channel.name == name]:
             self.hub.forget(channel)
 
@@ -454,15 +465,23 @@ def _proof(round_: int, transport: Transport) -> bytes:
 
 
 def set_up_links(
-    control: ControlClient, resources: contextlib.ExitStack, inboxes: Inboxes | None
+    control: ControlClient,
+    resources: contextlib.ExitStack,
+    inboxes: Inboxes | None,
+    open_endpoint: OpenEndpoint = open_endpoint,
 ) -> tuple[Links, Connect]:
     """Link this worker as the engine directs; returns its links, which ``resources`` closes, and what they are for.
-    ``inboxes``: see ``open_links``.
+
+    Args:
+        control: Messages of the engine.
+        resources: Closes the links.
+        inboxes: As for ``open_links``.
+        open_endpoint: As for ``open_links``.
 
     Raises TransportError, PeerLostError, DeadlineError, WorkerError.
     """
     member = Member(control.name, control.data_secret, control.local_address, control.bind_address)
-    links = open_links(member, expect(control, Register), inboxes)
+    links = open_links(member, expect(control, Register), inboxes, open_endpoint)
     resources.callback(links.close)
     control.send(Registered(links.offer))
     while isinstance(message := control.receive(SETUP_TIMEOUT_S), Grant | Link):
@@ -481,14 +500,14 @@ class Newcomers:
     def __init__(self, control: ControlClient, links: Links) -> None:
         self._control, self._links = control, links
 
-    def take(self, message: Grant | Link | Forget) -> None:
+    def handle_link_message(self, message: Grant | Link | Forget) -> None:
         """Do what the engine asks. Connecting to a peer may take a while, if its host does not answer."""
         if isinstance(message, Grant):
             self._control.send(self._links.grant(message))
         elif isinstance(message, Link):
-            self._links.begin(message)
+            self._links.connect(message)
         else:
-            self._links.forget(message.workers)
+            self._links.remove_peers(message.workers)
 
     @property
     def pending(self) -> bool:

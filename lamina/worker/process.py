@@ -105,9 +105,14 @@ def run_worker(
     start_logging()
     bootstrap = bootstrap or read_bootstrap()
     exit_with(bootstrap.parent_pid)
+    control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_memory))
+    with contextlib.closing(control):
+        serve(control, build)
+
+
+def serve(control: ControlClient, build: Build) -> None:
+    """Greet the engine, build the worker and run it. Raises SystemExit after a failure, of which the engine is told."""
     with contextlib.ExitStack() as resources:
-        control = ControlClient(bootstrap, inspection(bootstrap.device, gpu_memory))
-        resources.callback(control.close)
         try:
             control.send(greeting())
             build(control, resources).run()

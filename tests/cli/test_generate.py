@@ -51,7 +51,7 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
         (("--lanes", "3", "--pipelining", "rotational"), "runs 2 lanes on 1 replicas, not 3"),
         (("--compute-cores", "0-x"), "give numbers and ranges"),
         (("--memory-cores", "999"), "names [999]"),
-        (("--mini-batches", "16"), "give a whole number from 1 to 15"),
+        (("--max-restarts", "-1"), "give a whole number of at least 0"),
         (("--trace", "/nowhere/t.json"), "folder that does not exist"),
         (("--trace", "/"), "cannot be written"),
     ],

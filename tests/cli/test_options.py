@@ -1,5 +1,6 @@
 """The engine's options on the command line, and the configuration a command receives for them."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cli.options import engine_options
 from lamina.config.engine_config import EngineConfig
+from lamina.config.settings import Group
 from lamina.core.errors import ConfigError
 from lamina.core.types import DType, DTypeName
 from tests.support.commands import run_here
@@ -41,8 +43,6 @@ GIVEN: dict[str, Any] = {
     "threads": 7,
     "lanes": 8,
     "pipelining": "fixed",
-    "q_first": True,
-    "mini_batches": 9,
     "polling": "host",
     "prefix_cache": False,
     "plan_ahead": False,
@@ -128,7 +128,15 @@ def test_lanes_are_a_number_or_auto() -> None:
 @pytest.mark.parametrize("command", ["generate", "chat", "launch", "bench"])
 def test_every_command_that_runs_a_model_has_all_of_them(command: str) -> None:
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).output
+    shown = shown.replace("--[no-]", "--")
     assert [name for name in GIVEN if f"--{name.replace('_', '-')}" not in shown] == []
+    panels = re.findall(r"^(\w+):$", shown, re.MULTILINE)
+    assert [name for name in panels if name in get_args(Group)] == list(get_args(Group))
+
+
+def test_the_help_of_launch_is_two_screens_of_50_lines() -> None:
+    shown = CliRunner().invoke(app, ["launch", "-h"], env={"COLUMNS": "80"}).output
+    assert len(shown.splitlines()) <= 100
 
 
 def test_every_setting_has_an_option() -> None:

@@ -56,9 +56,10 @@ def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
 
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:
     config = EngineConfig(max_num_seqs=256, max_num_batched_tokens=1024)
-    assert sizing.most_sequences(config, Pipeline(3, 2, rotates=True)) == 512
-    assert sizing.most_sequences(config, Pipeline(9, 8, rotates=True)) == 1024  # one lane may have to take all
-    assert sizing.most_sequences(config, Pipeline(16, 8)) == 2048
+    assert sizing.step_limits(config, Pipeline(3, 2, rotates=True), 1).max_sequences == 512
+    one_may_hold_all = Pipeline(9, 8, rotates=True)
+    assert sizing.step_limits(config, one_may_hold_all, 1).max_sequences == 1024
+    assert sizing.step_limits(config, Pipeline(16, 8), 1).max_sequences == 2048
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_threads_and_waits_depend_on_the_cores_of_each_machine() -> None:
         "memory2": greeting("b", *range(8)),
     }
     roles: dict[str, Role] = {name: "compute" if name == "compute0" else "memory" for name in greetings}
-    machines = sizing.Machines.of(roles, greetings)
+    machines = sizing.Machines.from_greetings(roles, greetings)
     assert not machines.shared
     threads = [machines.threads(roles[name], hello, None) for name, hello in greetings.items()]
     assert threads == [4, 1, 1, 8]
@@ -95,9 +96,9 @@ def test_threads_and_waits_depend_on_the_cores_of_each_machine() -> None:
     assert machines.threads("compute", greeting("c", 0, 1), None) == 2, "one that joins on a machine of its own"
     assert machines.spins_s() == {"a": SPIN_S, "b": OWN_CORES_SPIN_S}
     same = {**greetings, "compute0": greeting("a", 4), "memory2": greeting("a", 9)}
-    assert sizing.Machines.of(roles, same).shared
+    assert sizing.Machines.from_greetings(roles, same).shared
     elsewhere = {**greetings, "compute0": greeting("c", 4)}
-    assert not sizing.Machines.of(roles, elsewhere).shared, "core 4 of another machine"
+    assert not sizing.Machines.from_greetings(roles, elsewhere).shared, "core 4 of another machine"
 
 
 def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -> None:

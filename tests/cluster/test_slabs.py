@@ -10,7 +10,7 @@ from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
 from lamina.schedule.limits import Limits
 
-LIMITS = Limits(max_sequences=8, max_num_batched_tokens=64, max_model_len=4096)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=4096)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class Fusing(Emulated):
         compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True, backend=self.backend_of)
         return compiled
 
-    def seconds(self, replays: Sequence[Callable[[], None]]) -> float:
+    def time_replays(self, replays: Sequence[Callable[[], None]]) -> float:
         return next(self.times)
 
 

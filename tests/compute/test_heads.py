@@ -71,7 +71,7 @@ class HeadSequences(Sequences):
         (worker,) = (
             one.worker
             for one in self.segments[sequence]
-            if shard in self.cluster.shards.of(one.heads)
+            if shard in self.cluster.shards.shards_of(one.heads)
             and one.tokens[0] <= position
             and (one.tokens[1] is None or position < one.tokens[1])
         )
@@ -172,7 +172,7 @@ def test_shards_are_as_many_as_workers_need_and_slopes_go_with_their_heads(
     assert {(part.query_heads, part.kv_heads) for part in parts} == {
         (heads * group // shards.count, heads // shards.count)
     }
-    assert shards.of(shards.whole) == range(shards.count)
+    assert shards.shards_of(shards.whole) == range(shards.count)
 
 
 def test_segments_that_leave_out_or_repeat_a_head_are_refused() -> None:

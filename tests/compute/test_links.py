@@ -131,7 +131,7 @@ class Compute:
         if not ready:
             self.mail.flush()
         try:
-            self.mail.wait(self.station.endpoint.wait, missing, 0.0)
+            self.mail.receive(self.station.endpoint.wait, missing, 0.0)
         except DeadlineError:
             if ready:
                 self._run(ready[0])
@@ -142,7 +142,7 @@ class Compute:
         turn = self.turns[lane]
         assert turn is not None
         for peer in self._peers(lane):
-            letter = self.mail.take(lane, peer)
+            letter = self.mail.pop_message(lane, peer)
             attention = self.work.attentions[lane][turn - 1]
             kind, nbytes = (2, attention.reply) if peer.startswith("memory") else (3, attention.context)
             assert bytes(letter.whole) == content(kind, lane, turn - 1, nbytes).tobytes()

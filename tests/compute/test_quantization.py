@@ -364,7 +364,7 @@ def test_gpus_need_torchao_for_int4_alone(folder: Path, monkeypatch: pytest.Monk
     assert all(isinstance(weight, StackedCodes) for weight in codes_of(load(folder, device, model, "fp8")).values())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda place: (8, 0))
     with pytest.raises(ConfigError, match="pip install torchao"):
-        PlacedForm.of(model, "int4", torch.device("cuda"))
+        PlacedForm.for_model(model, "int4", torch.device("cuda"))
 
 
 def test_models_without_linear_layers_are_refused(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def check_lanes(
     steps = [draw_moves(rng, total, rows, shards, workers) for _ in range(2)]
     transfers = [GpuTransfers(lines, moves, torch.float32) for moves in steps]
     heads = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
-    fixed = [lines.at(f"out {place}", rows, shape, torch.float32) for place, shape in enumerate(heads)]
+    fixed = [lines.fixed_rows(f"out {place}", rows, shape, torch.float32) for place, shape in enumerate(heads)]
     if not is_recorded:  # parts of one tensor, as models compute them
         sizes = [count * size for count, size in heads]
         parts = torch.empty(rows, sum(sizes), device=kit.place).split(sizes, 1)
@@ -149,7 +149,7 @@ def test_what_a_step_moves_is_planned_once_for_all_layers(monkeypatch: pytest.Mo
     monkeypatch.setattr(step, "_plan_collecting", count)
     for _ in range(3):
         shapes = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
-        q, k, v = (lines.at(f"out {place}", 8, shape, torch.float32) for place, shape in enumerate(shapes))
+        q, k, v = (lines.fixed_rows(f"out {place}", 8, shape, torch.float32) for place, shape in enumerate(shapes))
         q.normal_()
         queries, *_ = step.all(q, k, v)
         for shards, rows in zip(step._moves.queries, queries, strict=True):

@@ -26,7 +26,7 @@ def test_a_time_is_wrong_by_half_of_the_shortest_round_trip_at_most(
     ahead: int, delays: list[tuple[int, int]], moment: int
 ) -> None:
     clock = Clock()
-    clock.note(read(0, delays, lambda now: now + ahead))
+    clock.add_reading(read(0, delays, lambda now: now + ahead))
     best = min(there + back for there, back in delays)
     assert abs(clock.here(moment + ahead) - moment) <= best + 1, "both halves, where no difference is seen"
     if 2 * abs(ahead) > 2 * best:
@@ -41,8 +41,8 @@ def test_a_drift_between_two_readings_is_taken_out(
         return now + ahead + now * ppm // 10**6
 
     clock, end = Clock(), seconds * S
-    clock.note(read(0, first, shows))
-    clock.note(read(end, last, shows))
+    clock.add_reading(read(0, first, shows))
+    clock.add_reading(read(end, last, shows))
     best = max(min(there + back for there, back in each) for each in (first, last))
     begin = sum(map(sum, first))
     moment = begin + int(share * max(0, end - begin))
@@ -52,11 +52,11 @@ def test_a_drift_between_two_readings_is_taken_out(
 @given(st.integers(-(10**15), 10**15), DELAYS, st.lists(st.integers(0, 3600 * S), min_size=2))
 def test_what_happened_there_stays_in_order(ahead: int, delays: list[tuple[int, int]], moments: list[int]) -> None:
     clock = Clock()
-    clock.note(read(0, delays, lambda now: now + ahead))
+    clock.add_reading(read(0, delays, lambda now: now + ahead))
     assert [clock.here(moment) for moment in sorted(moments)] == sorted(map(clock.here, moments))
 
 
 def test_clocks_of_one_machine_are_not_moved_apart() -> None:
     clock = Clock()
-    clock.note(read(0, [(40_000, 10_000), (500_000, 3_000)], lambda now: now))
+    clock.add_reading(read(0, [(40_000, 10_000), (500_000, 3_000)], lambda now: now))
     assert clock.here(123) == 123

@@ -36,7 +36,7 @@ class NoWorkers:
     def ended(self) -> Mapping[str, str]:
         return {}
 
-    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         pass
 
     def wishes(self) -> list[Wish]:

@@ -23,19 +23,19 @@ LATE = epochs.ACKNOWLEDGE_S + 1
 def test_an_epoch_has_ended_once_all_have_dropped_it_and_heard_each_other() -> None:
     ending = Ending(TOPOLOGY, 0.0, 0.0)
     for name in ("compute0", "compute1", "memory0"):
-        assert not ending.note(name, EpochEnded(FIRST, ["memory1"]))
-    assert not ending.note("memory1", EpochEnded(FIRST, []))
-    assert not ending.note("compute0", EpochEnded(FIRST, []))
-    assert not ending.note("memory0", EpochEnded(FIRST, []))
-    assert not ending.note("compute1", EpochEnded(Epoch(7, 0), [])), "of an earlier epoch"
-    assert ending.note("compute1", EpochEnded(FIRST, []))
+        assert not ending.on_epoch_ended(name, EpochEnded(FIRST, ["memory1"]))
+    assert not ending.on_epoch_ended("memory1", EpochEnded(FIRST, []))
+    assert not ending.on_epoch_ended("compute0", EpochEnded(FIRST, []))
+    assert not ending.on_epoch_ended("memory0", EpochEnded(FIRST, []))
+    assert not ending.on_epoch_ended("compute1", EpochEnded(Epoch(7, 0), [])), "of an earlier epoch"
+    assert ending.on_epoch_ended("compute1", EpochEnded(FIRST, []))
     assert not ending.overdue(0.0)
 
 
 def test_a_worker_that_does_not_answer_is_given_up_and_not_those_that_wait_for_it() -> None:
     ending = Ending(TOPOLOGY, 0.0, 0.0)
     for name in ("compute0", "compute1", "memory0"):
-        ending.note(name, EpochEnded(FIRST, ["memory1"]))
+        ending.on_epoch_ended(name, EpochEnded(FIRST, ["memory1"]))
     assert not ending.overdue(LATE - 2)
     assert ending.overdue(LATE).keys() == {"memory1"}
 
@@ -43,19 +43,19 @@ def test_a_worker_that_does_not_answer_is_given_up_and_not_those_that_wait_for_i
 def test_of_two_that_do_not_reach_each_other_only_the_one_in_more_pairs_is_given_up() -> None:
     ending = Ending(TOPOLOGY, 0.0, 0.0)
     for name, missing in (("compute0", ["memory0"]), ("compute1", ["memory0"]), ("memory0", ["compute0"])):
-        ending.note(name, EpochEnded(FIRST, missing))
-    ending.note("memory1", EpochEnded(FIRST, []))
+        ending.on_epoch_ended(name, EpochEnded(FIRST, missing))
+    ending.on_epoch_ended("memory1", EpochEnded(FIRST, []))
     assert ending.overdue(LATE) == {"memory0": "what it sends has not reached compute0, compute1 for 61 s"}
 
 
 def test_a_complaint_counts_once_it_is_old_and_both_are_members() -> None:
     complaints = Complaints()
-    complaints.add("compute0", "memory1", "no route", 10.0)
+    complaints.report("compute0", "memory1", "no route", 10.0)
     assert complaints.due(TOPOLOGY, 11.0) is None
     assert complaints.due(TOPOLOGY, 13.0) == ("memory1", "compute0: no route")
-    complaints.apply(TOPOLOGY.without(["memory1"]))
+    complaints.apply_topology(TOPOLOGY.without(["memory1"]))
     assert complaints.due(TOPOLOGY, 99.0) is None
-    complaints.add("engine", "memory0", "gone", 0.0)
+    complaints.report("engine", "memory0", "gone", 0.0)
     assert complaints.due(TOPOLOGY, 9.0) == ("memory0", "engine: gone")
 
 

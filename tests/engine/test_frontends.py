@@ -32,7 +32,7 @@ END_S = 20.0
 TOKENIZER = Tokenizer(find(None))
 CLIENT = Client("key", "127.0.0.1:5")
 STATS = EngineStats(
-    1, 2, 3, 4, 5, 6, 7, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
+    1, 2, 3, 4, 5, 6, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
 )
 
 
@@ -81,7 +81,7 @@ class ScriptedEngine:
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
 
-    def finish(self, request_id: str, index: int) -> None:
+    def end_completion(self, request_id: str, index: int) -> None:
         self.finished.append((request_id, index))
 
     def stats(self) -> EngineStats:
@@ -137,7 +137,7 @@ class Caller:
     def __call__(self, update: RequestUpdate) -> None:
         assert not self.finished
         self.updates.append(update)
-        self.whole.add(update)
+        self.whole.append_update(update)
 
     @property
     def finished(self) -> bool:
@@ -276,7 +276,7 @@ async def test_a_frontend_that_has_ended_leaves_nothing_in_the_engine(
     await submit(remote, *(Submission(str(n), [5], SamplingParams(), Caller()) for n in range(3)))
     first, second, third = engine.queued
     engine.tell(first, CompletionTokens(0, [7], [], FinishReason.LENGTH), finished=True)
-    room.leave("frontend0")
+    room.on_frontend_exit("frontend0")
     assert engine.aborted == [second, third]
     engine.tell(second, CompletionTokens(0, [], [], FinishReason.ABORT), finished=True)
 

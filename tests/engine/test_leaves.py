@@ -36,12 +36,12 @@ def leaving(*prompts: int) -> Leaves:
 
 
 def test_a_memory_worker_stays_while_the_others_lack_room_for_what_it_holds_or_may_come_to() -> None:
-    leaving(20).check(["memory0"], TOPOLOGY)
-    leaving(20, 20).check(["memory1"], TOPOLOGY)
+    leaving(20).validate_leave(["memory0"], TOPOLOGY)
+    leaving(20, 20).validate_leave(["memory1"], TOPOLOGY)
     with pytest.raises(ConfigError, match="memory0 holds 40 tokens, and the memory workers that stay have room for 30"):
-        leaving(20, 20).check(["memory0"], TOPOLOGY)
+        leaving(20, 20).validate_leave(["memory0"], TOPOLOGY)
     with pytest.raises(ConfigError, match="may need 31 KV tokens, and the memory workers that stay hold 30"):
-        leaving(30).check(["memory0"], TOPOLOGY)
+        leaving(30).validate_leave(["memory0"], TOPOLOGY)
 
 
 @given(st.integers(0, 5), st.lists(st.floats(0.0, 2 * WINDOW_S), max_size=20))

@@ -30,7 +30,7 @@ class Workers:
     def ended(self) -> dict[str, str]:
         return {}
 
-    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         pass
 
     def wishes(self) -> list[Wish]:

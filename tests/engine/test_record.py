@@ -31,7 +31,7 @@ def test_another_engine_only_finds_members_that_all_others_know(events: list[tup
             topology = topology.left(memories[place % len(memories)], topology.pipeline)
         elif what == "lose" and len(memories) > 1:
             topology, ending = topology.without([memories[place % len(memories)]]), True
-            record.lose(known.keys() - topology.names)
+            record.on_workers_lost(known.keys() - topology.names)
         elif what == "apply":
             waiting = sorted(name for name in topology.names if sent[name])
             if waiting:
@@ -43,9 +43,9 @@ def test_another_engine_only_finds_members_that_all_others_know(events: list[tup
             ending = False
             sent = {name: [] for name in topology.names}  # read before the end of the epoch
             known = {name: topology.names for name in topology.names}
-            record.settle(topology)
+            record.set_members(topology)
         if what in ("join", "leave") and number and not ending and topology is not saved[-1]:
-            record.change(number, topology)
+            record.begin_change(number, topology)
             for name in topology.names:
                 sent[name].append((number, topology))
         found = saved[-1].names

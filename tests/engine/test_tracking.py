@@ -26,8 +26,8 @@ TOKENIZER = Tokenizer(directory.find(None))
 def tracked(params: SamplingParams, published: list[RequestUpdate]) -> tuple[TrackedRequest, Group]:
     scheduler = Scheduler(Limits(4, 64, 256), Placement({"memory0": 1000}), lanes=1, attentions=1, kv_heads=1)
     request = Request("r", None, [5, 6], params)
-    reading = Reading(request, TOKENIZER, published.append, lambda _, index: under_test.finish(index))
-    under_test = TrackedRequest(request, TOKENIZER.eos_token_ids, reading.take)
+    reading = Reading(request, TOKENIZER, published.append, lambda _, index: under_test.end_completion(index))
+    under_test = TrackedRequest(request, TOKENIZER.eos_token_ids, reading.on_update)
     group = scheduler.add(request)
     under_test.start(group)
     return under_test, group
@@ -48,7 +48,7 @@ def until_stopped(tokens: list[int], stop: list[str]) -> list[int]:
 def added_up(updates: list[RequestUpdate]) -> RequestOutput:
     whole = Whole(TOKENIZER)
     for update in updates:
-        whole.add(update)
+        whole.append_update(update)
     return whole.output()
 
 
@@ -56,8 +56,8 @@ def test_an_error_that_comes_after_the_end_changes_nothing() -> None:
     published: list[RequestUpdate] = []
     under_test, group = tracked(SamplingParams(max_tokens=1, n=2), published)
     assert under_test.append(group.completions[0], Draw(0, 300))
-    under_test.end(FinishReason.ABORT)
-    under_test.end(FinishReason.ERROR, "the engine has stopped")
+    under_test.end_all(FinishReason.ABORT)
+    under_test.end_all(FinishReason.ERROR, "the engine has stopped")
     under_test.publish()
     (update,) = published
     assert update.finished and update.error is None
@@ -85,7 +85,7 @@ def test_updates_add_up_to_the_same_whole_however_they_are_read(
         completion.finished = under_test.append(completion, Draw(0, token, pack(entries)))
         if publish:
             under_test.publish()
-    under_test.end(FinishReason.ABORT)
+    under_test.end_all(FinishReason.ABORT)
     under_test.publish()
     drawn = [until_stopped(tokens, stop) for tokens in drawn]
     assert sum(update.tokens for update in published) == sum(map(len, drawn))
@@ -155,8 +155,8 @@ def test_what_ends_a_completion_and_what_is_left_of_its_text(
     tokenizer = Pieces(pieces)
     published: list[RequestUpdate] = []
     request = Request("r", None, [5], SamplingParams(**{"max_tokens": None, "logprobs": 0, **params}))
-    reading = Reading(request, tokenizer, published.append, lambda _, index: under_test.finish(index))  # type: ignore[arg-type]
-    under_test = TrackedRequest(request, [ord("$")], reading.take)
+    reading = Reading(request, tokenizer, published.append, lambda _, index: under_test.end_completion(index))  # type: ignore[arg-type]
+    under_test = TrackedRequest(request, [ord("$")], reading.on_update)
     group = Group(request, request.params.max_tokens or 100, [Completion(0, 0)])
     under_test.start(group)
     ended = 0

@@ -127,7 +127,7 @@ def test_a_captured_layer_follows_the_tables():
             pairs = [decode(length) for length in lengths]
             held = np.concatenate([each[:length] for each, length in zip(slots, lengths, strict=True)])
             segments = table(pairs, held)
-            layer.begin(pair_table(segments, np.array([tables.start(sequence) for sequence in range(3)])))
+            layer.upload_pairs(pair_table(segments, np.array([tables.start(sequence) for sequence in range(3)])))
             if graph is None:
                 layer.partial(queries, slab, words, spec, out, lse)
                 stream.begin_capture()

@@ -44,7 +44,7 @@ for line in sys.stdin:
     polling.ring(asked)
     polling.wait(answered, 60.0)
     seen = answer.get()
-    polling.check()
+    polling.raise_failure()
     print(float(seen.astype(np.float64).sum()), flush=True)
 """
 
@@ -84,7 +84,7 @@ class Worker:
     def begin(self, tokens):
         """Announce a step whose message brings the sequence's last token."""
         self.segments = table([decode(tokens)], self.slots)
-        self.attention.begin(pair_table(self.segments, new_rows=np.array([0])))
+        self.attention.upload_pairs(pair_table(self.segments, new_rows=np.array([0])))
 
     def expected(self, layer, seed):
         """(out, lse) by the oracle, for what the peer draws from this seed."""

@@ -23,7 +23,7 @@ inboxes = Inboxes(CudaMaker(0))
 inboxes.open("reader", bytes.fromhex(sys.argv[1]), int(sys.argv[2]), b"proof")
 inboxes.theirs("reader").array[100:104] = cupy.array(list(b"body"), "u1")
 cupy.cuda.get_current_stream().synchronize()
-inboxes.leave("reader")
+inboxes.close_outgoing("reader")
 """
 
 
@@ -52,5 +52,5 @@ def test_another_process_writes_into_an_inbox() -> None:
     inbox = inboxes.own("writer")
     assert inbox is not None
     inbox.settle()
-    assert bytes(inbox.array[99:104].get()) == b"\0body" and inboxes.has("writer", b"proof")
+    assert bytes(inbox.array[99:104].get()) == b"\0body" and inboxes.proof_arrived("writer", b"proof")
     inboxes.close_all()

@@ -62,7 +62,7 @@ def cache(tmp_path, monkeypatch):
 
 def test_what_was_measured_is_kept_for_its_shape_device_and_compiler_alone(cache, monkeypatch):
     measured = Tiling(128, 8, 4, 2, 1, 512)
-    Choices("NVIDIA H200").add({str(SHAPE): measured})
+    Choices("NVIDIA H200").merge_measured({str(SHAPE): measured})
     again = Choices.load("NVIDIA H200")
     assert again.tiling(SHAPE, 16, 90) == measured
     other = Shape(Context.LONG, True, False, KvElement.BFLOAT16, 4, 128)
@@ -74,7 +74,7 @@ def test_what_was_measured_is_kept_for_its_shape_device_and_compiler_alone(cache
 
 @pytest.mark.parametrize("content", ["", "[]", '{"a": {"block_m": 3}}', '{"a": 1}'])
 def test_a_damaged_file_is_as_if_there_were_none(cache, content):
-    Choices("card").add({str(SHAPE): Tiling(64, 4, 3, 4)})
+    Choices("card").merge_measured({str(SHAPE): Tiling(64, 4, 3, 4)})
     (saved,) = cache.glob("attention/*.json")
     assert Choices.load("card").measured
     saved.write_text(content)

@@ -75,14 +75,14 @@ def test_words_last_as_long_as_somebody_reads_them(steps, seed):
         words, values = tables.changes()
         device[words] = values
         if begins:
-            readers.append((tables.begin(), [(tables.start(each), slab.slots(each).copy()) for each in known]))
+            readers.append((tables.pin_tables(), [(tables.start(each), slab.slots(each).copy()) for each in known]))
         for _, read in readers:
             for start, slots in read:
                 np.testing.assert_array_equal(device[start : start + len(slots)], slots)
         if readers and rng.random() < 0.3:
-            tables.end(readers.pop(int(rng.integers(len(readers))))[0])
+            tables.unpin_tables(readers.pop(int(rng.integers(len(readers))))[0])
     for reader, _ in readers:
-        tables.end(reader)
+        tables.unpin_tables(reader)
     for segment in slab.segments:
         tables.free(segment)
     assert tables._regions.free_words == tables.words
@@ -111,13 +111,13 @@ def test_a_truncated_table_is_sent_again_from_there():
 
 def test_all_words_come_back():
     regions = Regions(1024)
-    taken = [(regions.take(size), size) for size in (64, 256, 64, 128, 512)]
+    taken = [(regions.allocate_words(size), size) for size in (64, 256, 64, 128, 512)]
     spans = sorted((start, start + size) for start, size in taken)
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     assert regions.free_words == 0
     for start, size in taken:
         regions.give(start, size)
-    assert regions.take(1024) == 0
+    assert regions.allocate_words(1024) == 0
 
 
 def test_mistakes_are_named():

@@ -153,7 +153,7 @@ def test_appends_while_it_attends(case):
     case, slab, last, new, order, table = appending(spec, (700, 1, 65, 40), element, kv_type, appends)
     before = held(slab)
     attention = Attention(BACKEND, StepCapacity(4, 4), Choices(""))
-    attention.begin(table)
+    attention.upload_pairs(table)
     out, lse = (BACKEND.empty(shape, np.float32) for shape in ((4, 6, 40), (4, 6)))
     device_new = give(new[0]), give(new[1])
     attention.partial(give(case.q), slab, give(case.segments.slots), spec, out, lse, device_new)
@@ -240,7 +240,7 @@ def test_mistakes_are_named():
     with pytest.raises(ValueError, match=r"pairs \[1\] append a token while they attend"):
         pair_table(replace(case.segments, query_start=np.array([8, 2], np.int32)), new_rows=np.array([0, 1]))
     attention = Attention(BACKEND, StepCapacity(2, 2), Choices(""))
-    attention.begin(pair_table(case.segments, new_rows=np.array([0, 1])))
+    attention.upload_pairs(pair_table(case.segments, new_rows=np.array([0, 1])))
     out, lse = (BACKEND.empty(shape, np.float32) for shape in ((2, 4, 8), (2, 4)))
     given = give(case.q), slab, give(case.segments.slots), case.spec
     with pytest.raises(ValueError, match="the step has 2 rows and the capacity is 2 rows"):

@@ -123,7 +123,7 @@ def test_codes_are_multiplied_as_the_weights_that_they_are(form, element, capabi
     ends = torch.tensor(counts).cumsum(0).int()
     x = torch.randn(sum(counts), inputs, generator=draw).to(TORCH[element])
     codes = [make(outputs, inputs, draw) for _ in counts]
-    stacked = StackedCodes.of(codes, len(counts))
+    stacked = StackedCodes.stack(codes, len(counts))
     held, has_zeros = expert_product.CODES[stacked.values.dtype], stacked.zeros is not None
     weights = GroupedWeights(len(counts), inputs, outputs, True, held, stacked.group, has_zeros)
     tile = grouped_tile(len(x), x.element_size(), weights)
@@ -145,10 +145,10 @@ def test_inputs_of_scattered_groups_are_gathered(bits, shared):
     codes = [stored(torch.uint8, bits, 32, True, outputs, inputs, draw) for _ in counts]
     orders = [torch.randperm(inputs, generator=draw) for _ in counts]
     codes = [replace(one, columns=one.columns[orders[0 if shared else n]]) for n, one in enumerate(codes)]
-    found = experts_stacked(x, StackedCodes.of(codes, len(counts)), ends)
+    found = experts_stacked(x, StackedCodes.stack(codes, len(counts)), ends)
     wanted = expected(x, dense(codes).mT, ends)
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-4)
-    alone = linear_stacked(x, StackedCodes.of(codes[1:2], 1))
+    alone = linear_stacked(x, StackedCodes.stack(codes[1:2], 1))
     torch.testing.assert_close(alone.double(), x.double() @ dense(codes[1:2])[0].mT, rtol=0, atol=1e-4)
 
 

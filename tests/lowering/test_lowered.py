@@ -33,7 +33,7 @@ def test_positions_looked_up_are_those_computed(steps: list[list[int]]) -> None:
     table = PositionTable(PRELUDE, [FREQUENCIES], KNOWN)
     for step in steps:
         positions = torch.tensor(step)
-        for found, computed in zip(table.at(positions), PRELUDE(FREQUENCIES, positions), strict=True):
+        for found, computed in zip(table.lookup(positions), PRELUDE(FREQUENCIES, positions), strict=True):
             assert torch.equal(found, computed)
 
 
@@ -43,9 +43,9 @@ def test_no_position_beyond_the_known_ones_is_computed_unasked() -> None:
             return (values[positions],)
 
     table = PositionTable(fx.symbolic_trace(Limited()), [torch.arange(50.0)], 50)
-    assert table.at(torch.tensor([49, 3]))[0].tolist() == [49, 3]
+    assert table.lookup(torch.tensor([49, 3]))[0].tolist() == [49, 3]
     with pytest.raises(IndexError):
-        table.at(torch.tensor([50]))
+        table.lookup(torch.tensor([50]))
 
 
 def test_what_depends_on_positions_and_their_number_is_hoisted() -> None:

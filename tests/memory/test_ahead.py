@@ -199,7 +199,7 @@ def end_epoch(pair: Pair, number: int) -> None:
     topology = Topology(Epoch(0, number), members, Pipeline(2, 1))
     pair.control.sent.clear()
     pair.control.tell(EndEpoch(topology))
-    pair.mail.restart(topology)
+    pair.mail.reset(topology)
     while not pair.control.sent:
         pair.worker._serve_once()
     pair.links.ring("memory0", number)
@@ -220,7 +220,7 @@ def test_the_end_of_an_epoch_ends_waits_and_no_earlier_message_is_taken_for_a_ne
         pair.worker._serve_once()
         time.sleep(0.02)
         with pytest.raises(DeadlineError):  # no message of this epoch is there that could have been answered
-            pair.mail.wait(pair.wait, ["memory0"], 0.0)
+            pair.mail.receive(pair.wait, ["memory0"], 0.0)
         if epoch == 2:
             lanes.decode(0, range(2))  # ends after some attentions
         wanted = lanes.ask(0, 2 if epoch == 2 else 0)
@@ -260,7 +260,7 @@ def test_the_host_reads_and_writes_inboxes(served_by_the_host: Pair) -> None:
     lanes.prompt(0)
     lanes.prompt(1)
     answers = []
-    pair.mail.take = lambda *key, take=pair.mail.take: answers.append(take(*key)) or answers[-1]  # type: ignore[method-assign, func-returns-value]
+    pair.mail.pop_message = lambda *key, take=pair.mail.pop_message: answers.append(take(*key)) or answers[-1]  # type: ignore[method-assign, func-returns-value]
     for _ in range(2):
         lanes.plan(0)
         lanes.plan(1)
@@ -283,7 +283,7 @@ def waiting(pair: Pair) -> Lanes:
 def test_a_device_that_answers_a_lost_peer_writes_where_it_still_may(pair: Pair) -> None:
     """Its waits go on until the epoch ends, and the message that it waits for may have come before the loss."""
     lanes = waiting(pair)
-    pair.worker._fence.lose(PeerLostError("compute0", "it has exited"))
+    pair.worker._fence.on_peer_lost(PeerLostError("compute0", "it has exited"))
     lanes.ask(0, 0)  # if the inbox were not mapped any more, the answer would end this process
     stream = pair.worker._ahead._lanes[0].stream
     until(lambda: int(stream.records["done_ns"][0]) > 0)

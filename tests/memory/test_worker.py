@@ -134,10 +134,10 @@ class Pair:
         assert not self.control.hear(Linked).failures
         self.control.tell(connect)
         self.worker = building.result(TIMEOUT_S)
-        self.wait = self.links.settle()
+        self.wait = self.links.close_unused_endpoints()
         channels = {"memory0": self.links.channel("memory0")}
         if inboxes is not None:
-            Slots(self.links, Device(inboxes=inboxes)).add(channels.values())
+            Slots(self.links, Device(inboxes=inboxes)).register_channels(channels.values())
         fetcher = Fetcher(self.links.fetch, self.links.arena, self.links.plan)
         self.mail = Mail(self.links.hub, channels, fetcher, lanes)
         self.turns = [0] * lanes
@@ -170,10 +170,10 @@ class Pair:
     def answered(self, lane: int) -> bool:
         with contextlib.suppress(DeadlineError):
             while True:
-                self.mail.wait(self.wait, ["memory0"], 0.0)
+                self.mail.receive(self.wait, ["memory0"], 0.0)
         if self.mail.missing[lane]:
             return False
-        letter = self.mail.take(lane, "memory0")
+        letter = self.mail.pop_message(lane, "memory0")
         self.reply = bytes(letter.whole)
         letter.free()
         self.mail.flush()

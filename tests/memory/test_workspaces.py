@@ -125,7 +125,7 @@ def test_steps_use_no_more_than_was_reserved(
 
 def check(overlap: Overlap, shards: int, kv: Any, steps: list[tuple[set[int], int, bool]]) -> None:
     setup = MemorySetup(SPECS, DType.FLOAT32, CAPACITY, 1, overlap, False, kv, shards)
-    element = KvElement.of(kv, DType.FLOAT32)
+    element = KvElement.from_setting(kv, DType.FLOAT32)
     attentions = [HeadShards(2, shards).spec(spec) for spec in SPECS]
     card = Watched()
     workspaces = Workspaces(card)

@@ -201,7 +201,7 @@ def test_groups_divide_inputs_and_are_not_cut() -> None:
 def test_groups_are_runs_of_inputs() -> None:
     codes = quantise("w", torch.randn(4, 64), "int4", {})
     assert codes.group == 64
-    assert codes.cut({1: ((0, 40),)}).group == 40
-    assert quantise("w", torch.randn(4, 96), "int4", {}).cut({1: ((16, 96),)}).group == 16  # of 16, 32 and 32
+    assert codes.shard({1: ((0, 40),)}).group == 40
+    assert quantise("w", torch.randn(4, 96), "int4", {}).shard({1: ((16, 96),)}).group == 16  # of 16, 32 and 32
     uneven = dataclasses.replace(codes, columns=(torch.arange(64) > 16).long())
     assert uneven.group == 1

@@ -61,6 +61,6 @@ def test_the_file_has_one_process_a_worker_and_one_row_a_lane(tmp_path: Path) ->
 def test_a_timeline_records_only_when_asked_and_keeps_the_latest() -> None:
     silent, kept = Timeline(), Timeline(enabled=True)
     for timeline in (silent, kept):
-        timeline.add("slice", 0, timeline.now())
+        timeline.record_span("slice", 0, timeline.now())
     assert not silent.spans and kept.spans[0].begin_ns <= kept.spans[0].end_ns
     assert kept.spans.maxlen == MOST_SPANS

@@ -48,8 +48,6 @@ def check(folder: Path, model: PretrainedConfig, memory: str, longest: int | Non
         max_num_batched_tokens=24,
         kv_tokens_per_worker=longest,
         kv_cache_memory_bytes=nbytes,
-        q_first=True,
-        mini_batches=2,
     )
     engine = launch(config)
     try:

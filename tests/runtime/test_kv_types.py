@@ -53,7 +53,7 @@ def greedy_rounding(model: PreTrainedModel, prompt: list[int], tokens: int, elem
 @pytest.mark.parametrize("kv_cache_dtype", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_greedy_tokens_equal_a_reference_that_rounds_alike(kv_cache_dtype: KvCacheDType, tmp_path: Path) -> None:
     reference = write_prepared(served("llama"), tmp_path)
-    element = KvElement.of(kv_cache_dtype, DType.FLOAT32)
+    element = KvElement.from_setting(kv_cache_dtype, DType.FLOAT32)
     draw = random.Random(kv_cache_dtype)
     prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in LENGTHS]
     nbytes = 300 * PER_TOKEN

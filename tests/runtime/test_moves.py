@@ -44,7 +44,7 @@ BASE: dict[str, Any] = {
     "max_num_batched_tokens": 32,
 }
 SWITCHES: dict[str, dict[str, Any]] = {
-    "sinks, windows, two lanes": {"family": "gpt_oss", "lanes": 2, "q_first": True, "mini_batches": 2},
+    "sinks, windows, two lanes": {"family": "gpt_oss", "lanes": 2},
     "a bias by position": {"family": "bloom"},
     "replicas, TCP": {"family": "llama", "compute": "cpu:2", "transport": "tcp"},
     "lanes that rotate": {"family": "llama", "compute": "cpu:2", "lanes": 3, "transport": "tcp"},

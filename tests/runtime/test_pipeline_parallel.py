@@ -94,7 +94,7 @@ def test_each_stage_loads_its_own_weights_and_an_embedding_tied_to_the_head_at_b
     "settings",
     [
         {},
-        {"transport": "tcp", "q_first": True, "mini_batches": 2},
+        {"transport": "tcp"},
         {"plan_ahead": False},
         {"lanes": 5},
         {"partition": "head", "memory": "cpu:2"},

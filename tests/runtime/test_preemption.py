@@ -52,7 +52,7 @@ def generate(
 
     def on_update(update: RequestUpdate) -> None:
         index, finished = int(update.request.request_id), update.finished
-        wholes[index].add(update)
+        wholes[index].append_update(update)
         on_each(update)
         left.difference_update([index] if finished else [])
         if not left:

@@ -41,8 +41,6 @@ def test_sequences_in_many_segments_equal_hugging_face(family: str, tmp_path: Pa
         max_num_seqs=6,
         max_num_batched_tokens=24,
         kv_tokens_per_worker=LONGEST,
-        q_first=True,
-        mini_batches=2,
     )
     engine = launch(config)
     try:

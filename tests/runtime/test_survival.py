@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
 from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams
@@ -87,7 +87,7 @@ class Streams:
 
         def on_update(update: RequestUpdate) -> None:
             tokens = update.tokens
-            whole.add(update)
+            whole.append_update(update)
             with self._changed:
                 self.tokens += tokens
                 if update.finished:
@@ -187,7 +187,6 @@ SWITCHES: dict[str, dict[str, object]] = {
     "rotational over TCP": {"lanes": 3, "pipelining": "rotational", "transport": "tcp"},
     "fixed": {"lanes": 2, "pipelining": "fixed"},
     "nothing ahead": {"plan_ahead": False},
-    "pieces": {"q_first": True, "mini_batches": 2},
 }
 
 

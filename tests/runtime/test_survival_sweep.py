@@ -44,7 +44,7 @@ STREAMS, DISTINCT = 32, 64
 SWITCHES: list[dict[str, object]] = [
     {},
     {"lanes": 3, "pipelining": "rotational", "transport": "tcp"},
-    {"lanes": 2, "pipelining": "fixed", "q_first": True, "mini_batches": 2},
+    {"lanes": 2, "pipelining": "fixed"},
     {"plan_ahead": False, "kv_cache_memory_bytes": 400_000},  # hardly room for all: requests move and give way
     {"partition": "head"},
 ]
@@ -120,7 +120,7 @@ class Load:
         whole = Whole(self._engine.tokenizer)
 
         def on_update(update: RequestUpdate) -> None:
-            whole.add(update)
+            whole.append_update(update)
             if update.finished:
                 output = whole.output()
                 self._note(number, output.error, output.outputs)

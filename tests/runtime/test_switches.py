@@ -25,12 +25,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "lanes that stay": {"compute": "cpu:2", "lanes": 5, "pipelining": "fixed"},
     "lanes that rotate": {"compute": "cpu:2", "lanes": 3},
     "lanes that change while running": {"compute_cores": CORES[0], "memory_cores": CORES[-1]},
-    "q first": {"q_first": True},
-    "mini-batches": {"mini_batches": 3},
-    "everything": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2},
+    "everything": {"compute": "cpu:2", "lanes": 3},
     "TCP": {"transport": "tcp"},
     "lanes that stay, over TCP": {"compute": "cpu:2", "lanes": 5, "pipelining": "fixed", "transport": "tcp"},
-    "everything over TCP": {"compute": "cpu:2", "lanes": 3, "q_first": True, "mini_batches": 2, "transport": "tcp"},
+    "everything over TCP": {"compute": "cpu:2", "lanes": 3, "transport": "tcp"},
 }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig
 
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.updates import whole
@@ -61,8 +61,8 @@ def check(
 
 
 def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
-    """Each on a lane of its own; q travels first, in parts; the heads of a sequence are on one memory worker."""
-    check(tmp_path, served("llama"), 2, compute="cpu:4", memory="cpu:1", q_first=True, mini_batches=2)
+    """Each on a lane of its own; the heads of a sequence are on one memory worker."""
+    check(tmp_path, served("llama"), 2, compute="cpu:4", memory="cpu:1")
 
 
 def test_more_memory_workers_than_ranks_share_the_heads(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_two_ranks_equal_hugging_face(family: str, tmp_path: Path) -> None:
     ("family", "ranks", "settings"),
     [
         ("falcon-mqa", 4, {}),
-        ("gpt_bigcode", 4, {"q_first": True, "mini_batches": 2}),
+        ("gpt_bigcode", 4, {}),
         ("llama", 4, {"num_key_value_heads": 1, "kv_tokens_per_worker": 16}),
         ("gemma2", 4, {}),
         ("qwen3", 4, {"memory": "cpu:1"}),
@@ -148,6 +148,5 @@ def test_ranks_and_memory_on_gpus_equal_hugging_face(family: str, tmp_path: Path
 
 
 def test_two_replicas_of_two_ranks_on_gpus(tmp_path: Path) -> None:
-    """q travels first, in parts, so that slices are recorded in two parts."""
     model = served("llama", num_key_value_heads=1)
-    check(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:4", q_first=True, mini_batches=2)
+    check(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:4")

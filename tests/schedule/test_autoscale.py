@@ -76,7 +76,7 @@ M0, M1 = Member("memory0", "memory", "cpu", "h", 100), Member("memory1", "memory
 
 
 def test_what_waits_for_room_counts_and_what_waits_for_a_seat_or_its_turn_does_not() -> None:
-    limits = Limits(max_sequences=4, max_num_batched_tokens=64, max_model_len=90)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=90)
     under_test = scheduler({"memory0": 100}, limits=limits)
     before = memory_load(under_test, topology(C, M0), 0, 0)
     assert (before.demand, before.starved, before.enough, before.plenty) == (0.0, False, 0, 0)

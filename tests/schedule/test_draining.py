@@ -8,7 +8,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 from tests.support.schedules import plan_of, request, scheduler
 
-LIMITS = Limits(max_sequences=8, max_num_batched_tokens=512, max_model_len=2048)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=512, max_model_len=2048)
 
 
 def step(under_test: Scheduler) -> StepPlan:

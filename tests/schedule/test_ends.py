@@ -22,12 +22,16 @@ EOS = 0
 )
 def test_end_of_sequence(params: SamplingParams, reason: FinishReason | None, stop_token: int | None) -> None:
     ends = TokenEnds(params, params.max_tokens, [EOS, 99])
-    assert ends.at(EOS, 1) is reason
+    assert ends.finish_reason(EOS, 1) is reason
     if reason is FinishReason.STOP:
         assert ends.stop_token(EOS) == stop_token
 
 
 def test_stop_tokens_end_a_completion_once_it_has_its_fewest_tokens() -> None:
     ends = TokenEnds(SamplingParams(stop_token_ids=[7, 8], min_tokens=1), None, [EOS])
-    assert [ends.at(8, 1), ends.at(9, 2), ends.at(8, 2)] == [None, None, FinishReason.STOP]
+    assert [ends.finish_reason(8, 1), ends.finish_reason(9, 2), ends.finish_reason(8, 2)] == [
+        None,
+        None,
+        FinishReason.STOP,
+    ]
     assert ends.stop_token(8) == 8

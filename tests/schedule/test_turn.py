@@ -196,7 +196,7 @@ class NoWorkers:
     def ended(self) -> Mapping[str, str]:
         return {}
 
-    def end(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
+    def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         pass
 
     def wishes(self) -> list[Wish]:
@@ -241,7 +241,7 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     assert real_settings.pop("prefix_cache") and not simulated_settings.pop("prefix_cache")
     assert pipeline == real[2] and simulated_settings == real_settings
     assert simulated[1].capacities == real[1].capacities
-    assert limits.max_sequences == sizing.most_sequences(config, engine_pipeline)
+    assert limits.max_sequences == sizing.step_limits(config, engine_pipeline, 1).max_sequences
     plans = []
     for arguments, named in made:
         turn = Turn(arguments[0], Placement(arguments[1].capacities), *arguments[2:], **named)

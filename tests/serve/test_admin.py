@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lamina.cli.administer import down, scale
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.cluster.pool import PoolChange, parse_change
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, TransportError, WorkerError
 from tests.support.scripted_engine import Running
@@ -96,10 +96,10 @@ def test_a_change_of_a_pool_is_a_signed_number_of_workers() -> None:
 
 def test_a_kind_that_this_machine_does_not_have_is_refused() -> None:
     workers = LocalWorkers()
-    workers.check("memory", "cpu", 2)
+    workers.validate_pool("memory", "cpu", 2)
     for kind, said in (("cup", "unknown kind 'cup'; did you mean cpu?"), ("gh200", "gh200:1 asks for 1 GPU; this")):
         with pytest.raises(ConfigError, match=said):
-            workers.check("memory", kind, 1)
+            workers.validate_pool("memory", kind, 1)
     workers.close()
 
 

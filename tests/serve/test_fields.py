@@ -7,25 +7,25 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from lamina.serve import request_bodies
-from lamina.serve.request_bodies import ChatRequest, CompletionRequest, GenerationRequest, types_of
+from lamina.serve import fields
+from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
 from tests.support.scripted_engine import CHAT, COMPLETION, Running, refusal
 
 USER = [{"role": "user", "content": "a"}]
-HEADER = request_bodies.IGNORED_HEADER
+HEADER = fields.IGNORED_HEADER
 
 
 @pytest.mark.parametrize(
     ("kind", "params"),
     [
-        (CompletionRequest, completion_create_params.CompletionCreateParamsBase),
-        (ChatRequest, chat_create_params.CompletionCreateParamsBase),
+        (CompletionBody, completion_create_params.CompletionCreateParamsBase),
+        (ChatBody, chat_create_params.CompletionCreateParamsBase),
     ],
 )
-def test_every_field_of_openai_s_client_is_known(kind: type[GenerationRequest], params: Any) -> None:
-    supported = {*types_of(kind), kind.large}
-    assert params.__annotations__.keys() <= supported | kind.unsupported.keys() | request_bodies.WITHOUT_EFFECT
-    assert not supported & (kind.unsupported.keys() | request_bodies.WITHOUT_EFFECT)
+def test_every_field_of_openai_s_client_is_known(kind: type[Body], params: Any) -> None:
+    supported = {*field_types(kind), *kind.large}
+    assert params.__annotations__.keys() <= supported | kind.unsupported.keys() | fields.WITHOUT_EFFECT
+    assert not supported & (kind.unsupported.keys() | fields.WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
@@ -64,17 +64,17 @@ def test_the_header_names_few_fields(server: Running) -> None:
 
 
 def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log = request_bodies.IgnoredLog()
-    with caplog.at_level(logging.WARNING, "lamina.serve.request_bodies"):
+    log = fields.IgnoredLog()
+    with caplog.at_level(logging.WARNING, "lamina.serve.fields"):
         for names in (["a", "messages.b"], ["a"], [], ["a", "c\nd"]):
-            log.add(names)
-        log.add([f"x{number}" for number in range(10)])
+            log.report(names)
+        log.report([f"x{number}" for number in range(10)])
         for number in range(1000):
-            log.add([f"y{number}"])
+            log.report([f"y{number}"])
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "requests have fields that are ignored: a, messages.b"
     assert lines[1] == "requests have fields that are ignored: c?d"
-    assert len(lines) < request_bodies.MOST_LOGGED
+    assert len(lines) < fields.MOST_LOGGED
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_a_known_field_in_the_wrong_case_is_refused(
 
 def test_values_without_effect_are_accepted(server: Running) -> None:
     for path, given, neutral in (
-        (COMPLETION, {"prompt": "a"}, request_bodies.UNSUPPORTED_COMPLETION),
-        (CHAT, {"messages": USER}, request_bodies.UNSUPPORTED_CHAT),
+        (COMPLETION, {"prompt": "a"}, fields.UNSUPPORTED_COMPLETION),
+        (CHAT, {"messages": USER}, fields.UNSUPPORTED_CHAT),
     ):
         values = {name: (None, *several) for name, several in neutral.items()} | dict.fromkeys(
-            request_bodies.WITHOUT_EFFECT, "x"
+            fields.WITHOUT_EFFECT, "x"
         )
         for number in range(max(map(len, values.values()))):  # every field at once, with its next value
             body = {name: several[number % len(several)] for name, several in values.items()}

@@ -24,7 +24,7 @@ ENDLESS = LONG | {"max_tokens": 800, "n": 4}
 UPGRADE = """
 import os
 if os.path.exists({!r}):
-    from lamina import version
+    from lamina.core import version
     version.__version__ = "9.9.9"
 """
 

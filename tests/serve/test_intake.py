@@ -9,9 +9,10 @@ import httpx
 import pytest
 
 from lamina.serve import intake
+from lamina.serve.bodies import MOST_BYTES_BESIDES, CompletionBody, parse
+from lamina.serve.chat_messages import MOST_BYTES_OF_FIELDS
 from lamina.serve.http_errors import APIError
 from lamina.serve.intake import LARGEST_AT_ONCE, LEAST_LIMIT, SMALL, BoundedBodies, body_limit
-from lamina.serve.request_bodies import MOST_BYTES_BESIDES, CompletionRequest, parse
 from tests.support.scripted_engine import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
 
 JSON = {"Content-Type": "application/json"}
@@ -142,18 +143,18 @@ def test_a_prompt_that_is_not_unicode(server: Running, text: bytes) -> None:
 )
 def test_what_is_dear_to_decode_is_refused_first(body: bytes, said: str) -> None:
     with pytest.raises(APIError) as refused:
-        parse(CompletionRequest, body)
+        parse(CompletionBody, body)
     assert refused.value.status == 400 and said in str(refused.value) and len(str(refused.value)) < 500
 
 
 def test_messages_carry_little_besides_their_content(server: Running) -> None:
     message = {"role": "user", "content": "a", "reasoning": "x" * 1000}
-    error = refusal(server.post(CHAT, messages=[message] * 100), 400)
-    assert f"give at most {MOST_BYTES_BESIDES}" in error["message"] and error["param"] == "messages"
+    error = refusal(server.post(CHAT, messages=[message] * 1100), 400)
+    assert f"give at most {MOST_BYTES_OF_FIELDS}" in error["message"] and error["param"] == "messages"
     many = refusal(server.post(CHAT, messages=[{"role": "user", "content": "a"}] * 16_385), 400)
     assert many["message"] == "messages holds about 16385 messages; give at most 16384"
-    unknown = refusal(server.post(CHAT, messages=[message | {"x": "x" * 1000}] * 40), 400)
-    assert f"give at most {MOST_BYTES_BESIDES}" in unknown["message"]
+    unknown = refusal(server.post(CHAT, messages=[message | {"x": "x" * 1000}] * 600), 400)
+    assert f"give at most {MOST_BYTES_OF_FIELDS}" in unknown["message"]
 
 
 def test_a_small_body_does_not_wait_for_a_large_one(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

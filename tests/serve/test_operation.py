@@ -69,8 +69,8 @@ def test_the_interface_describes_itself(server: Running) -> None:
     schema = server.http.get("/openapi.json").json()
     assert {COMPLETION, CHAT, "/v1/models", "/health"} <= set(schema["paths"])
     schemas = schema["components"]["schemas"]
-    assert "min_p" in schemas["CompletionRequest"]["properties"]
-    assert schemas.keys() == {"CompletionRequest", "ChatRequest", "StreamOptions", "Error"}
+    assert "min_p" in schemas["CompletionBody"]["properties"]
+    assert schemas.keys() == {"CompletionBody", "ChatBody", "StreamOptions", "Error"}
     statuses = {
         path: {*operation["responses"]} for path in schema["paths"] for operation in schema["paths"][path].values()
     }
@@ -135,7 +135,6 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_requests_running",): 1,
         ("lamina_requests_waiting",): 2,
         ("lamina_steps_total",): 3,
-        ("lamina_sequences_moved_total",): 4,
         ("lamina_preemptions_total",): 5,
         ("lamina_recoveries_total",): 6,
         ("lamina_tokens_recomputed_total",): 7,

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lamina.control.supervisor_messages import Serving
+from lamina.control.agent_messages import Serving
 from lamina.core.errors import EngineDeadError
 from lamina.engine.frontends import Frontends
 from lamina.models.directory import find
@@ -31,7 +31,7 @@ class LateOwner:
         self.left: list[str] = []
         self._engine = engine
 
-    def leave(self, frontend: str) -> None:
+    def on_frontend_exit(self, frontend: str) -> None:
         self.left.append(frontend)
 
     def kill_engine(self) -> None:

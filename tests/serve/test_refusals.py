@@ -76,7 +76,7 @@ USER = [{"role": "user", "content": "a"}]
         (COMPLETION, {"prompt": "break"}, 503, None, "worker memory0 is gone"),
         (CHAT, {}, 400, "messages", "Field required"),
         (CHAT, {"messages": []}, 400, "messages", "messages is empty"),
-        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages.0.content", "messages[0] has no content"),
+        (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0] has no content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "'image_url' is not"),
         (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools is not supported"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs to be true"),

@@ -62,7 +62,7 @@ def attend(case: Case, slab: KvSlab, attention: Attention | None = None) -> tupl
     """Runs the case on the device; its slots are the page tables."""
     rows, spec = len(case.q), case.spec
     attention = attention or Attention(BACKEND, StepCapacity(len(case.segments.query_start) + 1, rows + 3), Choices(""))
-    attention.begin(pair_table(case.segments))
+    attention.upload_pairs(pair_table(case.segments))
     out = BACKEND.empty((rows, spec.query_heads, spec.v_dim), np.float32)
     lse = BACKEND.empty((rows, spec.query_heads), np.float32)
     attention.partial(give(case.q), slab, give(np.append(case.segments.slots, -1).astype(np.int32)), spec, out, lse)

@@ -94,13 +94,13 @@ class LateBackend(Interpreter):
         made.queue = self.queue
         return made
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_upload(self, memory: memoryview) -> None:
         """See ``Backend``."""
-        self._host.adopt(memory)
+        self._host.register_own(memory)
 
     def upload(self, source: Any, target: Any) -> None:
         """See ``Backend``: memory that was adopted is read late."""
-        adopted = self._host.own.has(source.ctypes.data, source.nbytes)
+        adopted = self._host.own.covers(source.ctypes.data, source.nbytes)
         kept = source if adopted else source.copy()
         self.queue.put(lambda: np.copyto(_plain(target)[: len(kept)], _plain(kept)))
         self._read = self.queue.end if adopted else self._read
@@ -110,7 +110,7 @@ class LateBackend(Interpreter):
         self.queue.flush()
         super().download(*((_plain(source), target) for source, target in copies))
 
-    def settle(self) -> None:
+    def wait_for_uploads(self) -> None:
         """See ``Backend``: up to the last upload of what was adopted, and no further."""
         if self._read is not None:
             self.queue.flush(self._read)
@@ -147,12 +147,12 @@ class LateKit(Emulated):
         self.queue.flush()
         return [lambda replay=replay: self.queue.put(replay) for replay in super().capture(work)]  # type: ignore[misc]
 
-    def write(self, source: torch.Tensor, table: torch.Tensor, bodies: torch.Tensor, lead: int) -> None:
+    def write_rows(self, source: torch.Tensor, table: torch.Tensor, bodies: torch.Tensor, lead: int) -> None:
         """See ``Kit``."""
         if self._recorder is not None:
-            super().write(source, table, bodies, lead)
+            super().write_rows(source, table, bodies, lead)
         else:
-            self.queue.put(lambda: super(LateKit, self).write(source, table, bodies, lead))
+            self.queue.put(lambda: super(LateKit, self).write_rows(source, table, bodies, lead))
 
     def upload(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Kit``."""
@@ -163,7 +163,7 @@ class LateKit(Emulated):
         self.queue.flush()
         return super().lent(tensor)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """See ``Kit``."""
         self.queue.flush()
 

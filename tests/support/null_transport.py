@@ -219,7 +219,7 @@ class NullEndpoint:
         """Forget a peer; from now on its loss does not interrupt waits."""
         self._peers.remove(self._connected(peer))
 
-    def cut(self, peer: Peer) -> None:
+    def disconnect_for_good(self, peer: Peer) -> None:
         """``disconnect``; operations of that peer that are still on their way never arrive."""
         known = self._connected(peer)
         self._registered().refused.add(known.number)

@@ -8,7 +8,7 @@ from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
 from lamina.schedule.scheduler import Scheduler
 
-LIMITS = Limits(max_sequences=4, max_num_batched_tokens=8, max_model_len=32)
+LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32)
 ATTENTIONS = 3
 
 

@@ -14,6 +14,7 @@ from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
 from lamina.engine.streams import Submission
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
+from lamina.text.chat_template import ChatTemplate
 from lamina.text.logprobs import Position
 from lamina.text.prompts import check_tokens
 from lamina.text.tokenizer import complete_text
@@ -22,6 +23,7 @@ COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
 VOCABULARY = 0x110000
 WORDS = [" one", " two", " three"]
+TEMPLATE = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
 
 
 class FakeTokenizer:
@@ -47,8 +49,8 @@ class FakeTokenizer:
     def token(self, token_id: int) -> str | None:
         return None
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], tools: object = None) -> str:
-        return "".join(f"<{m['role']}>{m.get('content')}" for m in messages)
+    def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
+        return TEMPLATE.render(messages, True, tools)
 
 
 class FakeEngine:
@@ -145,7 +147,6 @@ class FakeEngine:
             running=1,
             waiting=2,
             steps=3,
-            moved=4,
             preempted=5,
             recoveries=6,
             recomputed=7,

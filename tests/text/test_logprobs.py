@@ -12,7 +12,7 @@ from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.reading import Reading
 from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
-from lamina.serve.responses import Sent, chat_choice, completion_choice
+from lamina.serve.answers import Sent, chat_choice, completion_choice
 from lamina.text.tokenizer import Tokenizer
 from tests.models.small_tokenizers import KINDS, save
 
@@ -47,7 +47,7 @@ def read(
         ]
         ended = at >= len(drawn)
         tokens = CompletionTokens(0, part, packed, FinishReason.LENGTH if ended else None)
-        reading.take(TokenUpdate([tokens], ended))
+        reading.on_update(TokenUpdate([tokens], ended))
     return updates
 
 
@@ -138,7 +138,7 @@ def test_tokens_of_a_stop_string_have_their_texts(tokenizers: dict[str, Tokenize
     updates = read(tokenizer, tokenizer.encode("x"), drawn, [], [1], stop=[stop])
     whole = Whole(tokenizer)
     for update in updates:
-        whole.add(update)
+        whole.append_update(update)
     (output,) = whole.output().outputs
     assert output.logprobs is not None and output.text == (text + stop).partition(stop)[0]
     assert "".join(at[0].text for at in output.logprobs) == output.text + stop
@@ -188,7 +188,7 @@ def test_a_stop_string_may_be_the_text_of_a_special_token(
     updates = read(tokenizer, [a], [a, end, b, b], [], [at_once], **given)
     whole = Whole(tokenizer)
     for update in updates:
-        whole.add(update)
+        whole.append_update(update)
     (output,) = whole.output().outputs
     assert output.text == (text if text is not None else "abb" if skip else "a</s>bb")
     assert output.stop_reason == found

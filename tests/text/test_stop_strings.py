@@ -84,7 +84,7 @@ def test_nothing_is_held_back_when_the_stop_string_is_wanted() -> None:
 @pytest.mark.parametrize(("include", "text"), [(False, "held <"), (True, "held <end")])
 def test_end_of_sequence_releases_what_was_held_back(include: bool, text: str) -> None:
     checker = StopChecker(SamplingParams(stop=["<|stop|>"], include_stop_str_in_output=include))
-    assert checker.append("held <").text + checker.end("end").text == text
+    assert checker.append("held <").text + checker.append_last("end").text == text
 
 
 class Counted(frozenset[str]):
@@ -221,5 +221,5 @@ def test_the_special_token_that_ends_a_completion_may_complete_a_stop_string(
     params = SamplingParams(stop=[stop], include_stop_str_in_output=include)
     checker = StopChecker(params, StopStrings([stop], SPECIAL))
     streamed = checker.append("held").text
-    decision = checker.end("", "<x>")
+    decision = checker.append_last("", "<x>")
     assert (streamed + decision.text, decision.stop) == (text, found)

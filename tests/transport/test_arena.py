@@ -21,11 +21,11 @@ def test_every_page_of_the_ranges_is_registered_once(ranges: list[tuple[int, int
 
     pages = Pages(register, unregister)
     for at, nbytes in ranges:
-        pages.add(at, nbytes)
+        pages.register(at, nbytes)
     for at, nbytes in ranges:
         within = [start for start, size in runs.items() if start <= at and at + nbytes <= start + size]
-        assert pages.has(at, nbytes) == bool(within) and pages.cuts(at, nbytes) == (not within)
-    assert not pages.has(100 * PAGE, 1) and not pages.cuts(100 * PAGE, PAGE)
+        assert pages.covers(at, nbytes) == bool(within) and pages.cuts(at, nbytes) == (not within)
+    assert not pages.covers(100 * PAGE, 1) and not pages.cuts(100 * PAGE, PAGE)
     registered = [page for at, nbytes in runs.items() for page in range(at // PAGE, (at + nbytes) // PAGE)]
     assert sorted(registered) == sorted({page for at, n in ranges for page in range(at // PAGE, -(-(at + n) // PAGE))})
     pages.clear()
@@ -43,10 +43,10 @@ def test_a_device_that_cannot_be_told_of_all_its_memory_knows_of_none() -> None:
 
     host = HostMemory(register, runs.remove)
     at = np.frombuffer(memory, np.uint8).ctypes.data
-    host.adopt(memory[: 2 * PAGE])
-    assert runs and host.own.has(at, PAGE) and not host.own.has(at, 3 * PAGE)
-    host.adopt(memory[2 * PAGE :])
-    host.adopt(memory[:PAGE])
-    assert not runs and not host.own.has(at, PAGE)
-    assert host.map("peer", memory[:PAGE]) and runs
-    assert not host.map("peer", memory) and not runs, "what was mapped before is not any more"
+    host.register_own(memory[: 2 * PAGE])
+    assert runs and host.own.covers(at, PAGE) and not host.own.covers(at, 3 * PAGE)
+    host.register_own(memory[2 * PAGE :])
+    host.register_own(memory[:PAGE])
+    assert not runs and not host.own.covers(at, PAGE)
+    assert host.register_peer("peer", memory[:PAGE]) and runs
+    assert not host.register_peer("peer", memory) and not runs, "what was mapped before is not any more"

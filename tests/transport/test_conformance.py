@@ -303,7 +303,7 @@ def test_a_kill_in_full_flow_leaves_only_whole_messages(process_pair: Pair, afte
 def test_nothing_that_a_peer_has_sent_arrives_once_it_is_cut(pair: Pair) -> None:
     pair.far.call("write", 0, b"late" * 16)
     pair.far.call("ring", 2, 9)
-    pair.near.cut(pair.peer)
+    pair.near.disconnect_for_good(pair.peer)
     before = bytes(pair.arena.view(0, 64))
     pair.far.die()
     with pytest.raises(DeadlineError):  # no longer interrupted by the peer's end

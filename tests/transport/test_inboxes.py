@@ -18,7 +18,7 @@ from lamina.transport.device.inboxes import Inboxes, SharedMaker
 inboxes = Inboxes(SharedMaker())
 inboxes.open("reader", bytes.fromhex(sys.argv[1]), int(sys.argv[2]), b"proof")
 inboxes.theirs("reader").array[100:104] = list(b"body")
-inboxes.leave("reader")
+inboxes.close_outgoing("reader")
 assert inboxes.theirs("reader") is None
 """
 
@@ -32,7 +32,11 @@ def test_another_process_writes_into_an_inbox() -> None:
     subprocess.run([sys.executable, "-c", WRITER, handle.hex(), str(NBYTES)], check=True, timeout=TIMEOUT_S)
     assert inbox.address == inbox.array.ctypes.data and inbox.array.shape == (NBYTES,)
     assert bytes(inbox.array[100:104]) == b"body" and np.count_nonzero(inbox.array) == 4 + len(b"proof")
-    assert inboxes.has("writer", b"proof") and not inboxes.has("writer", b"other") and not inboxes.has("x", b"proof")
+    assert (
+        inboxes.proof_arrived("writer", b"proof")
+        and not inboxes.proof_arrived("writer", b"other")
+        and not inboxes.proof_arrived("x", b"proof")
+    )
     inboxes.close("writer")
     assert inboxes.own("writer") is None
     with pytest.raises(TransportError, match="cannot open the inbox"):
@@ -62,7 +66,7 @@ def test_without_an_inbox_there_is_no_handle_and_nothing_to_write_into(caplog: p
     inboxes.open("peer", b"1 2", NBYTES, b"proof")
     assert inboxes.theirs("peer") is None
     assert "messages of peer go through the host's memory: no memory" in caplog.text
-    inboxes.leave("peer")
+    inboxes.close_outgoing("peer")
     inboxes.close("peer")
 
 

@@ -40,7 +40,7 @@ def pair() -> Iterator[Pair]:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
     """Events that have woken waits; nothing else wakes them."""
     events: list[Events] = []
-    take = Events.take
+    take = Events.acknowledge
     monkeypatch.setattr("lamina.transport.rdma.endpoint.SLICE_S", TIMEOUT_S)
 
     def counted(self: Events) -> None:

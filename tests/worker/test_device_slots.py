@@ -30,17 +30,17 @@ class Device:
         self.mapped: dict[str, memoryview] = {}
         self._refuses = refuses
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         self.adopted.append(memory)
 
-    def map(self, peer: str, memory: memoryview) -> bool:
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
         assert peer not in self.mapped, "its former memory has not been unmapped"
         if peer == self._refuses:
             return False
         self.mapped[peer] = memory
         return True
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         del self.mapped[peer]
 
     def arrived(self, array: Any) -> Any:
@@ -65,7 +65,7 @@ def test_what_is_written_into_a_place_arrives(cluster: Cluster) -> None:
     near, far = cluster.links["near"].channel("far"), cluster.links["far"].channel("near")
     device = Device()
     slots = Slots(cluster.links["near"], device)
-    slots.add([near])
+    slots.register_channels([near])
     (adopted,) = device.adopted
     assert adopted.nbytes >= SLOTS * len(near.slots[0])
     slot = near.place(5)
@@ -86,10 +86,10 @@ def test_what_is_written_into_a_place_arrives(cluster: Cluster) -> None:
 def test_only_memory_that_the_device_maps_is_written(cluster: Cluster) -> None:
     near, remote = (cluster.links["near"].channel(name) for name in ("far", "remote"))
     device = Device(refuses="far")
-    Slots(cluster.links["near"], device).add([near, remote])
+    Slots(cluster.links["near"], device).register_channels([near, remote])
     assert not device.mapped and near.place(1) is None and remote.place(1) is None
     slots = Slots(cluster.links["near"], device := Device())
-    slots.add([near, remote])
+    slots.register_channels([near, remote])
     assert device.mapped.keys() == {"far"} and near.place(1) is not None and remote.place(1) is None
     assert device.mapped["far"].nbytes >= SLOTS * (HEADER_NBYTES + len(near.bodies[0].array))
 
@@ -97,12 +97,12 @@ def test_only_memory_that_the_device_maps_is_written(cluster: Cluster) -> None:
 def test_memory_of_peers_that_leave_is_unmapped_before_it_is_mapped_again(cluster: Cluster) -> None:
     device = Device()
     slots = Slots(cluster.links["near"], device)
-    slots.add([cluster.links["near"].channel("far")])
+    slots.register_channels([cluster.links["near"].channel("far")])
     slots.keep(["far", "remote"])
     assert device.mapped.keys() == {"far"}
     slots.keep(["remote"])
     assert not device.mapped
-    slots.add([cluster.links["near"].channel("far")])
+    slots.register_channels([cluster.links["near"].channel("far")])
     assert device.mapped.keys() == {"far"}
 
 
@@ -123,8 +123,8 @@ def test_what_a_device_writes_arrives_in_the_inbox_and_all_else_in_slots(
 ) -> None:
     cluster, slots = on_devices
     near, far = cluster.links["near"].channel("far"), cluster.links["far"].channel("near")
-    slots["near"].add([near])
-    slots["far"].add([far])
+    slots["near"].register_channels([near])
+    slots["far"].register_channels([far])
     written = near.place(5)
     assert written is not None
     ctypes.memmove(near.bodies[written].address, b"inbox", 5)
@@ -146,7 +146,7 @@ def test_what_a_device_writes_arrives_in_the_inbox_and_all_else_in_slots(
 def test_a_peer_without_inbox_gets_messages_in_slots(on_devices: tuple[Cluster, dict[str, Slots]]) -> None:
     cluster, slots = on_devices
     near, plain = cluster.links["near"].channel("plain"), cluster.links["plain"].channel("near")
-    slots["near"].add([near])
+    slots["near"].register_channels([near])
     assert not near.writes_inbox and not near.inbox
     slot = near.place(3)
     assert slot is not None
@@ -163,7 +163,7 @@ def test_an_inbox_lasts_as_long_as_its_lease(on_devices: tuple[Cluster, dict[str
     cluster.links["near"].disconnect("far")
     assert near.theirs("far") is None and near.own("far") is own, "the peer may still write"
     assert cluster.links["near"].direct("far") is None
-    cluster.links["near"].release("far")
+    cluster.links["near"].end_lease("far")
     assert near.own("far") is None and far.theirs("near") is not None
 
 
@@ -181,7 +181,7 @@ def test_a_device_whose_writes_do_not_arrive_writes_into_slots(caplog: pytest.Lo
     cluster.link({("near", "far"): Transport.SHM})
     channels = {name: cluster.links[name].channel(peer) for name, peer in (("near", "far"), ("far", "near"))}
     for name, channel in channels.items():
-        Slots(cluster.links[name], Device(inboxes=inboxes[name])).add([channel])
+        Slots(cluster.links[name], Device(inboxes=inboxes[name])).register_channels([channel])
     assert not channels["near"].writes_inbox and channels["near"].place(3) is not None
     assert channels["far"].writes_inbox, "the other direction is another matter"
     assert "what the device of near writes into the memory of that of far does not arrive" in caplog.text
@@ -210,13 +210,16 @@ class Nic(ShmEndpoint):
         self.post(peer, offset, len(header), [header], doorbell, sequence)
 
 
+def open_nic(member: Member, transport: Transport, tls: bool) -> Nic:
+    return Nic(member.name)
+
+
 def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lamina.worker.links._open", lambda member, transport, tls: Nic(member.name))
     register, inboxes = Register(PLAN, [Transport.RDMA], spin_s=0.0), Inboxes(SharedMaker())
-    near = open_links(Member("near", SECRET, "127.0.0.1"), register)
-    far = open_links(Member("far", SECRET, "127.0.0.1"), register, inboxes)
+    near = open_links(Member("near", SECRET, "127.0.0.1"), register, None, open_nic)
+    far = open_links(Member("far", SECRET, "127.0.0.1"), register, inboxes, open_nic)
     own = near.grant(Grant({"far": 128}, [], ["far"])).leases["far"]
     theirs = far.grant(Grant({"near": 128}, [], ["near"])).leases["near"]
     assert not own.inbox_key and theirs.inbox_key and not theirs.inbox, "the near one's device has no inboxes"
@@ -224,19 +227,19 @@ def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
         Way(Transport.RDMA, links.offer.descriptors[Transport.RDMA], lease)
         for links, lease in ((far, theirs), (near, own))
     ]
-    near.begin(Link(1, {"far": ways[0]}))
-    far.begin(Link(1, {"near": ways[1]}))
+    near.connect(Link(1, {"far": ways[0]}))
+    far.connect(Link(1, {"near": ways[1]}))
     assert near.linked(TIMEOUT_S) == far.linked(TIMEOUT_S) == Linked({})
-    near.settle()
-    far.settle()
+    near.close_unused_endpoints()
+    far.close_unused_endpoints()
     to, at = near.channel("far"), far.channel("near")
     slots = Slots(far, Device(inboxes=inboxes))
-    slots.add([at])
+    slots.register_channels([at])
     to.send(3, 4, 5, [b"in", b"box"])
     arrival = at.read(0)
     assert (arrival.lane, arrival.turn, bytes(arrival.whole)) == (3, 4, b"inbox")
     assert not isinstance(arrival.whole, memoryview)
-    far.release("near")
+    far.end_lease("near")
     assert not Nic.shared and inboxes.own("near") is None
     monkeypatch.setattr(Nic, "share", Mock(side_effect=TransportError("no memory is mapped")))
     refused = far.grant(Grant({"near": 128}, [], ["near"])).leases["near"]

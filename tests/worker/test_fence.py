@@ -81,7 +81,7 @@ class Worker:
             peer = self.endpoint.connect(other.endpoint.descriptor(), 1.0)
             self.links._links[other.name] = linking._Link(self.endpoint, peer, other.leases[self.name])
             self.channels[other.name] = self.links.channel(other.name)
-        self.links.settle()
+        self.links.close_unused_endpoints()
         self.hold()
 
     def hold(self) -> None:
@@ -134,14 +134,14 @@ class Worker:
         """As workers do."""
         self.links.hub.restart(topology)
         self.channels = {name: channel for name, channel in self.channels.items() if name in topology.names}
-        self.fence.begin(topology)
+        self.fence.begin_epoch(topology)
 
     def stand_by(self) -> None:
         if not self.fence.open:
             try:
                 self.fence.stand_by(self.endpoint.wait)
             except PeerLostError as error:
-                self.fence.lose(error)
+                self.fence.on_peer_lost(error)
 
     @property
     def memory(self) -> tuple[bytes, list[int]]:
@@ -241,7 +241,7 @@ class Cluster:
                 else:
                     worker.serve()
             except PeerLostError as error:
-                worker.fence.lose(error)
+                worker.fence.on_peer_lost(error)
         elif action == "deliver":
             self.network.deliver(choice)
         elif action == "tell" and worker.fence.epoch < self.topology.epoch:
@@ -256,7 +256,7 @@ class Cluster:
         """The engine has read all that workers have said, and lets the next epoch begin."""
         sent = [(worker.name, message) for worker in self.workers.values() for message in worker.control.sent]
         answers = [(name, message) for name, message in sent if isinstance(message, EpochEnded)]
-        return any([self._ending.note(name, message) for name, message in answers])
+        return any([self._ending.on_epoch_ended(name, message) for name, message in answers])
 
     def send_to_all(self) -> dict[str, list[tuple[str, int]]]:
         """The new epoch begins with messages to everybody in all slots, and one more that is kept; they overtake what

@@ -82,7 +82,7 @@ def cluster() -> Iterator[Callable[..., Cluster]]:
 def test_a_pair_is_linked_and_waits_on_its_one_endpoint(cluster: Callable[..., Cluster], transport: Transport) -> None:
     pair = cluster("a", "b")
     assert pair.link({("a", "b"): transport}) == {"a": Linked({}), "b": Linked({})}
-    waits = {name: links.settle() for name, links in pair.links.items()}
+    waits = {name: links.close_unused_endpoints() for name, links in pair.links.items()}
     for wait in waits.values():
         endpoint = getattr(wait, "__self__", None)
         assert isinstance(endpoint, ShmEndpoint | TcpEndpoint)
@@ -96,7 +96,7 @@ def test_a_pair_is_linked_and_waits_on_its_one_endpoint(cluster: Callable[..., C
 def test_one_worker_hears_peers_over_different_transports(cluster: Callable[..., Cluster]) -> None:
     three = cluster("a", "b", "c")
     three.link({("a", "b"): SHM, ("a", "c"): TCP})
-    waits = {name: links.settle() for name, links in three.links.items()}
+    waits = {name: links.close_unused_endpoints() for name, links in three.links.items()}
     assert isinstance(waits["a"], WaitInTurns)
     for sequence in range(1, 20):
         for peer, doorbell in (("b", 0), ("c", 1)):
@@ -115,7 +115,7 @@ def test_one_worker_hears_peers_over_different_transports(cluster: Callable[...,
 def test_a_peer_over_either_transport_that_ends_is_noticed(cluster: Callable[..., Cluster], gone: str) -> None:
     three = cluster("a", "b", "c")
     three.link({("a", "b"): SHM, ("a", "c"): TCP})
-    wait = three.links["a"].settle()
+    wait = three.links["a"].close_unused_endpoints()
     threading.Timer(0.05, three.links[gone].close).start()
     with pytest.raises(PeerLostError) as lost:
         wait([(0, 1)], TIMEOUT_S)
@@ -136,7 +136,7 @@ def test_a_write_that_does_not_arrive_proves_nothing(
         answer = pair.links["a"].link(Link(1, {"b": pair.way("a", "b", TCP)}))
     assert answer.failures["b"] == "b connected, but a did not see its write within 0.2 s"
     assert pair.link({("a", "b"): SHM}, round_=2) == {"a": Linked({}), "b": Linked({})}
-    wait = pair.links["a"].settle()
+    wait = pair.links["a"].close_unused_endpoints()
     pair.links["b"].outbox("a", SLOT).send([b"by memory"], 1)
     assert wait([(1, 1)], TIMEOUT_S) == 0
 
@@ -187,7 +187,7 @@ def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
 def read(links: Links, channel: Channel, timeout_s: float = TIMEOUT_S) -> bytes:
     """The next message, whose slot is given back."""
     awaited = list(channel.awaited.items())
-    slot = awaited[links.settle()([target for _, target in awaited], timeout_s)][0]
+    slot = awaited[links.close_unused_endpoints()([target for _, target in awaited], timeout_s)][0]
     channel.close_slot(slot)
     content = bytes(channel.read(slot).body or b"")
     channel.free(slot)
@@ -217,7 +217,7 @@ def test_a_third_worker_is_linked_while_two_exchange_messages(
             four.links["b"].hub.flush()
             if credits := four.links["a"].hub.credits:
                 with contextlib.suppress(DeadlineError):
-                    four.links["a"].settle()(credits, 0.01)
+                    four.links["a"].close_unused_endpoints()(credits, 0.01)
                 four.links["a"].hub.go_on()
         if turn >= 10:
             c.begin(0, turn, 64).send([bytes(64)])
@@ -233,5 +233,5 @@ def test_a_third_worker_is_linked_while_two_exchange_messages(
     four.links["c"].close()
     four.links["a"].disconnect("c")
     assert four.way("d", "a", transport).lease.offset != former.offset, "its peer may still write there"
-    four.links["a"].release("c")
+    four.links["a"].end_lease("c")
     assert four.links["a"].grant(Grant({"e": 128})).leases["e"] == former

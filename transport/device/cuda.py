@@ -34,14 +34,14 @@ class CudaSlots:
         for name in KERNELS:
             kernel(name, self._device)
 
-    def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
+    def map_ranges(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
         runtime = self._cupy.cuda.runtime
         if not uses_host_addresses(self._device):
             raise TransportError(f"cuda:{self._device} cannot use host memory under its own addresses")
         if id(arena) not in self._arenas:
             self._arenas[id(arena)] = arena, Pages(self._register, runtime.hostUnregister)
         for at, nbytes in ranges:
-            self._arenas[id(arena)][1].add(at, nbytes)
+            self._arenas[id(arena)][1].register(at, nbytes)
 
     def _register(self, at: int, nbytes: int) -> None:
         runtime = self._cupy.cuda.runtime
@@ -75,7 +75,7 @@ class CudaStream:
         self._found = cupy.zeros(RECORD.itemsize, np.uint8)
         cupy.cuda.get_current_stream().synchronize()
 
-    def follow(self) -> None:
+    def order_after_host(self) -> None:
         self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
 
     def launch(self, work: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class CudaStream:
     def abort(self) -> None:
         self._polling.abort()
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         if self._polling.has_expired:
             raise expired(SILENCE_S)
 

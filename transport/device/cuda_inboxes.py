@@ -21,7 +21,7 @@ class CudaMaker:
     def make(self, nbytes: int) -> Held:
         with self._on_the_gpu(f"cannot share {nbytes} bytes of its memory"):
             memory = PeerMemory(nbytes)
-            inbox, handle = Inbox(memory.address, memory.bytes, memory.settle), memory.handle()
+            inbox, handle = Inbox(memory.address, memory.bytes, memory.make_writes_visible), memory.handle()
 
         def read(count: int) -> bytes:
             with self._on_the_gpu("cannot read its memory"):

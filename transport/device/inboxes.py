@@ -121,9 +121,9 @@ class Inboxes:
             self._theirs[peer].write(proof)
         except TransportError as error:
             logger.warning("messages to %s go through the host's memory: %s", peer, error)
-            self.leave(peer)
+            self.close_outgoing(peer)
 
-    def has(self, peer: str, proof: bytes) -> bool:
+    def proof_arrived(self, peer: str, proof: bytes) -> bool:
         """True if a peer's device has written this proof here."""
         return peer in self._own and self._own[peer].read(len(proof)) == proof
 
@@ -135,7 +135,7 @@ class Inboxes:
         """Return what this device writes into there."""
         return self._theirs[peer].inbox if peer in self._theirs else None
 
-    def leave(self, peer: str) -> None:
+    def close_outgoing(self, peer: str) -> None:
         """Nothing more is written to a peer: close its inbox, if it was opened."""
         self._end(self._theirs.pop(peer, None))
 
@@ -157,7 +157,7 @@ class Inboxes:
     def close_all(self) -> None:
         """End all of them. No kernel uses them."""
         for peer in list(self._theirs):
-            self.leave(peer)
+            self.close_outgoing(peer)
         for peer in list(self._own):
             self.close(peer)
         self.retire()

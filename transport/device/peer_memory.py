@@ -152,7 +152,7 @@ class PeerMemory:
         _check(result, f"cuMemGetHandleForAddressRange of {whole.value} bytes")
         return DmaBuf(fd.value, 0, whole.value)
 
-    def settle(self) -> None:
+    def make_writes_visible(self) -> None:
         """Make what NICs have written so far visible to kernels launched from now on."""
         if not self._ability.ordered:
             _check(_driver().cuFlushGPUDirectRDMAWrites(0, OWNER), "cuFlushGPUDirectRDMAWrites")

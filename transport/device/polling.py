@@ -95,7 +95,7 @@ class Polling:
         """True if a wait has ended without a message or an abort; does not synchronise."""
         return bool(self._words[2] == Outcome.EXPIRED)
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise the first failure of the waits that have ended; does not synchronise.
 
         Raises:
@@ -128,7 +128,7 @@ class Polling:
             if aborted_at is not None and time.monotonic() - aborted_at > DRAIN_S:
                 raise TransportError(f"kernels still run {DRAIN_S:g} s after the wait for {self._peer} was aborted")
             time.sleep(WATCH_S)
-        self.check()
+        self.raise_failure()
 
     def drain(self) -> None:
         """Wait until the stream is empty. Raises TransportError if it is not ``DRAIN_S`` later."""

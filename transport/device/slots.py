@@ -82,7 +82,7 @@ class SlotStream(Protocol):
 
     records: Records
 
-    def follow(self) -> None:
+    def order_after_host(self) -> None:
         """Let what is launched from now on come after everything that the host has given to the device so far."""
 
     def launch(self, work: Callable[[], None]) -> None:
@@ -102,7 +102,7 @@ class SlotStream(Protocol):
     def abort(self) -> None:
         """End every wait, soon."""
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what has gone wrong, without waiting. Raises DeadlineError after a wait that the host let expire."""
 
     def drain(self) -> None:
@@ -118,7 +118,7 @@ class SlotStream(Protocol):
 class PolledSlots(Protocol):
     """A device that reads and writes host memory."""
 
-    def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
+    def map_ranges(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
         """Let the device use these ranges (address, bytes) of an arena, which stays mapped until ``unmap``.
 
         Raises TransportError if it cannot."""

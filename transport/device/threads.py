@@ -41,7 +41,7 @@ class ThreadSlots:
     def __init__(self) -> None:
         self._arenas: dict[int, NativeArena] = {}
 
-    def map(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
+    def map_ranges(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
         self._arenas[id(arena)] = arena
 
     def unmap(self, arena: NativeArena) -> None:
@@ -78,7 +78,7 @@ class ThreadStream:
             self._done.append(work)
             del work
 
-    def follow(self) -> None:
+    def order_after_host(self) -> None:
         """Do nothing: the host's own work is complete when its calls return."""
 
     def launch(self, work: Callable[[], None]) -> None:
@@ -132,7 +132,7 @@ class ThreadStream:
     def abort(self) -> None:
         self._aborted = True
 
-    def check(self) -> None:
+    def raise_failure(self) -> None:
         self._done.clear()
         if self._error is not None:
             raise self._error

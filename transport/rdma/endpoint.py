@@ -123,7 +123,7 @@ class _Accepted:
     incoming: list[_Incoming] = field(default_factory=list)
     refused: set[int] = field(default_factory=set)
 
-    def cut(self, identity: int) -> None:
+    def refuse_identity(self, identity: int) -> None:
         """Close all queue pairs of a peer, and refuse it from now on."""
         self.refused.add(identity)
         self.close([one for one in self.incoming if one.identity == identity])
@@ -203,23 +203,23 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         self._peers.remove(known)
         known.close()
 
-    def cut(self, peer: Peer) -> None:
+    def disconnect_for_good(self, peer: Peer) -> None:
         """``disconnect``, and destroy the queue pairs that the peer writes through: nothing of it arrives any more."""
         known = self._connected(peer)
         self.disconnect(known)
-        self._registered().accepted.cut(known.where.identity)
+        self._registered().accepted.refuse_identity(known.where.identity)
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         known, total = self._connected(peer), part_nbytes(data)
         check_range(offset, total, known.nbytes)
-        self._living(known).send(offset, [data], total, None, self._stall_s)
+        self._living(known).write_and_ring(offset, [data], total, None, self._stall_s)
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer."""
         known = self._connected(peer)
         check_doorbell(doorbell, known.doorbells)
-        self._living(known).send(0, [], 0, (doorbell, sequence), self._stall_s)
+        self._living(known).write_and_ring(0, [], 0, (doorbell, sequence), self._stall_s)
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
@@ -229,7 +229,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         total = sum(map(part_nbytes, parts))
         if total > nbytes:
             raise ValueError(f"a message of {total} bytes does not fit into {nbytes} bytes")
-        self._living(known).send(offset, parts, total, (doorbell, sequence), self._stall_s)
+        self._living(known).write_and_ring(offset, parts, total, (doorbell, sequence), self._stall_s)
 
     def post_apart(
         self,
@@ -245,7 +245,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         """Post a message whose header lies apart. Raises ValueError for a header outside the arena, PeerLostError."""
         known = self._connected(peer)
         total = sum(map(part_nbytes, parts))
-        self._living(known).send(at, parts, total, None, self._stall_s, _target(key))
+        self._living(known).write_and_ring(at, parts, total, None, self._stall_s, _target(key))
         self.post(peer, offset, len(header), [header], doorbell, sequence)
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:

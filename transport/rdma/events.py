@@ -50,7 +50,7 @@ class Events:
             self.completions.req_notify()
             self._armed = True
 
-    def take(self) -> None:
+    def acknowledge(self) -> None:
         """Consume the event that made the file readable."""
         self._channel.get_cq_event(self.completions)
         self.completions.ack_events(1)
@@ -114,7 +114,7 @@ def sleep(sources: Iterable[Events], seconds: float) -> None:
     for fd in by_fd:
         poller.register(fd, select.POLLIN)
     for fd, _ in poller.poll(seconds * 1000):
-        by_fd[fd].take()
+        by_fd[fd].acknowledge()
 
 
 def _event_files() -> set[int]:

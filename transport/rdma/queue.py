@@ -234,7 +234,7 @@ class Sender:
         self._ends: deque[int] = deque()  # the value of _freed after the completion of each post in flight
         self.failure = ""
 
-    def send(
+    def write_and_ring(
         self,
         offset: int,
         parts: Sequence[Part],

@@ -193,5 +193,5 @@ class Transfers(Protocol):
     def bulk(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Array, Array]:
         """Return all rows of k [rows, Hkv, D] and v [rows, Hkv, Dv]."""
 
-    def settle(self) -> None:
+    def wait_for_reads(self) -> None:
         """Return once replies have been read."""

@@ -22,14 +22,14 @@ class Cpu:
     place = torch.device("cpu")
     inboxes = None
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """Do nothing: all memory of the host is equally quick."""
 
-    def map(self, peer: str, memory: memoryview) -> bool:
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
         """Return False: the host copies messages to peers itself."""
         return False
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         """Do nothing: nothing was mapped."""
 
     def arrived(self, array: Any) -> Any:
@@ -46,7 +46,7 @@ class Cpu:
         return Ranks(rank)
 
     def form(self, model: LoweredModel, to: Quantization) -> HostForm:
-        return HostForm.of(model, to)
+        return HostForm.for_model(model, to)
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> SliceRunner:
         """Return a runner of the model's slices. Packed weights are copies: drop ``tensors`` to free their memory."""

@@ -88,7 +88,7 @@ class Cuda:
         compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True)
         return compiled
 
-    def seconds(self, replays: Sequence[Replay]) -> float:
+    def time_replays(self, replays: Sequence[Replay]) -> float:
         """Return the median time over rounds, in seconds."""
         times = list[float]()
         for _ in range(TIMED_ROUNDS):
@@ -125,21 +125,21 @@ class Cuda:
         held = torch.cuda.memory_reserved(self.place)
         torch.cuda.set_per_process_memory_fraction((held + left) / total, self.place)
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """Register memory with CUDA: it is then copied from without a stop in another buffer."""
-        self._host.adopt(memory)
+        self._host.register_own(memory)
 
-    def map(self, peer: str, memory: memoryview) -> bool:
-        return uses_host_addresses(self.place.index) and self._host.map(peer, memory)
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
+        return uses_host_addresses(self.place.index) and self._host.register_peer(peer, memory)
 
-    def unmap(self, peer: str) -> None:
-        self._host.unmap(peer)
+    def unmap_peer(self, peer: str) -> None:
+        self._host.unregister_peer(peer)
 
     def inbox_maker(self) -> CudaMaker | None:
         """Return the maker of inboxes, by CuPy. Without CuPy, messages go through the host's memory."""
         return CudaMaker(self.place.index) if importlib.util.find_spec("cupy") is not None else None
 
-    def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
+    def write_rows(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         from lamina.kernels.gpu.triton_rows import write_rows  # needs Triton
 
         unit, count = source[0].numel(), table.shape[1]
@@ -164,7 +164,7 @@ class Cuda:
             source = source.clone()
         target.copy_(source, non_blocking=True)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         torch.cuda.current_stream().synchronize()
 
 

@@ -35,7 +35,7 @@ class Emulated:
         self._recorder = recorder
         try:
             with recorder:
-                work(recorder.cut)
+                work(recorder.next_part)
         finally:
             self._recorder = None
         return recorder.replays
@@ -44,7 +44,7 @@ class Emulated:
         """Return None: only operators can be recorded here, not a compiled graph."""
         return None
 
-    def seconds(self, replays: Sequence[Replay]) -> float:
+    def time_replays(self, replays: Sequence[Replay]) -> float:
         start = time.perf_counter()
         for replay in replays:
             replay()
@@ -60,19 +60,19 @@ class Emulated:
     def limit(self, share: float) -> None:
         """Do nothing: an emulated card has no memory of its own."""
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """Do nothing: an emulated card gains nothing by registered memory."""
 
-    def map(self, peer: str, memory: memoryview) -> bool:
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
         return True
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         """Do nothing: nothing was mapped."""
 
     def inbox_maker(self) -> SharedMaker:
         return SharedMaker()
 
-    def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
+    def write_rows(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         nbytes, columns, addresses = source.nbytes // len(source), table.numpy().T, bodies.numpy()
 
         def replay() -> None:
@@ -83,7 +83,7 @@ class Emulated:
 
         replay()
         if self._recorder is not None:
-            self._recorder.add(replay)
+            self._recorder.record_call(replay)
 
     def lent(self, tensor: Tensor) -> Any:
         return as_numpy(tensor)
@@ -94,7 +94,7 @@ class Emulated:
     def upload(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Do nothing: nothing runs in the background."""
 
 
@@ -125,9 +125,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Replay] = []
         self.replays: list[Replay] = []
-        self.cut()
+        self.next_part()
 
-    def cut(self) -> None:
+    def next_part(self) -> None:
         """Begin another part."""
         calls = self._calls = []
 
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.replays.append(replay)
 
-    def add(self, call: Replay) -> None:
+    def record_call(self, call: Replay) -> None:
         """Record what is no operator of torch."""
         self._calls.append(call)
 

@@ -62,7 +62,7 @@ class Fusion:
         if known is not None:
             return fused
         plain = record(graph)
-        found = Seconds(self._kit.seconds(plain), self._kit.seconds(fused))
+        found = Seconds(self._kit.time_replays(plain), self._kit.time_replays(fused))
         logger.info("a slice of %d rows: %.1f us, fused %.1f", rows, 1e6 * found.plain, 1e6 * found.fused)
         self._known[key] = found
         tuning_cache.save(self._path, (tuning_cache.load(self._path, dict[str, Seconds]) or {}) | self._known)

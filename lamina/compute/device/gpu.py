@@ -51,14 +51,14 @@ class Gpu:
     def copied(self, body: Tensor) -> memoryview:
         return memoryview(bytearray(body.cpu().numpy()))
 
-    def adopt(self, memory: memoryview) -> None:
-        self._kit.adopt(memory)
+    def register_own(self, memory: memoryview) -> None:
+        self._kit.register_own(memory)
 
-    def map(self, peer: str, memory: memoryview) -> bool:
-        return self._kit.map(peer, memory)
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
+        return self._kit.map_peer(peer, memory)
 
-    def unmap(self, peer: str) -> None:
-        self._kit.unmap(peer)
+    def unmap_peer(self, peer: str) -> None:
+        self._kit.unmap_peer(peer)
 
     def limit(self, share: float) -> None:
         self._kit.limit(share)
@@ -67,7 +67,7 @@ class Gpu:
         return GpuSums(rank, self._kit, meeting)
 
     def form(self, model: LoweredModel, to: Quantization) -> PlacedForm:
-        return PlacedForm.of(model, to, self.place)
+        return PlacedForm.for_model(model, to, self.place)
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "GpuRunner":
         return GpuRunner(model, tensors, self._kit, reduce)
@@ -201,7 +201,7 @@ class GpuRunner(GpuCarrier):
 
     def _at(self, what: str, count: int, like: Tensor) -> Tensor:
         """Fixed memory for ``count`` rows of this kind."""
-        return self.lines.at(what, count, tuple(like.shape[1:]), like.dtype)
+        return self.lines.fixed_rows(what, count, tuple(like.shape[1:]), like.dtype)
 
     def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor], cuts: bool) -> "_Recorded":
         """Record a slice for so many rows; what it reads is in fixed memory."""

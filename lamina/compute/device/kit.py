@@ -48,7 +48,7 @@ class Kit(Protocol):
         """Return the graph with its operators fused, for all numbers of rows: compiles when it is called, which raises
         RuntimeError for what cannot be fused. None: nothing is fused here."""
 
-    def seconds(self, replays: Sequence[Replay]) -> float:
+    def time_replays(self, replays: Sequence[Replay]) -> float:
         """Return how long these take, one after another."""
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -60,19 +60,19 @@ class Kit(Protocol):
     def limit(self, share: float) -> None:
         """Limit the share of the card's memory that this process may use."""
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """Make memory that peers write into quick to copy from."""
 
-    def map(self, peer: str, memory: memoryview) -> bool:
-        """Let programs of the card write into a peer's memory, until ``unmap``. False if they will not."""
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
+        """Let programs of the card write into a peer's memory, until ``unmap_peer``. False if they will not."""
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         """Stop writing into a peer's memory."""
 
     def inbox_maker(self) -> Maker | None:
         """Return the maker of inboxes in the card's memory; None if the card can share no memory."""
 
-    def write(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
+    def write_rows(self, source: Tensor, table: Tensor, bodies: Tensor, lead: int) -> None:
         """Write rows of ``source`` [S, h, D] into messages. Can be recorded.
 
         Column i of ``table``, int32 [4, N], says which row, to which message, as number ``p`` of its rows of this kind,
@@ -88,7 +88,7 @@ class Kit(Protocol):
         """Return an array of the card as a tensor over the same memory."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Copy from the host's memory, which must not change before ``wait``."""
+        """Copy from the host's memory, which must not change before ``synchronize``."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait until everything started here has been done."""

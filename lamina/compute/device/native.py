@@ -47,7 +47,7 @@ class NativeTransfers:
     def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
         return as_numpy(k), as_numpy(v)
 
-    def settle(self) -> None:
+    def wait_for_reads(self) -> None:
         """Do nothing: every copy is complete when its call returns."""
 
     def merged(

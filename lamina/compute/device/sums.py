@@ -85,4 +85,4 @@ class GpuSums:
     def meet(self) -> None:
         if self.rank.count > 1:
             self.reduce(self._one)
-            self._kit.wait()
+            self._kit.synchronize()

@@ -54,11 +54,11 @@ class Lines:
         self._held: dict[object, object] = {}
         self._addresses = set[int]()
 
-    def has(self, tensor: Tensor) -> bool:
+    def owns(self, tensor: Tensor) -> bool:
         """True if a tensor begins where fixed memory does."""
         return tensor.data_ptr() in self._addresses
 
-    def at(self, what: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    def fixed_rows(self, what: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Fixed memory for ``count`` rows of this shape, the first of as many as are ever recorded: the same tensor
         every time."""
         key = what, shape, dtype, count
@@ -85,7 +85,7 @@ class Lines:
             (self._recorded[what],) = self.kit.capture(lambda cut: work())
         return self._recorded[what]
 
-    def hold(self, what: object, owner: object, *pairs: tuple[Tensor, Tensor]) -> None:
+    def add_copy(self, what: object, owner: object, *pairs: tuple[Tensor, Tensor]) -> None:
         """Copy to fixed memory ``what``, in (target, source) ``pairs``, unless ``owner`` did so last."""
         if self._held.get(what) is not owner:
             self._held[what] = owner
@@ -105,9 +105,13 @@ class _Group:
         return [len(each) for each in self.shards]
 
     def table(self, before: Sequence[int], moves: Moves) -> Tensor:
-        """Return the table for ``Kit.write``, with ``before`` rows of each kind in front in each message, and columns
-        without a message up to one of few lengths. If all rows travel, there is one length for each number of rows with
-        padding."""
+        """Return the table for ``Kit.write_rows``, padded with columns of no message to one of few lengths.
+
+        If all rows travel, there is one length for each padded number of rows.
+
+        Args:
+            before: rows of each kind in front of this group, by message.
+        """
         counts = np.array(self.counts, np.int64)
         total = int(counts.sum())
         length = moves.rows * moves.shards if total == moves.total * moves.shards else padded_rows(total)
@@ -183,7 +187,7 @@ class GpuTransfers:
         pairs = [(source, self._bulk_host(number, source)) for number, source in enumerate((k, v))]
         for source, host in pairs:
             host.copy_(source, non_blocking=True)
-        self._lines.kit.wait()
+        self._lines.kit.synchronize()
         return as_numpy(pairs[0][1]), as_numpy(pairs[1][1])
 
     def _bulk_host(self, number: int, source: Tensor) -> Tensor:
@@ -191,8 +195,8 @@ class GpuTransfers:
         most = 1 << (rows - 1).bit_length()
         return self._lines.pinned(("bulk", number, most, *shape, source.dtype), (most, *shape), source.dtype)[:rows]
 
-    def settle(self) -> None:
-        self._lines.kit.wait()
+    def wait_for_reads(self) -> None:
+        self._lines.kit.synchronize()
 
     def _collect(self, bodies: Sequence[int], *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
         """Return the rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned
@@ -200,16 +204,16 @@ class GpuTransfers:
         key = tuple(id(source) for _, source in sources)  # slices leave their results in the same tensors every time
         found = self._collected.get(key)
         if found is None:
-            recorded = self._recorded and all(self._lines.has(source) for _, source in sources)
+            recorded = self._recorded and all(self._lines.owns(source) for _, source in sources)
             found = self._plan_collecting(sources, recorded)
             if recorded:
                 self._collected[key] = found
         for what, pair in found.tables:
-            self._lines.hold(what, self, pair)
+            self._lines.add_copy(what, self, pair)
         pinned = found.starts
         found.bodies[:] = [at or start for at, start in zip(bodies, pinned, strict=True)] if bodies else pinned
         found.replay()
-        self._lines.kit.wait()
+        self._lines.kit.synchronize()
         return found.messages
 
     def _plan_collecting(self, sources: Sequence[tuple[str, Tensor]], recorded: bool) -> _Collected:
@@ -217,7 +221,7 @@ class GpuTransfers:
         tables = {name: self._table(name, recorded) for name, _ in sources}
         for what, pair in tables.values():
             if recorded:  # before it is recorded: that reads rows as well
-                lines.hold(what, self, pair)
+                lines.add_copy(what, self, pair)
         most = 1 << max(6, (count - 1).bit_length())
         bodies = lines.pinned(("bodies", most), (most,), torch.int64)
         arrays, starts = self._lay_out(sources)
@@ -232,7 +236,7 @@ class GpuTransfers:
 
         def work() -> None:
             for rows, table, lead in ways:
-                lines.kit.write(rows, table, bodies, lead)
+                lines.kit.write_rows(rows, table, bodies, lead)
 
         key = most, tuple((rows.data_ptr(), rows.shape, table.data_ptr(), lead) for rows, table, lead in ways)
         replay = lines.recorded(key, work) if recorded else work
@@ -313,7 +317,7 @@ class GpuTransfers:
         if self._recorded:
             arrivals = lines.fixed(("arrivals", heads, v_dim, capacity), (capacity,), torch.float32)
             tables = lines.fixed(("tables", what), tuple(indices.shape), torch.int64)
-            result = lines.at("in 0", moves.rows, shape[1:], self._dtype)
+            result = lines.fixed_rows("in 0", moves.rows, shape[1:], self._dtype)
             sinks = lines.fixed(("sinks", spec.query_heads), (spec.query_heads,), torch.float32) if has_sinks else None
         else:
             arrivals = torch.zeros(capacity, device=lines.kit.place)
@@ -331,7 +335,7 @@ class GpuTransfers:
 
         def replay() -> None:
             if self._recorded:
-                lines.hold(("tables", what), self, (tables, indices))
+                lines.add_copy(("tables", what), self, (tables, indices))
             recording()
 
         counts = map(len, (*moves.here, *moves.queries))

@@ -110,7 +110,7 @@ class _Operands:
     lse: Any
     new: tuple[Any, Any] | None
 
-    def check(self, least_rows: int, most_rows: int) -> None:
+    def validate_shapes(self, least_rows: int, most_rows: int) -> None:
         """Raises ValueError for an invalid shape or element type, or too few or too many rows."""
         spec, slab, rows = self.spec, self.slab, len(self.q)
         shapes = tuple(tuple(array.shape[1:]) for array in (self.q, slab.k, slab.v, self.out, self.lse))
@@ -161,7 +161,7 @@ class _PairClass:
     rows: tuple[int, int]
 
     @classmethod
-    def of(cls, spec: AttentionSpec, element: KvElement, block_m: int, rows: tuple[int, int]) -> "_PairClass":
+    def from_spec(cls, spec: AttentionSpec, element: KvElement, block_m: int, rows: tuple[int, int]) -> "_PairClass":
         """Return the class of these pairs: the spec without the fields that planning ignores."""
         cut = replace(spec, layer=0, scale=1.0, softcap=0.0, sinks=False, alibi_slopes=None)
         return cls(cut, element, block_m, rows)
@@ -171,9 +171,9 @@ class _PairClass:
         """Yield the class of pairs with few query rows and, if pairs may have more, up to ``most_rows``, the class of
         the others."""
         block_m, few = decode_tile(spec)
-        yield cls.of(spec, element, block_m, (1, few))
+        yield cls.from_spec(spec, element, block_m, (1, few))
         if most_rows > few:
-            yield cls.of(spec, element, prompt_tile(element), (few + 1, 2**30))
+            yield cls.from_spec(spec, element, prompt_tile(element), (few + 1, 2**30))
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Scratch:
         self._backend = backend
         self._buffers = [backend.empty((0,), np.float32)]
 
-    def take(self, count: int) -> Any:
+    def allocate_floats(self, count: int) -> Any:
         """Memory for ``count`` float32. Smaller buffers are kept: captured graphs point to them."""
         if len(self._buffers[-1]) < count:
             self._buffers.append(self._backend.empty((count,), np.float32))
@@ -238,7 +238,7 @@ class Attention:
         """Context class and raggedness of the step: what a captured graph depends on besides the capacity."""
         self._rows, self._most_rows, self._new_rows, self._joins = 0, 0, 0, False
 
-    def begin(self, table: PairArray, order: npt.NDArray[np.int32] | None = None) -> None:
+    def upload_pairs(self, table: PairArray, order: npt.NDArray[np.int32] | None = None) -> None:
         """Send one step's pairs (``pair_table``) to the device.
 
         Args:
@@ -300,7 +300,7 @@ class Attention:
             ValueError: a shape or an element type is invalid, or ``new`` lacks rows that pairs append.
         """
         given = _Operands(q, slab, tables, spec, out, lse, new)
-        given.check(self._rows, self.capacity.rows)
+        given.validate_shapes(self._rows, self.capacity.rows)
         if self._new_rows > (0 if new is None else len(new[0])):
             raise ValueError(
                 f"pairs of this step append tokens up to row {self._new_rows - 1} while they attend; give the "
@@ -323,7 +323,7 @@ class Attention:
                 if joins:
                     programs.add(attend_program(*given, joins=True))
                 rows = max(rows, plan.part_rows(pairs))
-        self._scratch.take(rows * (spec.v_dim + 1))
+        self._scratch.allocate_floats(rows * (spec.v_dim + 1))
         if spec.alibi_slopes is not None:
             self._backend.constant(spec.alibi_slopes)
         return programs
@@ -334,7 +334,7 @@ class Attention:
             self._current[pairs] = self._plan(pairs)
         plan, spec, slab, q, out, lse = self._current[pairs], given.spec, given.slab, given.q, given.out, given.lse
         part_rows = plan.part_rows(pairs)
-        parts = scratch.take(part_rows * (spec.v_dim + 1))
+        parts = scratch.allocate_floats(part_rows * (spec.v_dim + 1))
         part_lse, part_out = parts[:part_rows], parts[part_rows:]
         slopes = lse if spec.alibi_slopes is None else self._backend.constant(spec.alibi_slopes)
         new_type = None if given.new is None else given.new[0].dtype

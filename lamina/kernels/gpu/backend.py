@@ -78,23 +78,23 @@ class Backend(Protocol):
     def trim(self) -> None:
         """Give memory back that ``empty`` has allocated and nobody uses any more: it is kept otherwise."""
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_upload(self, memory: memoryview) -> None:
         """This memory of the host is uploaded from without a stop in another, if possible."""
 
-    def map(self, name: str, memory: memoryview) -> bool:
+    def register_download(self, name: str, memory: memoryview) -> bool:
         """Let ``download`` copy to this memory of the host without a detour, until ``unmap`` of the ``name``. False if
         it cannot."""
 
-    def unmap(self, name: str) -> None:
+    def unregister_download(self, name: str) -> None:
         """Stop using the memory that was mapped under this name, if any."""
 
     def inbox_maker(self) -> Maker:
         """How other processes' devices get to write into its memory."""
 
-    def has(self, array: Any) -> bool:
+    def is_on_device(self, array: Any) -> bool:
         """True if an array is on the device, and not one of the host."""
 
-    def settle(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Return once everything has been uploaded that was adopted."""
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
@@ -114,7 +114,7 @@ class Backend(Protocol):
     def fits(self, program: Program) -> bool:
         """Compile; False if the device has too little shared memory to run it."""
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def time_on_device(self, call: Callable[[], object]) -> float:
         """Return how long the programs that ``call`` launches take, without the host. Only if ``timed``."""
 
     def prepare(self, program: Program) -> None:

@@ -79,28 +79,28 @@ class Cuda:
         self.device.synchronize()
         cupy.get_default_memory_pool().free_all_blocks()
 
-    def adopt(self, memory: memoryview) -> None:
-        self._host.adopt(memory)
+    def register_upload(self, memory: memoryview) -> None:
+        self._host.register_own(memory)
 
-    def map(self, name: str, memory: memoryview) -> bool:
-        return self._host.map(name, memory)
+    def register_download(self, name: str, memory: memoryview) -> bool:
+        return self._host.register_peer(name, memory)
 
-    def unmap(self, name: str) -> None:
-        self._host.unmap(name)
+    def unregister_download(self, name: str) -> None:
+        self._host.unregister_peer(name)
 
-    def settle(self) -> None:
+    def wait_for_uploads(self) -> None:
         self._read.synchronize()
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         """Copy through pinned memory, unless it was adopted; waits only if ``STAGINGS`` earlier uploads are still in
         flight."""
-        if self._host.own.has(source.ctypes.data, source.nbytes):
+        if self._host.own.covers(source.ctypes.data, source.nbytes):
             stream = cupy.cuda.get_current_stream()
             target[: len(source)].set(source, stream=stream)
             self._read.record(stream)
         elif source.size:
             self._stagings.append(self._stagings.pop(0))
-            self._stagings[-1].send(source, target[: len(source)])
+            self._stagings[-1].upload(source, target[: len(source)])
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Return pinned memory from CuPy's pool, to which it returns with the array, in few sizes: the pool gives the
@@ -112,14 +112,14 @@ class Cuda:
     def inbox_maker(self) -> CudaMaker:
         return CudaMaker(self.device.id)
 
-    def has(self, array: Any) -> bool:
+    def is_on_device(self, array: Any) -> bool:
         return isinstance(array, cupy.ndarray)
 
     def download(self, *copies: tuple[Any, Any]) -> None:
         """Copy on the current stream, and wait."""
         stream = cupy.cuda.get_current_stream()
         for source, target in copies:
-            if self.has(target):
+            if self.is_on_device(target):
                 target[...] = source
             else:
                 source.get(stream=stream, out=target, blocking=False)
@@ -131,7 +131,7 @@ class Cuda:
     def fits(self, program: Program) -> bool:
         return compile_program(program, self.capability).shared_bytes <= self._shared_bytes
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def time_on_device(self, call: Callable[[], object]) -> float:
         """Return the median time of a call, in seconds, over rounds of a CUDA graph of several calls."""
         self.device.synchronize()
         with cupy.cuda.Stream(non_blocking=True) as stream:
@@ -205,7 +205,7 @@ class _Staging:
         self._memory = cupy.cuda.alloc_pinned_memory(1)
         self._sent = cupy.cuda.Event(disable_timing=True)
 
-    def send(self, source: npt.NDArray[Any], target: Any) -> None:
+    def upload(self, source: npt.NDArray[Any], target: Any) -> None:
         self._sent.synchronize()
         if self._memory.size() < source.nbytes:
             self._memory = cupy.cuda.alloc_pinned_memory(2 * source.nbytes)
@@ -245,7 +245,7 @@ def partial(
         raise ValueError(f"slots holds {segments.slots.max()}; the slab has slots 0 to {len(k) - 1}")
     pairs, rows = len(segments.query_start), len(q)
     attention = Attention(backend, StepCapacity(max(1, pairs), max(1, rows)))
-    attention.begin(pair_table(segments))
+    attention.upload_pairs(pair_table(segments))
     slots = backend.empty((len(segments.slots) + 1,), np.int32)
     backend.upload(segments.slots, slots)
     attention.partial(q, KvSlab(element, k, v, *(scales or ())), slots, spec, out, lse)

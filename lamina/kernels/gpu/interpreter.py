@@ -53,7 +53,7 @@ class Interpreter:
     def inbox_maker(self) -> SharedMaker:
         return SharedMaker()
 
-    def has(self, array: Any) -> bool:
+    def is_on_device(self, array: Any) -> bool:
         """True if the array was made by this backend; other arrays may be the host's."""
         return isinstance(array, np.memmap)
 
@@ -61,16 +61,16 @@ class Interpreter:
         for source, target in copies:
             target[...] = source
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_upload(self, memory: memoryview) -> None:
         """Do nothing: the interpreter gains nothing by registered memory."""
 
-    def map(self, name: str, memory: memoryview) -> bool:
+    def register_download(self, name: str, memory: memoryview) -> bool:
         return True
 
-    def unmap(self, name: str) -> None:
+    def unregister_download(self, name: str) -> None:
         """Do nothing: nothing was mapped."""
 
-    def settle(self) -> None:
+    def wait_for_uploads(self) -> None:
         """Do nothing: nothing runs in the background."""
 
     def aligned(self, array: Any) -> Any:
@@ -79,7 +79,7 @@ class Interpreter:
     def fits(self, program: Program) -> bool:
         return True
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def time_on_device(self, call: Callable[[], object]) -> float:
         """Raise NotImplementedError: an interpreter's times say nothing about a GPU."""
         raise NotImplementedError
 

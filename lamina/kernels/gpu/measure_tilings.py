@@ -75,7 +75,7 @@ def measure(
             found = times(backend, spec, element, query, shapes)
             measured |= {str(shape): fastest(each) for shape, each in found.items() if each}
     if measured != choices.measured:
-        choices.add(measured)
+        choices.merge_measured(measured)
         backend.trim()
 
 
@@ -167,6 +167,6 @@ def _times(
     for tiling in tried:
         capacity = StepCapacity(len(lengths), rows)
         attention = Attention(backend, capacity, Choices(backend.name, {str(shape): tiling}))
-        attention.begin(pair_table(table, ends[:-1]))
-        seconds[tiling] = backend.seconds(functools.partial(attention.partial, q, slab, words, spec, out, lse))
+        attention.upload_pairs(pair_table(table, ends[:-1]))
+        seconds[tiling] = backend.time_on_device(functools.partial(attention.partial, q, slab, words, spec, out, lse))
     return seconds

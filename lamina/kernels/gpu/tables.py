@@ -35,7 +35,7 @@ class Regions:
         """Free words; they need not be contiguous."""
         return sum(size * len(starts) for size, starts in self._free.items())
 
-    def take(self, size: int) -> int:
+    def allocate_words(self, size: int) -> int:
         """Allocate a region of ``size`` words, a power of two; returns its first word. Raises CapacityError."""
         fitting = [held for held, starts in self._free.items() if starts and held >= size]
         if not fitting:
@@ -91,7 +91,7 @@ class PageTables:
         count = len(slots)
         if count > size:
             grown = max(FIRST_REGION, 1 << (count - 1).bit_length())
-            region = self._regions.take(grown)
+            region = self._regions.allocate_words(grown)
             self._give(start, size)
             start, size, sent = region, grown, 0
         if count > sent:
@@ -103,13 +103,13 @@ class PageTables:
         start, size, _ = self._tables.pop(segment, (0, 0, 0))
         self._give(start, size)
 
-    def begin(self) -> int:
+    def pin_tables(self) -> int:
         """Somebody reads the tables as they are now, or extended, until ``end`` of the number returned."""
         self._begun += 1
         self._readers[self._begun] = None
         return self._begun
 
-    def end(self, reader: int) -> None:
+    def unpin_tables(self, reader: int) -> None:
         """A reader has ended."""
         del self._readers[reader]
         oldest = next(iter(self._readers), self._begun + 1)

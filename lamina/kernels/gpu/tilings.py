@@ -117,7 +117,7 @@ class Choices:
         """True if there is a place for what is measured."""
         return _file(self.device) is not None
 
-    def add(self, measured: dict[str, Tiling]) -> None:
+    def merge_measured(self, measured: dict[str, Tiling]) -> None:
         """Take over what was measured here, and store it with what others have stored meanwhile."""
         self.measured |= measured
         tuning_cache.save(_file(self.device), Choices.load(self.device).measured | measured)

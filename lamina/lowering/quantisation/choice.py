@@ -91,7 +91,7 @@ class HostForm:
     to: Quantization
 
     @classmethod
-    def of(cls, model: LoweredModel, to: Quantization) -> "HostForm":
+    def for_model(cls, model: LoweredModel, to: Quantization) -> "HostForm":
         """Return the form of a model lowered for ``Target.CPU``. Raises ConfigError: this processor does not run it
         with ``to``."""
         runs = _native.linear_available() and model.dtype is DType.BFLOAT16
@@ -118,7 +118,7 @@ class HostForm:
             return ExpertCodes(tuple(quantise_experts(name, weight, self.to, shard)))
         return quantise(name, weight, self.to, shard)
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> Codes | None:
         return codes if name in self.held and dtype == torch.bfloat16 and can_pack(codes) else None
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> ExpertCodes | None:

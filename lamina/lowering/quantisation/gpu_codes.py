@@ -44,7 +44,7 @@ class PlacedForm:
     to: Quantization
 
     @classmethod
-    def of(cls, model: LoweredModel, to: Quantization, place: torch.device) -> "PlacedForm":
+    def for_model(cls, model: LoweredModel, to: Quantization, place: torch.device) -> "PlacedForm":
         """Return the form of a model lowered for ``Target.GPU``. Raises ConfigError: ``to`` does not run on
         ``place``."""
         if to == "int4" and (place.type != "cuda" or model.dtype is not DType.BFLOAT16):
@@ -68,21 +68,21 @@ class PlacedForm:
             weight, shard = turned(weight, shard)
         if weight.dim() == 3:
             experts = cut(weight, {0: shard[0]} if 0 in shard else {})
-            return StackedCodes.of(quantise_experts(name, weight, self.to, shard), len(experts))
+            return StackedCodes.stack(quantise_experts(name, weight, self.to, shard), len(experts))
         if self.to == "int4":
             from torchao.quantization import Int4TilePackedTo4dTensor
 
             block = [1, group_size(name, weight.shape[1], shard)]
             return Held(Int4TilePackedTo4dTensor.from_hp(cut(weight, shard).contiguous(), block))
-        return StackedCodes.of([quantise(name, weight, self.to, shard)], 1)
+        return StackedCodes.stack([quantise(name, weight, self.to, shard)], 1)
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> StackedCodes | None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> StackedCodes | None:
         fits = name in self.held and stacked_group(codes) is not None
-        return StackedCodes.of([codes], 1) if fits else None
+        return StackedCodes.stack([codes], 1) if fits else None
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> StackedCodes | None:
         groups = set(map(stacked_group, codes.each))
-        return StackedCodes.of(codes.each, len(codes.each)) if len(groups) == 1 and None not in groups else None
+        return StackedCodes.stack(codes.each, len(codes.each)) if len(groups) == 1 and None not in groups else None
 
 
 def linear_held(x: Tensor, held: Held | StackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:

@@ -71,13 +71,13 @@ class Cpu:
     def copied(self, body: Array) -> memoryview:
         return memoryview(bytearray(body))
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """Do nothing: all memory of the host is equally quick."""
 
-    def map(self, peer: str, memory: memoryview) -> bool:
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
         return True
 
-    def unmap(self, peer: str) -> None:
+    def unmap_peer(self, peer: str) -> None:
         """Do nothing: nothing was mapped."""
 
     def settle(self) -> None:

@@ -147,18 +147,18 @@ class Gpu:
         self._sharing = SharedPrefixes(least_saved // token_bytes)
         self._reads_inbox = False  # since the last ``settle``
 
-    def adopt(self, memory: memoryview) -> None:
+    def register_own(self, memory: memoryview) -> None:
         """Make memory that peers write into quick to copy from. A GPU that polls copies from there by itself."""
         if self.polled is None:
-            self._backend.adopt(memory)
+            self._backend.register_upload(memory)
 
-    def map(self, peer: str, memory: memoryview) -> bool:
+    def map_peer(self, peer: str, memory: memoryview) -> bool:
         """Let kernels write into a peer's memory. False if they will not, and where the GPU polls: it answers by
         itself."""
-        return self.polled is None and self._backend.map(peer, memory)
+        return self.polled is None and self._backend.register_download(peer, memory)
 
-    def unmap(self, peer: str) -> None:
-        self._backend.unmap(peer)
+    def unmap_peer(self, peer: str) -> None:
+        self._backend.unregister_download(peer)
 
     def arrived(self, array: Any) -> Any:
         return array
@@ -169,13 +169,13 @@ class Gpu:
         return copy.data
 
     def settle(self) -> None:
-        self._backend.settle()
+        self._backend.wait_for_uploads()
         if self._reads_inbox:
             self._backend.download()  # nothing, but all that was launched has ended
             self._reads_inbox = False
 
     def sent(self, array: Array) -> Any:
-        if self._backend.has(array):
+        if self._backend.is_on_device(array):
             self._reads_inbox = True
             return array
         there = self._backend.empty(array.shape, array.dtype)
@@ -210,11 +210,11 @@ class Gpu:
             (together, order), first = shared_of(pairs, shared), [starts[one.pairs[0]] for one in shared]
             rest = self._begun(rest_of(pairs, shared), starts, self._cascading)
             cascade = rest, self._begun(together, first, self._cascading, order, sum(pairs.rows))
-        table, reader = GpuTable(self, pages, whole, cascade), pages.tables.begin()
+        table, reader = GpuTable(self, pages, whole, cascade), pages.tables.pin_tables()
         given_back, used = self._workspaces.give, [each for each in (whole, *(cascade or ())) if each is not None]
 
         def end() -> None:
-            pages.tables.end(reader)
+            pages.tables.unpin_tables(reader)
             for attention in used:
                 given_back(attention)
 
@@ -234,7 +234,7 @@ class Gpu:
         new = np.array(pairs.new, np.int32) if pairs.new else None
         words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
         attention = self._workspaces.take(len(words), rows or sum(pairs.rows))
-        attention.begin(words, order)
+        attention.upload_pairs(words, order)
         attention.plan(kinds, self._element)  # a lane that the GPU serves must not take memory
         return attention
 

@@ -59,7 +59,7 @@ class Workspaces:
     def lane_scratch(self) -> Scratch:
         """Scratch for a stream of its own, of the size for which ``reserve`` has left memory."""
         scratch = Scratch(self._backend)
-        scratch.take(self._lane_floats)
+        scratch.allocate_floats(self._lane_floats)
         return scratch
 
     def _shrink(self) -> None:
@@ -93,7 +93,7 @@ class Workspaces:
             attention = Attention(self._backend, capacity, self._choices, alone)
             for spec in specs:
                 programs |= attention.reserve(spec, element, query)
-            self._lane_floats = len(alone.take(0))
+            self._lane_floats = len(alone.allocate_floats(0))
         for program in sorted(programs, key=str):
             self._backend.prepare(program)
         sizes_held = (*largest.buffers, 8 * MOST_CHANGES, *[4 * self._lane_floats] * lanes)

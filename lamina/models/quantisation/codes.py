@@ -47,13 +47,13 @@ class Codes:
         where groups are scattered."""
         return _runs(self.columns)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Codes":
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "Codes":
         """Return a copy whose tensors are ``change`` of the present ones, with equal values."""
         zeros = None if self.zeros is None else change(self.zeros)
         parts = (change(part) for part in (self.rows, self.columns))
         return Codes(self.bits, change(self.values), change(self.scales), zeros, *parts)
 
-    def cut(self, shard: Shard) -> "Codes":
+    def shard(self, shard: Shard) -> "Codes":
         """Return the part that a rank holds; groups may be divided."""
         return replace(
             self,
@@ -86,15 +86,15 @@ class ExpertCodes:
 
     each: tuple[Codes, ...]
 
-    def cut(self, shard: Shard) -> "ExpertCodes":
+    def shard(self, shard: Shard) -> "ExpertCodes":
         """Return the part that a rank holds."""
         here = cut(torch.arange(len(self.each)), {0: shard[0]} if 0 in shard else {})
         of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
         return ExpertCodes(tuple(self.each[expert].cut(of_each) for expert in here.tolist()))
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
+    def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
         """Return a copy whose tensors are ``change`` of the present ones, with equal values."""
-        return ExpertCodes(tuple(one.map(change) for one in self.each))
+        return ExpertCodes(tuple(one.replace_tensors(change) for one in self.each))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class StackedCodes:
         return self.values, self.scales, self.zeros, self.order
 
     @classmethod
-    def of(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
+    def stack(cls, codes: Iterable[Codes], experts: int) -> "StackedCodes":
         """Codes with a ``stacked_group``, the same for all; taken one by one, as all would need much memory besides."""
         stacks: tuple[Tensor, ...] = ()
         group: int | None = None
@@ -203,7 +203,7 @@ class Form(Protocol):
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
         """Return the part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
         """Return a weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in
         ``dtype``."""
 
@@ -222,7 +222,7 @@ class Dense:
         """Return the part ``shard`` of the weight, which stays dense."""
         return cut(weight, shard)
 
-    def hold(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
         """Return None: weights that are stored as codes have to be made dense."""
 
     def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> None:
@@ -254,7 +254,7 @@ def quantise(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Codes
     messages. Raises ConfigError.
     """
     codes = _to_int4(weight, group_size(name, weight.shape[1], shard)) if to == "int4" else _to_bytes(weight, to)
-    return codes.cut(shard)
+    return codes.shard(shard)
 
 
 def group_size(name: str, inputs: int, shard: Shard) -> int:

@@ -108,7 +108,7 @@ class ModelShape:
     @property
     def kv_element(self) -> KvElement:
         """How K and V are cached."""
-        return KvElement.of(self.kv_cache_dtype, self.dtype)
+        return KvElement.from_setting(self.kv_cache_dtype, self.dtype)
 
 
 def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> ModelShape:

@@ -31,7 +31,6 @@ from lamina.planning.simulate.arrivals import Arrivals, Ints
 from lamina.planning.simulate.deployment import Deployment, Fault
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
-from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
 
@@ -131,9 +130,8 @@ class Simulation:
         deployment, shape = self._deployment, self._deployment.model
         longest = int((self._arrivals.prompt + self._asked).max(initial=2))
         capacity = deployment.kv_tokens
-        sequences = sizing.most_sequences(self._config, self._pipeline)
         return Turn(
-            Limits(sequences, deployment.max_num_batched_tokens, longest + 1),
+            sizing.step_limits(self._config, self._pipeline, longest + 1),
             Placement(
                 dict.fromkeys(self._places, capacity),
                 deployment.kv_tokens_per_worker,
@@ -304,8 +302,6 @@ class Simulation:
             if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
                 del self._segments[sequence]
                 self._split.pop(sequence, None)
-        for segment in plan.moved:
-            self._place(segment.sequence, [segment])
         for migration in plan.migrations:  # a source serves one at a time; it may have been cancelled meanwhile
             seconds = self._model.migration_seconds(migration.stop - migration.start)
             end = self._sources[migration.source] = max(now, self._sources.get(migration.source, 0.0)) + seconds

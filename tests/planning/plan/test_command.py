@@ -90,7 +90,7 @@ def test_the_advised_line_is_one_that_launch_takes(arguments: str, compute: str,
             pipeline = Pipeline(one["lanes"], replicas, settings["pipelining"] == "rotational")
         names = ("max_num_seqs", "max_num_batched_tokens")
         config = EngineConfig(**{name: settings[name] for name in names})
-        assert sizing.most_sequences(config, pipeline) >= one["batch"]
+        assert sizing.step_limits(config, pipeline, 1).max_sequences >= one["batch"]
     printed = plan(arguments)
     launched = next(line.strip() for line in printed.splitlines() if line.strip().startswith("lamina launch"))
     assert launched == result["recommended"]["launch"]

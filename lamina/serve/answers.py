@@ -13,7 +13,7 @@ from lamina.text.tokenizer import Tokenizer
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
-Body = dict[str, Any]
+Json = dict[str, Any]
 
 
 MOST_POSITIONS = 64
@@ -85,7 +85,7 @@ class Usage:
     drawn: int = 0
     ends: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and completion
 
-    def add(self, prompt: int, update: RequestUpdate) -> None:
+    def count(self, prompt: int, update: RequestUpdate) -> None:
         """Count the tokens of an update."""
         self.prompts[prompt] = len(update.request.prompt_token_ids)
         self.cached[prompt] = update.cached_tokens
@@ -94,7 +94,7 @@ class Usage:
             if completion.finish_reason is not None:
                 self.ends[prompt, completion.index] = completion.finish_reason.value
 
-    def body(self) -> Body:
+    def body(self) -> Json:
         """Return the counts in OpenAI's form."""
         prompt = sum(self.prompts.values())
         return {
@@ -113,12 +113,12 @@ class Usage:
 
 def envelope(
     kind: Literal["text_completion", "chat.completion", "chat.completion.chunk"], id_: str, model: str
-) -> Body:
+) -> Json:
     """Return the leading fields of every answer and chunk."""
     return {"id": id_, "object": kind, "created": int(time.time()), "model": model}
 
 
-def completion_choice(piece: Piece) -> Body:
+def completion_choice(piece: Piece) -> Json:
     """One entry of ``choices`` of a completion or of its chunks."""
     return {
         "index": piece.choice,
@@ -128,7 +128,7 @@ def completion_choice(piece: Piece) -> Body:
     }
 
 
-def chat_choice(piece: Piece, key: Literal["message", "delta"]) -> Body:
+def chat_choice(piece: Piece, key: Literal["message", "delta"]) -> Json:
     """One entry of ``choices`` of a chat answer (``message``) or of its chunks (``delta``)."""
     content = {"role": "assistant", "content": piece.text} if key == "message" else {"content": piece.text}
     return {
@@ -139,7 +139,7 @@ def chat_choice(piece: Piece, key: Literal["message", "delta"]) -> Body:
     }
 
 
-def _completion_logprobs(positions: Sequence[list[Logprob]], offsets: list[int]) -> Body:
+def _completion_logprobs(positions: Sequence[list[Logprob]], offsets: list[int]) -> Json:
     return {
         "tokens": [drawn.text for drawn, *_ in positions],
         "token_logprobs": [_finite(drawn.logprob) for drawn, *_ in positions],
@@ -159,12 +159,12 @@ def _by_text(entries: Sequence[Logprob]) -> dict[str, float]:
     return found
 
 
-def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Body:
+def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Json:
     content = [_chat_logprob(drawn) | {"top_logprobs": [_chat_logprob(t) for t in top]} for drawn, *top in positions]
     return {"content": content, "refusal": None}
 
 
-def _chat_logprob(entry: Logprob) -> Body:
+def _chat_logprob(entry: Logprob) -> Json:
     return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.bytes)}
 
 

@@ -1,0 +1,137 @@
+"""Parses request bodies: OpenAI's fields, plus further sampling fields under vLLM's names."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+from lamina.serve.chat_messages import decode_messages
+from lamina.serve.completion_prompts import decode_prompts
+from lamina.serve.fields import (
+    SAMPLING,
+    UNSUPPORTED_CHAT,
+    UNSUPPORTED_COMPLETION,
+    WITHOUT_EFFECT,
+    has_no_effect,
+    ignored_names,
+)
+from lamina.serve.http_errors import APIError
+from lamina.serve.json_fields import cut_fields, decode_field, decode_plain
+from lamina.text.prompts import Prompt
+
+MOST_BYTES_BESIDES = 64 * 1024
+"""Limit on all fields but the prompt or the messages, together."""
+
+
+class StreamOptions(msgspec.Struct):
+    """What the chunks of a stream hold besides text.
+
+    Attributes:
+        include_usage: One more chunk at the end has the token counts.
+        continuous_usage_stats: With ``include_usage``, every chunk has the token counts so far.
+        include_obfuscation: Padding that hides the lengths of tokens. It is optional, and never sent.
+    """
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class Body(msgspec.Struct, kw_only=True):
+    """Fields of all endpoints. A missing or null field has its default.
+
+    Attributes:
+        sampling: The fields of ``SAMPLING`` that the body has, with values that ``SamplingParams`` has not checked yet.
+        ignored: Names of fields that have no meaning here.
+    """
+
+    unsupported: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    required: ClassVar[str]
+    large: ClassVar[Mapping[str, Callable[[bytes], tuple[Any, list[str]]]]] = {}
+    """The fields that may hold more than ``MOST_BYTES_BESIDES``, each with a function that returns its value and the
+    names that are ignored in it."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    sampling: dict[str, Any] = {}
+    ignored: list[str] = []
+
+
+class CompletionBody(Body, kw_only=True):
+    """Body of ``POST /v1/completions``."""
+
+    unsupported = UNSUPPORTED_COMPLETION
+    required = "prompt"
+    large: ClassVar = {"prompt": decode_prompts}
+
+    prompt: list[Prompt]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ChatBody(Body, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    unsupported = UNSUPPORTED_CHAT
+    required = "messages"
+    large: ClassVar = {"messages": decode_messages}
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+B = TypeVar("B", bound=Body)
+
+
+@functools.cache
+def field_types(kind: type[Body]) -> Mapping[str, Any]:
+    """Return the type in JSON of each supported field of a body, but for its large ones."""
+    own = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    return {name: own[name] for name in own if name not in (*kind.large, "sampling", "ignored")} | SAMPLING
+
+
+@functools.cache
+def _known(kind: type[Body]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*kind.large, *field_types(kind), *kind.unsupported, *sorted(WITHOUT_EFFECT))))
+
+
+def parse(kind: type[B], body: bytes) -> B:
+    """Parse ``body``. Raises APIError 400."""
+
+    def require_small(size: int) -> None:
+        if size > MOST_BYTES_BESIDES:
+            names = " and ".join(kind.large)
+            raise APIError(400, f"the fields besides {names} have {size} bytes; give at most {MOST_BYTES_BESIDES}")
+
+    known = _known(kind)
+    values, unknown = cut_fields(body, known, require_small, [*kind.large])
+    given: dict[str, Any] = {"sampling": {}, "ignored": ignored_names(unknown, known)}
+    if kind.required not in values:
+        raise APIError(400, f"{kind.required}: Field required", param=kind.required)
+    for name, raw in values.items():
+        if name in kind.large:
+            continue
+        value = decode_field(name, decode_plain, raw)
+        if name in SAMPLING:
+            if value is not None:
+                given["sampling"][name] = value
+        elif name in kind.unsupported:
+            if not has_no_effect(value, kind.unsupported[name]):
+                raise APIError(400, f"{name} is not supported; leave it out", param=name)
+        elif name not in WITHOUT_EFFECT:
+            given[name] = decode_field(name, functools.partial(msgspec.convert, type=field_types(kind)[name]), value)
+    if (options := given.get("stream_options")) is not None:
+        if not given.get("stream"):
+            raise APIError(400, "stream_options needs stream to be true", param="stream_options")
+        names = msgspec.json.decode(values["stream_options"], type=dict[str, msgspec.Raw])
+        given["ignored"] += ignored_names(names, options.__struct_fields__, "stream_options.")
+    for name, decode in kind.large.items():
+        if name in values:
+            given[name], ignored = decode_field(name, decode, values[name])
+            given["ignored"] += ignored
+    return kind(**given)

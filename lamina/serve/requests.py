@@ -1,0 +1,154 @@
+"""One description of a generation, whichever API asked for it, and its making from the bodies of OpenAI's API."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lamina.core.errors import RequestError
+from lamina.core.types import SAMPLING_RANGES, SamplingParams, require_in_range
+from lamina.engine.streams import Runtime
+from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
+from lamina.serve.http_errors import APIError
+from lamina.text.defaults import Defaults
+from lamina.text.prompts import chat_prompt, encode_prompt
+
+COMPLETION_TOKENS = 16
+"""Limit of a completion that gives none, as OpenAI's and vLLM's."""
+
+UsageReports = Literal["none", "last", "every"]
+"""Which chunks of a stream have token counts: none, one more at the end, or each."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What the engine runs and how the answer is sent.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        params: Sampling parameters of all prompts.
+        stream: Send the answer as a stream of events.
+        usage: Which events have token counts.
+        echo: For each prompt, the text to put before its completions; empty for none.
+        ignored: Names of fields that have no meaning here.
+    """
+
+    prompts: Sequence[list[int]]
+    params: SamplingParams
+    stream: bool = False
+    usage: UsageReports = "none"
+    echo: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+
+    def params_of_prompts(self, max_model_len: int) -> list[SamplingParams]:
+        """Return the parameters of each prompt: ``min_tokens`` is bounded by the context, as ``max_tokens`` is."""
+        rooms = [max_model_len - len(prompt) for prompt in self.prompts]
+        least = self.params.min_tokens
+        return [dataclasses.replace(self.params, min_tokens=r) if least > r > 0 else self.params for r in rooms]
+
+
+def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
+    """Translate the body of a completion. Raises APIError, RequestError.
+
+    Without a limit, OpenAI's 16 tokens are the limit, whatever the model's default is.
+    """
+    body = parse(CompletionBody, raw)
+    require_model(engine, body.model)
+    if body.echo and body.logprobs is not None:
+        raise APIError(400, "logprobs of the prompt are not supported; leave out echo or logprobs", param="echo")
+    _, limit = _limit(body)
+    limit = COMPLETION_TOKENS if limit is None else limit
+    params = _sampling_params(body, engine.sampling_defaults, {}, logprobs=body.logprobs, max_tokens=limit)
+    tokenizer, longest = engine.tokenizer, engine.max_model_len
+    prompts = [encode_prompt(tokenizer, p, longest) if isinstance(p, str) else p for p in body.prompt]
+    skip = params.skip_special_tokens
+    echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
+    return _generation(body, engine, prompts, params, echo)
+
+
+def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
+    """Translate the body of a chat request. Raises APIError, RequestError.
+
+    Without a limit, and if the model has no default, an answer may take the rest of the context.
+    """
+    body = parse(ChatBody, raw)
+    require_model(engine, body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    defaults, (_, limit) = engine.sampling_defaults, _limit(body)
+    if limit is None and "max_tokens" in defaults:
+        limit = max(int(defaults["max_tokens"]), _min_tokens(body))
+    params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, logprobs=logprobs, max_tokens=limit)
+    try:
+        prompt = chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)
+    except RequestError as error:
+        raise APIError(400, str(error), param="messages") from error
+    return _generation(body, engine, [prompt], params)
+
+
+def require_model(engine: Runtime, name: str | None) -> None:
+    """Raise APIError 404 unless ``name`` is None or a name of the model served here."""
+    served = (engine.model_name, *engine.model_aliases)
+    if name is not None and name not in served:
+        message = f"the model {name!r} does not exist; this server serves {', '.join(map(repr, served))}"
+        raise APIError(404, message, code="model_not_found", param="model")
+
+
+def _generation(
+    body: Body, engine: Runtime, prompts: Sequence[list[int]], params: SamplingParams, echo: Sequence[str] = ()
+) -> GenerationRequest:
+    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together."""
+    name, limit = _limit(body)
+    longest, context = max(map(len, prompts)), engine.max_model_len
+    if limit is not None and 0 < context - longest < limit:  # a prompt that leaves no room at all is refused as such
+        raise APIError(
+            400,
+            f"{name} is {limit}, but the prompt has {longest} tokens, which leave room for {context - longest} "
+            f"(max_model_len {context}). Shorten the prompt, lower {name}, or leave it out",
+            param=name,
+        )
+    usage: UsageReports = "none"
+    if (options := body.stream_options) is not None and options.include_usage:
+        usage = "every" if options.continuous_usage_stats else "last"
+    return GenerationRequest(prompts, params, bool(body.stream), usage, echo, body.ignored)
+
+
+def _limit(body: Body) -> tuple[str, int | None]:
+    """Return the field that limits the tokens of an answer, and its value."""
+    if body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
+
+
+def _min_tokens(body: Body) -> int:
+    """Return ``min_tokens`` of the body; 0 if it is not valid, which ``SamplingParams`` reports."""
+    value = body.sampling.get("min_tokens", 0)
+    return value if type(value) is int and value <= SAMPLING_RANGES["min_tokens"][1] else 0
+
+
+def _sampling_params(body: Body, defaults: Defaults, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
+    """Return the sampling parameters. Raises APIError 400 for values out of range.
+
+    Args:
+        defaults: The model's. They apply where the body has no value, but not to beam search.
+        api_names: The API's names of parameters that have others in ``SamplingParams``.
+        given: Values that come from fields of the endpoint.
+    """
+    api_names = {**api_names, "max_tokens": _limit(body)[0]}
+    given = {**({} if body.sampling.get("use_beam_search") else defaults), **given, **body.sampling}
+    longest = given["max_tokens"]
+    if longest is not None and 0 < longest < _min_tokens(body):
+        given["min_tokens"] = longest
+    try:
+        params = SamplingParams(**given)
+    except ValueError as error:  # its messages begin with the parameter's name
+        name, rest = str(error).split(maxsplit=1)
+        name = api_names.get(name, name)
+        raise APIError(400, f"{name} {rest}", param=name) from error
+    if body.max_tokens is not None:  # also if max_completion_tokens takes its place
+        try:
+            require_in_range("max_tokens", body.max_tokens)
+        except ValueError as error:
+            raise APIError(400, str(error), param="max_tokens") from error
+    return params
