@@ -266,7 +266,7 @@ class _Calls:
             self._events.append(Content(text))
 
     def _in_content(self) -> bool:
-        before, found, after = self._rest.partition(self.begin)
+        before, found, after = self._rest.partition(self.begin) if self.begin else (self._rest, "", "")
         if found:
             self._add_content(before)
             self._rest = after
