@@ -9,17 +9,16 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.cluster import locality, pool, sizing
+from lamina.cluster import locality, pool, ray_placement, sizing
 from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
 from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.joining import check_version
-from lamina.cluster.launchers import ray_placement
-from lamina.cluster.launchers.local import MODULES, LocalWorkers
-from lamina.cluster.launchers.remote import Local, LocalAndRemote, RemoteWorkers
-from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
+from lamina.cluster.remote_workers import LocalAndRemote, RemoteWorkers
 from lamina.cluster.takeover import Saved, take_over
 from lamina.config.engine_config import EngineConfig, check_writable
+from lamina.control.agent_messages import Start
 from lamina.control.messages import LoadProgress
 from lamina.control.secret import Secret, configured
 from lamina.control.sockets import ANY, ControlServer
@@ -130,9 +129,10 @@ def launch(
     )
     launcher: Launcher | None = None
     try:
-        local = home.workers if home is not None else workers or LocalWorkers()
-        launcher = _launcher(config, pools, local, where, control)
-        _start(config, pools, control, local, launcher)
+        launcher = home.workers if home is not None else workers or LocalWorkers()
+        launcher = _launcher(config, pools, launcher, where, control)
+        for worker in _workers(config, pools, control):
+            launcher.start(worker)
         on_progress = on_progress or (lambda worker, progress: None)
         plan = _plan(config, model, tokenizer, pools, control, launcher, on_progress, trace=bool(receivers))
         cluster = bring_up(control, launcher, plan, on_progress)
@@ -295,7 +295,7 @@ def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
     Raises ConfigError if there is no cluster, or if it has too little room: names the resource that is missing.
     """
     try:
-        from lamina.cluster.launchers import ray_workers
+        from lamina.cluster import ray_workers
     except ImportError as error:
         raise ConfigError(f"ray cannot be used: {error}. Run pip install 'ray[serve]'") from error
     bundles = ray_bundles(config)
@@ -328,51 +328,54 @@ def _where(config: EngineConfig, host: str) -> Where:
     return Where(bind, address, int(port))
 
 
-def _launcher(config: EngineConfig, pools: Pools, local: Local, where: Where, control: ControlServer) -> Launcher:
+def _launcher(
+    config: EngineConfig,
+    pools: Pools,
+    local: LocalWorkers | SupervisedWorkers,
+    where: Where,
+    control: ControlServer,
+) -> Launcher:
     """Return what starts the workers: this machine, other machines too, or Ray."""
     if where.port is None:
         return local
     remote = RemoteWorkers(where.bind, where.port, control.secret, control.keys)
     if config.ray is None:
         return LocalAndRemote(local, remote)
-    from lamina.cluster.launchers.ray_workers import RayWorkers
+    from lamina.cluster.ray_workers import RayWorkers
 
     kinds = {role: [one.kind for one in each.values()] for role, each in pools.items()}
     engine = where.address or where.bind, remote.port
     return RayWorkers(remote, engine, control.keys[0], kinds, ray_placement.own_kinds(config.kind), config.threads)
 
 
-def _start(config: EngineConfig, pools: Pools, control: ControlServer, local: Local, launcher: Launcher) -> None:
-    """Start all workers: those of this machine on the cores that are configured, or else near their GPUs."""
-    if config.ray is not None:
-        for role, each in pools.items():
-            for name, one in each.items():
-                launcher.start(name, role, one.kind, control.bootstraps[name])
-        return
+def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list[Start]:
+    """Return the workers to start, those of this machine first."""
+    cores = {role: _cores(config, role, each) for role, each in pools.items()}
+    used = [frozenset[int]().union(*each.values()) for each in cores.values()]
+    shared = bool(frozenset.intersection(*used))
+    workers = [
+        Start(
+            role,
+            one.kind,
+            msgspec.structs.replace(control.bootstraps[name], device=one.device),
+            cores[role].get(name, frozenset()),
+            shared,
+        )
+        for role, each in pools.items()
+        for name, one in each.items()
+    ]
+    return sorted(workers, key=lambda worker: worker.kind == REMOTE)
+
+
+def _cores(config: EngineConfig, role: Role, workers: Mapping[str, Assigned]) -> dict[str, frozenset[int]]:
+    """Return the cores of each of a pool's workers on this machine: those that are configured, or else near its GPU."""
+    here = {name: one.device for name, one in workers.items() if one.kind != REMOTE and config.ray is None}
+    text = config.compute_cores if role == "compute" else config.memory_cores
     available = frozenset(os.sched_getaffinity(0))
-    here = {role: [name for name, one in each.items() if one.kind != REMOTE] for role, each in pools.items()}
-    texts: dict[Role, str | None] = {"compute": config.compute_cores, "memory": config.memory_cores}
-    cores = {role: sizing.worker_cores(texts[role], len(names), available) for role, names in here.items() if names}
-    devices = {
-        role: [pools[role][name].device for name in names] for role, names in here.items() if texts[role] is None
-    }
-    if any(device.startswith(CUDA) for each in devices.values() for device in each):
+    if text is None and any(device.startswith(CUDA) for device in here.values()):
         machine = locality.here()
-        cores |= {
-            role: [locality.near_cores(machine, device, available) for device in each]
-            for role, each in devices.items()
-            if each
-        }
-    used = {role: frozenset.union(*each) for role, each in cores.items()}
-    shared = len(used) == 2 and not used["compute"].isdisjoint(used["memory"])
-    for role, names in here.items():
-        for name, own in zip(names, cores.get(role, ()), strict=True):
-            bootstrap = msgspec.structs.replace(control.bootstraps[name], device=pools[role][name].device)
-            local.spawn(name, MODULES[role], bootstrap, own, shared)
-    for role, each in pools.items():
-        for name, one in each.items():
-            if one.kind == REMOTE:
-                launcher.start(name, role, one.kind, control.bootstraps[name])
+        return {name: locality.near_cores(machine, device, available) for name, device in here.items()}
+    return dict(zip(here, sizing.worker_cores(text, len(here), available) if here else (), strict=True))
 
 
 def _plan(

@@ -319,7 +319,7 @@ def fuzz_engine(place: Path, layout: str, load: Load, deadline: float, spill: Pa
 
         check_empty(in_use)
         stats = engine.stats()
-        print(f"    {stats.steps} steps, {stats.preempted} preempted, {stats.moved} moved, {stats.spilled} spilled")
+        print(f"    {stats.steps} steps, {stats.preempted} preempted, {stats.spilled} spilled")
     finally:
         engine.close()
 

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.models import model_directory
-from lamina.cluster.launchers.local import OPENMP_SPIN_COUNT, allocation_variables
+from lamina.cluster.local_workers import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.core.types import DType
 from lamina.lowering import LoweredSlice, lower
 from lamina.lowering.native_operators import ONEDNN, Packing, packing

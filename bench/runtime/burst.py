@@ -36,7 +36,7 @@ from rich.table import Table
 
 from bench.models import MODELS, model_directory
 from bench.runtime.burst_picture import Sample, draw
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine

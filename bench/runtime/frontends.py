@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.runtime.control import scripted
+from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import FrontendBootstrap, Hello, Resume, Submit, packed
-from lamina.control.supervisor_messages import Serving
 from lamina.core.types import NOBODY, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends

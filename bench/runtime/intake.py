@@ -68,7 +68,6 @@ class Scripted:
             running=0,
             waiting=0,
             steps=0,
-            moved=0,
             preempted=0,
             recoveries=0,
             recomputed=0,

@@ -39,7 +39,7 @@ from rich.table import Column, Table
 from bench import ROOT
 from bench.models import MODELS, checkpoint, kv_bytes_per_token, weight_bytes
 from bench.peers.offline import DECODED
-from lamina.cluster.launchers.local import OPENMP_SPIN_COUNT, allocation_variables
+from lamina.cluster.local_workers import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.kernels.host_memory import allocate, read
 
 READ_BYTES = 512 * 1024 * 1024

@@ -202,7 +202,7 @@ class Moves:
             return
         released = [SEQUENCE] if self._number else []
         self._number, self._is_done = self._number + 1, False
-        migration = Migration(self._number, SEQUENCE, OTHER, MEMORY, 0, MOVED)
+        migration = Migration(self._number, SEQUENCE, OTHER, MEMORY, 0, MOVED, SEQUENCE)
         moves = plan([], [], released, [migration])
         self.store.apply(moves)
         self._migrations.apply(moves)

@@ -1,7 +1,6 @@
 """`lamina worker`: runs one worker for an engine on another machine."""
 
 import os
-import platform
 import signal
 import sys
 from pathlib import Path
@@ -40,13 +39,10 @@ def worker(
     at once. A compute worker needs the model's files under the path that the engine has.
     """
     from lamina.cli.console import print_text
-    from lamina.cluster.launchers.agent import Place, Supervisor, keys_of
+    from lamina.cluster.agent import Agent, Place, application, keys_of
     from lamina.cluster.pool import assign, find_devices, parse
     from lamina.cluster.sizing import worker_cores
-    from lamina.control.agent_messages import Apply
     from lamina.control.secret import configured
-    from lamina.core.version import __version__
-    from lamina.transport.shm import host
 
     name, _, port = engine.rpartition(":")
     if not name or not port.isdecimal() or not 0 < int(port) < 65536:
@@ -61,12 +57,11 @@ def worker(
         available = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, worker_cores(cores, 1, available)[0])
     place = Place(assigned.device, address or "", bind or "", own_cores=cores is not None)
-    about = Apply(__version__, role, kind, host(), platform.node())
     unblock("stdout")
     unblock("stderr")
-    supervisor = Supervisor((name, int(port)), keys_of(secret), about, place)
+    agent = Agent((name, int(port)), keys_of(secret), application(role, kind), place)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: supervisor.request_leave())
-    worker_name = supervisor.run()
+        signal.signal(number, lambda *_: agent.request_leave())
+    worker_name = agent.run()
     print_text(f"{worker_name} has ended\n" if worker_name else "left before the engine needed a worker\n")
     sys.exit(0)

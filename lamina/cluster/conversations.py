@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from lamina.control.agent_messages import Start
 from lamina.control.messages import (
     Connected,
     Failed,
@@ -19,7 +20,7 @@ from lamina.control.messages import (
     SlabReady,
     ToEngine,
 )
-from lamina.control.sockets import Bootstrap, ControlServer
+from lamina.control.sockets import ControlServer
 from lamina.core import errors
 from lamina.core.errors import DeadlineError, TransportError, WorkerError
 from lamina.core.topology import Role
@@ -115,8 +116,8 @@ class Launcher(Workers, Protocol):
         """Raises ConfigError for an unknown kind, or if a pool of ``count`` such workers is more than there can be."""
         ...
 
-    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
-        """Start another worker, as those of its role and kind that were started before. Raises OSError."""
+    def start(self, worker: Start) -> None:
+        """Start a worker. Raises OSError."""
         ...
 
     def kill(self, reason: str = "") -> None:

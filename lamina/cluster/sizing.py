@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from lamina.cluster.bringup import ClusterPlan
 from lamina.cluster.conversations import START_TIMEOUT_S
 from lamina.cluster.joining import boot
-from lamina.cluster.launchers.ray_placement import PLACE_S
 from lamina.cluster.pool import parse_bounds
+from lamina.cluster.ray_placement import PLACE_S
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello
 from lamina.core.errors import ConfigError

@@ -12,7 +12,7 @@ import msgspec
 
 from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, forgotten_window, with_turns
 from lamina.cluster.joining import Fabric
-from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.control.messages import ComputeSetup, EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, TransportError, UnreachableError
@@ -77,7 +77,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
             raise TransportError(f"a stage is lost: {dict(workers.ended())}")
         before = before.without(lost)
         control.apply_topology(before)
-        workers.end_others(sorted(before.names))
+        workers.kill_workers(workers.processes - before.names)
         if _end_epoch(control, workers, before):
             break
     fabric.offers.update({name: offer for name, offer in saved.offers.items() if name in before.names})

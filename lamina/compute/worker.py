@@ -390,8 +390,6 @@ class ComputeWorker:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
         self._release(plan.released)
-        for segment in plan.moved:
-            self._segments[segment.sequence] = [segment]
         for admission in plan.admitted:
             self._admit(admission)
         for segment in plan.grown:

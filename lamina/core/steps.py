@@ -121,8 +121,8 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
 
     It allocates slots for them and reports when all have arrived. ``number`` counts a cluster's migrations from 1.
 
-    With a ``parent``, ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are the
-    parent's. At the source it shares the parent's slots, so that they stay valid whatever becomes of the parent.
+    ``sequence`` is a carrier: nobody runs it, and it holds these tokens alone, which are the parent's. At the source it
+    shares the parent's slots, so that they stay valid whatever becomes of the parent.
     """
 
     number: int
@@ -131,7 +131,7 @@ class Migration(msgspec.Struct, array_like=True, frozen=True):
     target: str
     start: int
     stop: int
-    parent: int | None = None
+    parent: int
 
 
 class Switch(msgspec.Struct, array_like=True, frozen=True):
@@ -146,16 +146,16 @@ class Switch(msgspec.Struct, array_like=True, frozen=True):
 class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     """One pass of one batch through all slices, in one lane: deltas only.
 
-    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``moved`` segments
-    replace those that their sequences had, ``migrations`` begin, ``admitted`` sequences are registered, ``grown``
-    segments take over from those before them (``lamina.core.segments.grown``), ``fetches`` and ``spills`` begin, then
-    ``sequences`` run: those that decode, and ``chunks`` of prompts. A plan goes to the compute workers that run its
-    slices; a memory worker gets the part about sequences with a segment on it (``lamina.schedule.recipients``).
-    ``turn`` counts the attentions of
-    the lane's earlier steps. From it and ``rotates`` (whether slices rotate over replicas), both ends derive which
-    attention a message belongs to and which compute worker runs which slice. ``histories`` are the tokens generated so
-    far by sequences with penalties, if the lane's replicas may have missed some because these ran in other lanes or
-    orders.
+    Workers apply it in this order: ``switches``, ``forks``, ``released`` sequences are forgotten, ``migrations`` begin,
+    ``admitted`` sequences are registered, ``grown`` segments take over from those before them
+    (``lamina.core.segments.grown``), ``fetches`` and ``spills`` begin, then ``sequences`` run: those that decode, and
+    ``chunks`` of prompts. A plan goes to the compute workers that run its slices; a memory worker gets the part about
+    sequences with a segment on it (``lamina.schedule.recipients``).
+
+    ``turn`` counts the attentions of the lane's earlier steps. From it and ``rotates`` (whether slices rotate over
+    replicas), both ends derive which attention a message belongs to and which compute worker runs which slice.
+    ``histories`` are the tokens generated so far by sequences with penalties, if the lane's replicas may have missed
+    some because these ran in other lanes or orders.
     """
 
     step: int
@@ -166,7 +166,6 @@ class StepPlan(msgspec.Struct, array_like=True, frozen=True, dict=True):
     admitted: list[Admission]
     chunks: list[SequenceStep]
     decoding: DecodeRows
-    moved: list[Segment] = []
     migrations: list[Migration] = []
     rotates: bool = False
     histories: dict[int, list[int]] = {}

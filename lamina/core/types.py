@@ -224,6 +224,13 @@ class SamplingParams:
 
     Raises:
         ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
+
+    >>> SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64, stop=["\\n\\n"]).max_tokens
+    64
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    ValueError: top_p is 1.5; give a number from 0.0 to 1.0
     """
 
     n: int = 1

@@ -120,7 +120,7 @@ class Engine:
         self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[TrackedRequest, None] = {}  # with updates that their callers have not had
         self._lacks_memory = bool(cluster.missing)
-        self._steps = self._moved = 0
+        self._steps = 0
         self._commands: collections.deque[Callable[[], None]] = collections.deque()
         self._lock = threading.Lock()  # guards changes of _commands, _tracked, _places and _dead together
         self._tracked: dict[str, TrackedRequest] = {}  # from submission to the terminal state
@@ -268,7 +268,7 @@ class Engine:
         links = list(collections.Counter(list(self.cluster.links.values())).items())
         prefixes = self._scheduler.prefixes
         usage = {worker: usage.without(*prefixes.idle(worker)) for worker, usage in usage.items()}
-        counts = (running, waiting, self._steps, self._moved, *counted)
+        counts = (running, waiting, self._steps, *counted)
         disks, scaling = self._scheduler.disks, self._scaling.stats
         found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
@@ -392,7 +392,6 @@ class Engine:
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
-        self._moved += len(plan.moved)
         for workers, part in self._members.recipients.of(plan, now):
             self._members.tell(workers, Step(part, self.topology.epoch))
 

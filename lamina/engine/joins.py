@@ -12,6 +12,7 @@ from typing import Any
 
 from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
 from lamina.cluster.joining import Fabric, enter, prepare_compute, prepare_memory
+from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, ToEngine
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
@@ -91,7 +92,7 @@ class Joins:
         name = f"{role}{next(self._numbers[role])}"
         bootstrap = self._control.admit(name)
         try:
-            self._fabric.launcher.start(name, role, kind, bootstrap)
+            self._fabric.launcher.start(Start(role, kind, bootstrap))
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error

@@ -113,7 +113,7 @@ class RemoteEngine:
         self._named: dict[str, int] = {}  # the numbers of what is asked
         self._replies: dict[int, concurrent.futures.Future[Any]] = {}  # of submissions and statistics, by number
         self._welcome = asyncio.Event()
-        self._last = EngineStats(0, 0, 0, 0, 0, 0, 0, {}, None)
+        self._last = EngineStats(0, 0, 0, 0, 0, 0, {}, None)
 
     def _connect(self, name: str, address: str) -> "zmq.Socket[bytes]":
         connected = self._context.socket(zmq.DEALER)

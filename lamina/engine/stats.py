@@ -91,7 +91,6 @@ class EngineStats:
     Attributes:
         running, waiting: requests; both 0 once the engine has stopped.
         steps: completed.
-        moved: sequences that went from one memory worker to another.
         preempted: requests whose KV was dropped and computed again, counted each time.
         recoveries: times that workers were lost and the others went on.
         recomputed: tokens whose KV was lost with them, and is computed again.
@@ -108,7 +107,6 @@ class EngineStats:
     running: int
     waiting: int
     steps: int
-    moved: int
     preempted: int
     recoveries: int
     recomputed: int

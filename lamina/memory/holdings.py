@@ -68,7 +68,11 @@ class Holdings:
         for fork in plan.forks:
             self._fork(fork, renew)
         self.release(plan.released)
-        self._migrate(plan)
+        for migration in plan.migrations:
+            if migration.target == self.worker:
+                self._make_slots(migration)
+            elif migration.source == self.worker:
+                self._share_range(migration)
         for admission in plan.admitted:
             for sequence, segments in by_sequence(admission.segments).items():
                 self._open(sequence, [segment for segment in segments if segment.worker == self.worker])
@@ -76,19 +80,6 @@ class Holdings:
             self._grow(segment)
         for fetch in plan.fetches:
             self._begin_fetch(fetch)
-
-    def _migrate(self, plan: StepPlan) -> None:
-        """Take over what has arrived here, forget what has left, and begin what a plan says."""
-        for segment in plan.moved:
-            if segment.worker == self.worker:
-                self.segments[segment.sequence] = [segment]
-            else:
-                self._forget(segment.sequence)
-        for migration in plan.migrations:
-            if migration.target == self.worker:
-                self._make_slots(migration)
-            elif migration.source == self.worker:
-                self._hold_source(migration)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
         """Keep so many tokens of each of these sequences, counted from their beginning, and forget all others.
@@ -174,18 +165,9 @@ class Holdings:
                 self.slab.free(key)
 
     def _make_slots(self, migration: Migration) -> None:
-        """Allocate slots for tokens that will arrive; nothing attends to them before the plan that moves their segment
-        here."""
+        """Allocate slots for tokens that will arrive. Nothing attends to them before a plan switches to them."""
         key = migration.sequence, 0
-        if key not in self.slab:
-            self.slab.open(key)
-        held = len(self.slab.slots(key))
-        if held != (migration.start if migration.parent is None else 0):
-            raise PlacementError(
-                f"tokens {migration.start} to {migration.stop} of sequence {migration.sequence} cannot move to "
-                f"{self.worker}",
-                f"it has {held} tokens, and new ones must follow these",
-            )
+        self.slab.open(key)
         self.slab.append(key, migration.stop - migration.start)
 
     def _begin_fetch(self, fetch: Fetch) -> None:
@@ -198,23 +180,11 @@ class Holdings:
 
     def slots_of(self, migration: Migration) -> Slots:
         """Return the slots that a migration copies from or to here: a copy, int32 [stop - start]."""
-        slots = self.slab.slots((migration.sequence, 0))
-        return (slots if migration.parent is not None else slots[migration.start : migration.stop]).copy()
+        return self.slab.slots((migration.sequence, 0)).copy()
 
-    def _hold_source(self, migration: Migration) -> None:
-        """Let a carrier share the slots of tokens that will be read, or check that their sequence keeps them."""
-        if migration.parent is not None:
-            self._share_range(migration, migration.parent)
-            return
-        segments = self.segments.get(migration.sequence, [])
-        if [segment.tokens for segment in segments] != [(0, None)]:
-            raise PlacementError(
-                f"sequence {migration.sequence} cannot move from {self.worker}",
-                "only a sequence that is entirely on the source can move",
-            )
-
-    def _share_range(self, migration: Migration, parent: int) -> None:
-        start, stop = migration.start, migration.stop
+    def _share_range(self, migration: Migration) -> None:
+        """Let a carrier share the slots of tokens that will be read."""
+        start, stop, parent = migration.start, migration.stop, migration.parent
         for first in (segment.tokens[0] for segment in self.segments.get(parent, [])):
             if first <= start and stop <= first + len(self.slab.slots((parent, first))):
                 self.slab.rearrange([], {(migration.sequence, 0): [((parent, first), start - first, stop - first)]})

@@ -112,8 +112,6 @@ class Migrations:
     def apply(self, plan: StepPlan) -> None:
         """Begin and end migrations as a plan says, after the store has applied it."""
         self.release(plan.released)
-        for segment in plan.moved:
-            self._drop(segment.sequence)
         for migration in plan.migrations:
             if self._own in (migration.source, migration.target):
                 self._begin(migration)

@@ -139,9 +139,6 @@ class Metrics:
             "lamina_steps", "Steps completed, including those that only release sequences.", stats.steps
         )
         yield CounterMetricFamily(
-            "lamina_sequences_moved", "Sequences moved between memory workers to make space.", stats.moved
-        )
-        yield CounterMetricFamily(
             "lamina_preemptions", "Requests whose KV was dropped, to be computed again later.", stats.preempted
         )
         yield CounterMetricFamily(

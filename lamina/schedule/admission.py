@@ -3,9 +3,8 @@
 A request that fits nowhere when its turn comes is skipped, and is tried again whenever something is released. Those
 behind it pass it together, every ``PAUSE`` steps: prompts admitted one by one, as soon as there is room, fill steps
 badly, and where requests end often the skipped one has room by then. Once the first skipped request has waited for
-``PATIENCE`` steps, the room of one memory worker and the seats that it needs are reserved for it, and sequences move
-away from there if that helps: it is admitted at the latest when all that ran there by then has ended. Meanwhile others
-are admitted elsewhere.
+``PATIENCE`` steps, the room of one memory worker and the seats that it needs are reserved for it: it is admitted at the
+latest when all that ran there by then has ended. Meanwhile others are admitted elsewhere.
 
 Order alone is not fair while all seats are taken for long: every ``SHARE`` steps, a client with more seats gives way to
 a waiting one with fewer. No request gives way twice, so that each of them ends however many others come.
@@ -19,7 +18,7 @@ from lamina.core.requests import Group
 from lamina.core.types import Client
 from lamina.kv.placement import NOWHERE, Placement
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.kv.relocation import Relocations
+from lamina.kv.residents import Residents
 from lamina.schedule.limits import Limits
 from lamina.schedule.waiting import Seats, WaitingQueue
 
@@ -58,12 +57,12 @@ class Admissions:
     latter. A reservation or a preference says more of a skipped request, and ends when that leaves ``_skipped``.
     """
 
-    def __init__(self, limits: Limits, placement: Placement, relocations: Relocations, prefixes: PrefixCache) -> None:
+    def __init__(self, limits: Limits, placement: Placement, residents: Residents, prefixes: PrefixCache) -> None:
         self._only: Collection[str] | None = None  # the requests that may be admitted; None: all may
         self._max_sequences = limits.max_sequences
         self._rows = limits.max_num_batched_tokens  # of a step, and so the sequences that fit one lane
         self._placement = placement
-        self._relocations = relocations
+        self._residents = residents
         self._prefixes = prefixes
         self._queue = WaitingQueue()
         self._skipped: dict[Group, int] = {}  # with the step since which each is there
@@ -205,7 +204,7 @@ class Admissions:
                     self._placement.go_on(last, completion.worker)
                 self._prefixes.share(group)
                 group.seats = group.holders = len(group.completions)
-                self._relocations.settle(group)
+                self._residents.update(group)
                 yield group
             elif not self._may_be_passed(group):
                 break
@@ -266,7 +265,7 @@ class Admissions:
         return True
 
     def _keep_room(self, group: Group) -> None:
-        """Reserve the room of one worker for the first skipped request; move sequences away from there if that helps.
+        """Reserve the room of one worker for the first skipped request.
 
         A request that is too long for one worker waits until all together have room.
         """
@@ -275,8 +274,7 @@ class Admissions:
             return
         workers = [] if self._reserved is None else [*self._reserved.workers]
         kept = workers[0] if len(workers) == 1 else None
-        source = self._relocations.start_move(group.to_run, kept)
-        worker = kept or source or self._placement.roomiest(min(group.tokens, self._placement.largest))
+        worker = kept or self._placement.roomiest(min(group.tokens, self._placement.largest))
         self._reserved = None if worker is None else _Reservation(frozenset([worker]), self._steps)
 
 

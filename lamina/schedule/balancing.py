@@ -7,7 +7,7 @@ from lamina.core.requests import Group
 from lamina.core.segments import by_worker, holding
 from lamina.kv.placement import AHEAD, LEAST_SEGMENT, Placement
 from lamina.kv.policies import Held, Load, Policy, View, Wish
-from lamina.kv.relocation import Relocations
+from lamina.kv.residents import Residents
 from lamina.schedule.growth import Growth
 from lamina.schedule.lane import Lane
 from lamina.schedule.moves import Moves
@@ -21,14 +21,14 @@ class Draining:
     def __init__(
         self,
         placement: Placement,
-        relocations: Relocations,
+        residents: Residents,
         moves: Moves,
         growth: Growth,
         drop: Callable[[Group], None],
     ) -> None:
         """``drop`` gives up the KV of a request, which is then admitted elsewhere."""
         self._placement = placement
-        self._relocations = relocations
+        self._residents = residents
         self._moves = moves
         self._growth = growth
         self._drop = drop
@@ -36,8 +36,8 @@ class Draining:
     def follow(self, lane: Lane) -> None:
         """Begin what can begin with the plan that is being made for a lane."""
         for worker in sorted(self._placement.closed):
-            for group, freed in self._relocations.holders(worker).items():
-                if not self._relocations.is_moving(group) and not self._moves.touches(group):
+            for group, freed in self._residents.holders(worker).items():
+                if not self._moves.touches(group):
                     self._send_away(group, worker, freed)
             self._growth.leave(lane, worker)
 

@@ -13,7 +13,7 @@ from lamina.core.segments import by_worker, forked
 from lamina.core.steps import Admission, Fork
 from lamina.core.types import Logprob, SamplingParams, Segment
 from lamina.kv.placement import Placement
-from lamina.kv.relocation import Relocations
+from lamina.kv.residents import Residents
 from lamina.schedule.lane import Lane
 from lamina.schedule.readiness import Readiness
 
@@ -158,7 +158,7 @@ class Beams:
     def __init__(
         self,
         placement: Placement,
-        relocations: Relocations,
+        residents: Residents,
         sequences: Iterator[int],
         lanes: Sequence[Lane],
         ready: Readiness,
@@ -167,7 +167,7 @@ class Beams:
         """``sequences``: numbers of new sequences. ``lanes``: all of them, also those added later. ``drop`` gives up
         the KV of a request."""
         self._placement = placement
-        self._relocations = relocations
+        self._residents = residents
         self._sequences = sequences
         self._lanes = lanes
         self._ready = ready
@@ -223,7 +223,7 @@ class Beams:
             one.sequence, one.segments, one.generated, one.answered = number, where, generated, False
             lane.due[one] = group
         group.choice = None
-        self._relocations.settle(group)
+        self._residents.update(group)
 
     def _reserve(self, group: Group, segments: list[list[Segment]]) -> bool:
         """Reserve slots where beams have these segments. False, and nothing changes, if a worker has too few."""

@@ -27,7 +27,7 @@ from lamina.core.segments import grown, holding
 from lamina.core.types import Segment
 from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.preemption import Policy, victims
-from lamina.kv.relocation import Relocations
+from lamina.kv.residents import Residents
 from lamina.schedule.lane import Lane
 
 
@@ -37,14 +37,14 @@ class Growth:
     def __init__(
         self,
         placement: Placement,
-        relocations: Relocations,
+        residents: Residents,
         policy: Policy,
         lanes: Sequence[Lane],
         drop: Callable[[Group], None],
     ) -> None:
         """``policy``: whose KV is dropped; ``drop`` does it. ``lanes``: all of them, also those added later."""
         self._placement = placement
-        self._relocations = relocations
+        self._residents = residents
         self._policy = policy
         self._lanes = lanes
         self._drop = drop
@@ -59,15 +59,14 @@ class Growth:
                 lane.decoding.postpone(completion.sequence, AHEAD)
 
     def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
-        """Let a sequence continue on another memory worker from its next position on. False, and it does not, if it
-        is on its way to another worker, or no other worker has room."""
-        if worker is None or self._relocations.is_moving(group):
+        """Let a sequence continue on another memory worker from its next position on. False if no other has room."""
+        if worker is None:
             return False
         position, before = lane.decoding.position(completion.sequence), completion.worker
         new = Segment(completion.sequence, worker, group.heads, (position, None))
         self._placement.go_on(before, worker)
         completion.segments = grown(completion.segments, new)
-        self._relocations.settle(group)
+        self._residents.update(group)
         lane.decoding.turn_over(completion)
         undone = Segment(new.sequence, before, group.heads, new.tokens)  # undo an earlier move in the same plan
         lane.grown = [segment for segment in lane.grown if segment != undone]
@@ -97,7 +96,7 @@ class Growth:
             lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))
             if lacking <= 0:
                 continue
-            holders = {group: freed for group, freed in self._relocations.holders(worker).items() if freed}
+            holders = {group: freed for group, freed in self._residents.holders(worker).items() if freed}
             if len(holders) > 1:
                 for group in victims(holders, lacking, self._policy):
                     self._drop(group)

@@ -164,17 +164,6 @@ class Lane:
         planned = self.decoding.steps - self.completed  # a sequence that resumed since may not run in all of them
         return max(self.decoding.position(completion.sequence) - planned, completion.goal)
 
-    def computed(self, group: Group) -> int | None:
-        """Tokens of a request whose steps have completed; None if it cannot move now.
-
-        Completions that share a prompt's slots stay where they are, and so do sequences on several workers.
-        """
-        first, *others = group.completions
-        several = others or len(first.segments) > 1
-        if several or first.sequence not in self.decoding or self.completed < group.until:
-            return None
-        return self.exist(group, first)
-
     def retire(self) -> list[Group]:
         """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
         retired = [owner for owner in self.finished if self.completed >= max(owner[0].until, owner[1].until)]
@@ -220,9 +209,9 @@ class Lane:
             content.clear()
         self.decoding, self.completed = DecodeBatch(self.longest), 0
 
-    def take_over(self, group: Group, dealt: bool, paused: bool, held: bool) -> None:
-        """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``paused``: it is on
-        its way to another memory worker; ``held``: it may not run before requests are dealt out again."""
+    def take_over(self, group: Group, dealt: bool, held: bool) -> None:
+        """Go on with a request that another lane may have had. ``dealt``: no worker knows it yet; ``held``: it may not
+        run before requests are dealt out again."""
         self.running[group] = None
         for completion in group.completions:  # steps are counted from 0 again
             completion.until = 0
@@ -231,8 +220,6 @@ class Lane:
         self.histories |= group.histories
         if dealt:
             self.dealt[group] = None
-            return
-        if paused:
             return
         if group.choice is not None:
             self.chosen[group] = None
@@ -286,9 +273,7 @@ class Lane:
                     placement.release(worker, tokens - kept.get(worker, 0))
 
 
-def deal_again(
-    lanes: Sequence[Lane], seats: Seats, is_paused: Callable[[Group], bool], may_run: Callable[[Group], bool]
-) -> None:
+def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], bool]) -> None:
     """Deal all requests out to the lanes of ``seats``, which are empty: those with most sequences first. No step is in
     flight. Those that may not run keep their KV."""
     groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
@@ -301,7 +286,7 @@ def deal_again(
         group.lane, group.until = seats.emptiest, 0
         seats.change(group.lane, group.seats, group.request.client)
         own = lanes[group.lane]
-        own.take_over(group, group in dealt, is_paused(group), not may_run(group))
+        own.take_over(group, group in dealt, not may_run(group))
         if group in prompts_run:
             own.prompts_run.append(group)
     for owner in ending:  # a request's lane releases the sequence that it may still fork from

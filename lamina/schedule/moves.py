@@ -10,9 +10,10 @@ that begin with these tokens share; a request's prompt, which its completions sh
 3. Once these have completed, a plan releases the carrier, and with it the slots at the source.
 
 Until the switch nothing depends on the move: if a worker is lost, or the owner ends, it is cancelled and the source is
-what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.6).
+what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.4).
 """
 
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,7 +24,7 @@ from lamina.core.types import Segment
 from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
-from lamina.kv.relocation import Relocations
+from lamina.kv.residents import Residents
 from lamina.schedule.lane import Lane
 
 TOKENS_PER_STEP = 16  # on average: moves of so many cost decoding nothing (Infinite-LLM, Figure 12)
@@ -91,21 +92,20 @@ class Moves:
         self,
         placement: Placement,
         prefixes: PrefixCache,
-        relocations: Relocations,
+        residents: Residents,
         lanes: Sequence[Lane],
         sequences: Iterator[int],
-        numbers: Iterator[int],
     ) -> None:
-        """``lanes``: all of them, also those added later. ``sequences``, ``numbers``: of carriers and migrations."""
+        """``lanes``: all of them, also those added later. ``sequences``: numbers of carriers."""
         self.counts = Moved()
         self.on_end: Callable[[], None] = _nothing
         self.before_plan: Callable[[], None] = _nothing
         self._placement = placement
         self._prefixes = prefixes
         prefixes.is_moving = self.touches_any
-        self._relocations = relocations
+        self._residents = residents
         self.lanes = lanes
-        self._sequences, self._numbers = sequences, numbers
+        self._sequences, self._numbers = sequences, itertools.count(1)
         self.tokens_per_step = TOKENS_PER_STEP
         self._credit = float(TOKENS_PER_STEP)
         self._moves: dict[int, Move] = {}  # by number, until the switch
@@ -171,7 +171,7 @@ class Moves:
     def movable(self, group: Group, source: str) -> Range | None:
         """Return the first tokens of a request on a worker that can move now, if any."""
         lane = self.lanes[group.lane]
-        busy = group.searches or self.touches(group) or self._relocations.is_moving(group)  # beams change owners
+        busy = group.searches or self.touches(group)  # beams change owners
         if group.lane < 0 or busy or not group.alive or not lane.is_settled(group):
             return None
         for node in self._prefixes.path(group):
@@ -211,34 +211,10 @@ class Moves:
     # -- the switch ---------------------------------------------------------------------------------------------
 
     def arrive(self, number: int) -> bool:
-        """All tokens of a migration are at their target. False if there is nothing to plan for it: it was cancelled.
-
-        A sequence that moves as a whole pauses (``lamina.kv.relocation``).
-        """
+        """Record that all tokens of a migration are at their target. False if it was cancelled."""
         if number in self._moves:
             self._moves[number].arrived = True
-            return True
-        relocation = self._relocations.expected(number)
-        if relocation is None:
-            return False
-        (completion,) = relocation.group.completions
-        decoding = self.lanes[relocation.group.lane].decoding
-        if completion.sequence in decoding:
-            relocation.position = decoding.pause(completion.sequence)
-        relocation.arrived = relocation.position is not None
-        return relocation.arrived
-
-    def relocated(self, lane: int) -> list[Segment]:
-        """Return the new segments of a sequence of this lane that has moved as a whole, and resumes with this plan."""
-        own = self.lanes[lane]
-        finished = self._relocations.finish(lane, own.completed)
-        if finished is None:
-            return []
-        group, position = finished
-        (completion,) = group.completions
-        own.decoding.resume(group, completion, position)
-        self.on_end()
-        return completion.segments
+        return number in self._moves
 
     def switches(self) -> list[Switch]:
         """Return the switches to KV that has arrived, for the plan that begins now. Call this before anything else is
@@ -283,7 +259,7 @@ class Moves:
                 completion.segments = moved(completion.segments, segment)
                 if completion in known:
                     told.append(segment)
-            self._relocations.settle(group)
+            self._residents.update(group)
         return told
 
     # -- the end ------------------------------------------------------------------------------------------------

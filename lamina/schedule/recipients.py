@@ -28,7 +28,6 @@ _NOTHING: dict[str, Any] = {
     "admitted": [],
     "chunks": [],
     "decoding": DecodeRows([], [], []),
-    "moved": [],
     "migrations": [],
     "histories": {},
     "grown": [],
@@ -151,14 +150,10 @@ class Recipients:
         for fork in plan.forks:
             add(self._fork(fork, replicas, now), "forks", fork)
         self._release(plan, replicas, now)
-        for segment in plan.moved:
-            add([*self._homes[segment.sequence], segment.worker], "moved", segment)
-            self._place(segment.sequence, [segment], replicas, now)
         for migration in plan.migrations:
             add((migration.source, migration.target), "migrations", migration)
-            if migration.parent is not None:
-                self._begin(migration.sequence, [])
-                self._carriers.add(migration.sequence)
+            self._begin(migration.sequence, [])
+            self._carriers.add(migration.sequence)
             self._holding[migration.sequence] |= {migration.source, migration.target}
         for admission in plan.admitted:
             add(self._admit(admission, replicas), "admitted", admission)

@@ -13,10 +13,8 @@ A lane's steps may be planned ahead: while a step runs, the next one assumes tha
 that is still being drawn. If a sequence has ended, its row is discarded.
 
 ``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
-and without moving what it has, where its segment is as long as one may be or its worker runs out of slots.
-
-If no memory worker has had room for a request for long, although all together have, sequences move, one at a time,
-with a short pause (``lamina.kv.relocation``). Ranges that grow no more need none (``lamina.schedule.moves``).
+and without moving what it has, where its segment is as long as one may be or its worker runs out of slots. Ranges that
+grow no more may move to another worker (``lamina.schedule.moves``).
 """
 
 import itertools
@@ -31,7 +29,7 @@ from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
 from lamina.kv.preemption import Policy, again, latest, resumed
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.kv.relocation import Relocations
+from lamina.kv.residents import Residents
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.balancing import Draining
 from lamina.schedule.beam_search import Beams
@@ -84,20 +82,12 @@ class Scheduler:
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
-        numbers = itertools.count(1)
-        self._relocations = Relocations(
-            placement,
-            self.prefixes,
-            lambda group: None if self.moves.touches(group) else self._lanes[group.lane].computed(group),
-            lambda group: self._lanes[group.lane].held(group),
-            self.drop,
-            numbers,
-        )
-        self.moves = Moves(placement, self.prefixes, self._relocations, self._lanes, self._sequences, numbers)
-        self._growth = Growth(placement, self._relocations, policy, self._lanes, self.drop)
-        self._draining = Draining(placement, self._relocations, self.moves, self._growth, self.drop)
-        self.beams = Beams(placement, self._relocations, self._sequences, self._lanes, self._ready, self.drop)
-        self._admissions = Admissions(limits, placement, self._relocations, self.prefixes)
+        self._residents = Residents(placement, self.prefixes, lambda group: self._lanes[group.lane].held(group))
+        self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences)
+        self._growth = Growth(placement, self._residents, policy, self._lanes, self.drop)
+        self._draining = Draining(placement, self._residents, self.moves, self._growth, self.drop)
+        self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready, self.drop)
+        self._admissions = Admissions(limits, placement, self._residents, self.prefixes)
         self._holding = Holding(self._admissions, self.drop)
         moving, queue = self.moves.touches_any, self._holding.add
         self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
@@ -131,7 +121,7 @@ class Scheduler:
     @property
     def migrating(self) -> list[int]:
         """Numbers of the migrations in progress."""
-        return [*self.moves.numbers, *self._relocations.migrating]
+        return self.moves.numbers
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
@@ -186,15 +176,14 @@ class Scheduler:
     def apply(self, topology: Topology) -> Remains:
         """End the epoch: only the memory workers of ``topology`` hold KV from now on.
 
-        No step in flight will complete, and no sequence that moves will arrive: requests are as the steps that have
-        completed left them. Those that have lost KV wait again, before all others; the rest is dealt out again. Returns
+        No step in flight will complete, and no KV that moves will arrive: requests are as the steps that have completed
+        left them. Those that have lost KV wait again, before all others; the rest is dealt out again. Returns
         what workers know of the requests until the next plan.
         """
         for own in self._lanes:
             own.withdraw()
             self._retire(own)
         self.moves.cancel()
-        self._relocations.cancel()
         lost = self.placement.lost(topology)
         struck = [group for group in self._all_running if group.alive and not lost.isdisjoint(group.workers)]
         dropped = sorted(struck, key=lambda group: -group.arrival)
@@ -218,7 +207,7 @@ class Scheduler:
         self.placement.apply(topology)
         self.prefixes.follow()
         self.disks.follow()
-        self._relocations.follow()
+        self._residents.on_places_changed()
         self._admissions.follow()
 
     def drain(self, worker: str) -> None:
@@ -244,7 +233,7 @@ class Scheduler:
 
     def is_drained(self, worker: str) -> bool:
         """True if nothing is on a memory worker any more."""
-        return self._relocations.is_empty(worker)
+        return self._residents.is_empty(worker)
 
     def change(self, topology: Topology, deal_again: bool) -> None:
         """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
@@ -260,7 +249,7 @@ class Scheduler:
         """Deal the requests out again, those with most sequences first."""
         self._moving = False
         self._seats = Seats(self.active)
-        deal_again(self._lanes, self._seats, self._relocations.is_paused, self._holding.may_run)
+        deal_again(self._lanes, self._seats, self._holding.may_run)
         self.moves.restart()
         self.placement.stalled.clear()
         self._admissions.given_back()
@@ -292,7 +281,6 @@ class Scheduler:
         forks = own.forks()
         self.prefixes.keep_computed(lane, own.prompts_computed(), own.ran)
         released = self._release(own)
-        moved = self.moves.relocated(lane)
         beams = self.beams.begin(own)
         self._growth.turn_over(own)
         self._draining.follow(own)
@@ -307,15 +295,15 @@ class Scheduler:
         more_forks, more_released = self.prefixes.changes()
         forks += [*beams.forks, *more_forks, *disk_forks]
         released += [*beams.released, *more_released, *self.moves.released()]
-        migrations = self._relocations.begun() + self.moves.begun()
+        migrations = self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = self.placement.expand(own.grown), []
-        changes = forks, released, admitted, chunks, rows, moved, migrations
+        changes = forks, released, admitted, chunks, rows, migrations
         others = switches, spills, fetches
-        if not (any(changes[:4]) or rows.sequences or moved or migrations or grown_here or any(others)):
+        if not (any(changes[:4]) or rows.sequences or migrations or grown_here or any(others)):
             # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.has_ended:
                 self._ready.note_nothing(lane)
@@ -356,7 +344,7 @@ class Scheduler:
         self._admissions.given_back()
         if not group.holders:
             self.prefixes.let_go(group)
-            self._relocations.leave(group)
+            self._residents.remove(group)
 
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
@@ -452,7 +440,7 @@ class Scheduler:
 
     def holders(self, worker: str) -> list[Group]:
         """Requests with KV on a memory worker that have not ended."""
-        return list(self._relocations.holders(worker))
+        return list(self._residents.holders(worker))
 
     def _take_back(self, group: Group) -> None:
         """Undo ``_deal`` for a request that no worker knows of yet."""
@@ -468,7 +456,7 @@ class Scheduler:
         self.prefixes.leave(group)
         self.prefixes.let_go(group)
         group.share(0)
-        self._relocations.leave(group)
+        self._residents.remove(group)
         self._admissions.given_back()
         group.lane = -1
 
@@ -486,7 +474,6 @@ class Scheduler:
                 self.placement.will_release(worker, tokens)
             if not group.alive:
                 self.prefixes.leave(group)
-                self._relocations.ended(group)
             self._retire(own)
 
     def _retire(self, lane: Lane) -> None:

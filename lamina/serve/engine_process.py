@@ -12,20 +12,20 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.config.engine_config import EngineConfig
-from lamina.control.supervisor_messages import (
+from lamina.control.agent_messages import (
     BEAT_S,
     Beat,
-    Close,
+    CloseEngine,
     Done,
     EngineBootstrap,
+    EngineStopped,
     Exited,
+    FrontendExited,
     FrontendLost,
-    Leave,
     Save,
     Serving,
-    Stopped,
     receive_from_supervisor,
 )
 from lamina.core.errors import LaminaError
@@ -49,7 +49,7 @@ class EngineProcess:
     def __init__(self, line: Connection, bootstrap: EngineBootstrap) -> None:
         self._line = line
         self._bootstrap = bootstrap
-        self._workers = SupervisedWorkers(line, bootstrap.exited)
+        self._workers = SupervisedWorkers(line, bootstrap.workers, bootstrap.exited)
         self._frontends: Frontends | None = None
         self._closing = threading.Event()
         self._loading = True
@@ -69,7 +69,7 @@ class EngineProcess:
             self._loading = False
             if not isinstance(error, LaminaError):
                 log.exception("the engine cannot start")
-            self._workers.tell(Stopped(type(error).__name__, str(error)))
+            self._workers.tell_supervisor(EngineStopped(type(error).__name__, str(error)))
             self._closing.wait(CLOSE_S)
             return
         given = self._bootstrap
@@ -83,7 +83,7 @@ class EngineProcess:
             self._note_death,
         )
         try:
-            self._workers.tell(Serving(self._frontends.bootstrap, describe(engine)))
+            self._workers.tell_supervisor(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
                 if engine.dead is not None:
                     self._note_death(engine.dead)  # it may have died before there were frontends
@@ -101,21 +101,21 @@ class EngineProcess:
             given.listener,
             self._workers,
             given.saved,
-            lambda state: self._workers.tell(Save(state)),
+            lambda state: self._workers.tell_supervisor(Save(state)),
         )
         with loading_progress() as on_progress:
             return launch(EngineConfig(**given.settings), on_progress, home=home)
 
     def _note_lost(self, frontend: str, why: str) -> None:
-        self._workers.tell(FrontendLost(frontend, why))
+        self._workers.tell_supervisor(FrontendLost(frontend, why))
 
     def _note_death(self, why: str) -> None:
-        self._workers.tell(Stopped("EngineDeadError", why))
+        self._workers.tell_supervisor(EngineStopped("EngineDeadError", why))
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # the supervisor has exited, and this process ends too
             while not self._closing.wait(BEAT_S):
-                self._workers.tell(Beat())
+                self._workers.tell_supervisor(Beat())
 
     def _read(self) -> None:
         """Take what the supervisor says; it ends this process if it exits."""
@@ -126,10 +126,10 @@ class EngineProcess:
                 return
             if isinstance(message, Exited | Done):
                 self._workers.on_supervisor_message(message)
-            elif isinstance(message, Leave):
+            elif isinstance(message, FrontendExited):
                 if self._frontends is not None:
                     self._frontends.on_frontend_exit(message.frontend)
-            elif isinstance(message, Close):
+            elif isinstance(message, CloseEngine):
                 self._closing.set()
                 if self._loading:  # which may take half an hour, if workers of other machines do not come
                     _thread.interrupt_main()

@@ -18,10 +18,10 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from lamina.cluster.launchers.local import describe_exit
+from lamina.cluster.local_workers import describe_exit
+from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import ENGINE_STOPPED, READY
 from lamina.control.liveness import Liveness
-from lamina.control.supervisor_messages import Serving
 from lamina.core.errors import EngineDeadError, WorkerError
 from lamina.serve.http_errors import first_line
 from lamina.serve.server import GRACE_S, TELL_S

@@ -23,30 +23,28 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Self
 
-from lamina.cluster.launchers.local import LocalWorkers, describe_exit
+from lamina.cluster.local_workers import LocalWorkers, describe_exit
 from lamina.config.engine_config import EngineConfig
-from lamina.control.liveness import Restarts
-from lamina.control.secret import Secret, configured, new
-from lamina.control.supervisor_messages import (
+from lamina.control.agent_messages import (
     Beat,
-    Close,
-    CloseWorkers,
+    CloseEngine,
     Done,
     End,
     EngineBootstrap,
+    EngineStopped,
+    EngineToSupervisor,
     Exited,
-    FromEngine,
+    FrontendExited,
     FrontendLost,
-    Leave,
     Save,
     Serving,
-    Spawn,
     Start,
-    Stopped,
-    ToEngine,
+    SupervisorToEngine,
     receive_from_engine,
     send,
 )
+from lamina.control.liveness import Restarts
+from lamina.control.secret import Secret, configured, new
 from lamina.core import errors
 from lamina.core.errors import EngineDeadError, LaminaError, TransportError, UserError
 from lamina.serve.frontend_processes import collected
@@ -87,7 +85,7 @@ class Supervisor:
         self._incarnations = itertools.count(1)
         self._engine: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
-        self._refusal: Stopped | None = None
+        self._refusal: EngineStopped | None = None
         self._begun = threading.Event()
         self._closing = threading.Event()
         self._sending = threading.Lock()
@@ -127,7 +125,7 @@ class Supervisor:
 
     def on_frontend_exit(self, frontend: str) -> None:
         """The process of a frontend has ended."""
-        self._tell(Leave(frontend))
+        self._tell(FrontendExited(frontend))
 
     def kill_engine(self) -> None:
         """End an engine that does not answer."""
@@ -181,7 +179,7 @@ class Supervisor:
                     if self.serving is before and not self._elsewhere:
                         engine.kill()  # it still loads, and its workers belong to this process
                     else:
-                        self._tell(Close())
+                        self._tell(CloseEngine())
                 elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
                     engine.kill()
             while ours.poll() and (message := self._read(ours)) is not None:
@@ -201,6 +199,7 @@ class Supervisor:
             next(self._incarnations),
             self._saved,
             sorted(self._frontends()),
+            sorted(self._workers.processes),
             exited,
         )
 
@@ -223,14 +222,14 @@ class Supervisor:
     def _give_up(self, why: str) -> None:
         self.dead, self.gave_up = why, True
 
-    def _read(self, line: Connection) -> FromEngine | None:
+    def _read(self, line: Connection) -> EngineToSupervisor | None:
         """Return the engine's next message; None if it has exited."""
         try:
             return receive_from_engine(line)
         except (EOFError, OSError):
             return None
 
-    def _take(self, message: FromEngine) -> None:
+    def _take(self, message: EngineToSupervisor) -> None:
         self.beats += 1
         if isinstance(message, Save):
             self._saved = message.state
@@ -239,37 +238,30 @@ class Supervisor:
             self._begun.set()
         elif isinstance(message, FrontendLost):
             self.lost_frontends[message.frontend] = message.why
-        elif isinstance(message, Stopped):
+        elif isinstance(message, EngineStopped):
             if self.serving is None:
                 self._refusal = message
             elif message.kind == EngineDeadError.__name__:
                 self.dead = message.reason
             else:  # it could not take over
                 log.warning("the engine could not take over the workers: %s", message.reason)
-                self._tell(Close())
+                self._tell(CloseEngine())
                 return
             self.dead = message.reason
             self._begun.set()
         elif not isinstance(message, Beat):
             self._tell(Done(self._carry_out(message)))
 
-    def _carry_out(self, message: Spawn | Start | End | CloseWorkers) -> str:
-        """Returns why it could not be done, if so."""
+    def _carry_out(self, message: Start | End) -> str:
+        """Return why it could not be done, if so."""
         workers = self._workers
         try:
-            if isinstance(message, Spawn):
-                cores = frozenset(message.cores)
-                workers.spawn(message.name, message.module, message.bootstrap, cores, message.shared_cores)
-            elif isinstance(message, Start):
-                workers.start(message.name, message.role, message.kind, message.bootstrap)
-            elif isinstance(message, End):
-                named, known = set(message.workers), workers.processes.keys()
-                for name in known - named if message.others else known & named:
-                    workers.kill_worker(name)
-            elif message.kill:
-                workers.kill()
-            else:
+            if isinstance(message, Start):
+                workers.start(message)
+            elif message.grace_s:
                 workers.close()
+            else:
+                workers.kill_workers([name for name in message.workers if name in workers.processes])
         except (OSError, TransportError) as error:
             return str(error)
         return ""
@@ -280,7 +272,7 @@ class Supervisor:
                 self._told.add(name)
                 self._tell(Exited(name, how))
 
-    def _tell(self, message: ToEngine) -> None:
+    def _tell(self, message: SupervisorToEngine) -> None:
         """Does nothing if no engine runs. Any thread."""
         with self._sending, contextlib.suppress(OSError):
             if self._line is not None:
@@ -296,7 +288,7 @@ def _settings(config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def _error(refusal: Stopped) -> LaminaError:
+def _error(refusal: EngineStopped) -> LaminaError:
     """Return the error of an engine that could not start, as it was raised there."""
     kind = getattr(errors, refusal.kind, None)
     if isinstance(kind, type) and issubclass(kind, UserError):

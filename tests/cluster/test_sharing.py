@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lamina.cluster.launchers.local import limits, mps_runs
+from lamina.cluster.local_workers import limits, mps_runs
 from lamina.core.topology import Role
 
 LIMIT = {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "60"}

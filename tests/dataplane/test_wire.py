@@ -67,12 +67,6 @@ def test_what_would_be_served_wrongly_is_refused(why: str, placed: list[Segment]
         check_placements(plan, HeadShards(8))
 
 
-def test_a_sequence_that_moves_does_so_as_a_whole() -> None:
-    moved = [Segment(3, "memory0", ALL, (5, None))]
-    with pytest.raises(PlacementError, match="from 0 on"):
-        check_placements(StepPlan(0, 0, 0, [], [], [], [], DecodeRows([], [], []), moved=moved), HeadShards(8))
-
-
 @pytest.mark.parametrize("count", [2, 4])
 def test_the_messages_of_all_ranks_hold_what_that_of_one_would(count: int) -> None:
     """Ranks number their own shards; sequence 4 has some of its heads elsewhere, and sequence 5 runs a chunk."""

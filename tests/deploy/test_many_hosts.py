@@ -14,8 +14,8 @@ import yaml
 from typer.testing import CliRunner
 
 from lamina.cli import app
-from lamina.cluster.launchers.ray_placement import bundle, own_kinds
 from lamina.cluster.pool import parse
+from lamina.cluster.ray_placement import bundle, own_kinds
 from lamina.config.engine_config import EngineConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -32,7 +32,7 @@ END_S = 20.0
 TOKENIZER = Tokenizer(find(None))
 CLIENT = Client("key", "127.0.0.1:5")
 STATS = EngineStats(
-    1, 2, 3, 4, 5, 6, 7, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
+    1, 2, 3, 4, 5, 6, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
 )
 
 

@@ -157,22 +157,26 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         worker.endpoint.close()
 
 
+def there(sequence: int, worker: str, start: int, stop: int) -> Segment:
+    return Segment(sequence, worker, (0, 2), (start, stop))
+
+
 @pytest.mark.parametrize("pool", ["auto", "int8", "fp8"], indirect=True)
-def test_a_segment_moves_in_two_pulls_and_its_old_slots_are_free(pool: Pool) -> None:
+def test_a_range_moves_while_its_sequence_decodes_and_its_old_slots_are_free(pool: Pool) -> None:
     pool.begin(0, "memory0", 17)
-    pool.send(migrations=[Migration(1, 0, "memory0", "memory2", 0, 17)])
+    pool.send(migrations=[Migration(1, 9, "memory0", "memory2", 0, 17, 0)])
     pool.settle()
     assert pool.workers["memory2"].done == [1] and pool.used == [17, 0, 17]
     pool.send(chunks=[SequenceStep(0, 17, [0, 0], [])])  # decoded meanwhile at its old place
     pool.settle()
     pool.write(0, "memory0", 17, 19)
-    pool.send(migrations=[Migration(2, 0, "memory0", "memory2", 17, 19)])
+    pool.send(switches=[Switch(9, [there(0, "memory2", 0, 17)])])
+    pool.send(released=[9])
     pool.settle()
-    pool.send(moved=[Segment(0, "memory2", (0, 2), (0, None))])
-    pool.settle()
-    assert pool.workers["memory2"].done == [1, 2] and pool.used == [0, 0, 19]
-    pool.check(0, "memory2", 19)
-    assert [worker.store.sequences for worker in pool.workers.values()] == [0, 0, 1]
+    assert pool.used == [2, 0, 17]
+    pool.check(0, "memory2", 17)
+    pool.check(0, "memory0", 19, 17)
+    assert [worker.store.sequences for worker in pool.workers.values()] == [1, 0, 1]
     assert not any(worker.migrations.active for worker in pool.workers.values())
 
 
@@ -180,22 +184,22 @@ turns = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=120)
 
 
 @given(before=turns, after=turns, second=st.sampled_from(["memory1", "memory2"]), reuses=st.booleans())
-def test_a_sequence_that_ends_on_its_way_leaves_nothing_and_spoils_nothing(
+def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
     before: list, after: list, second: str, reuses: bool
 ) -> None:
-    """It is released at any moment; at once its slots are others', and another sequence takes the same way."""
+    """It is released at any moment. At once its slots are others', and a range of another sequence moves likewise."""
     pool = Pool()
     pool.begin(0, "memory0", 17)
     pool.begin(1, "memory0", 15)
-    pool.send(migrations=[Migration(1, 0, "memory0", "memory1", 0, 17)])
+    pool.send(migrations=[Migration(1, 8, "memory0", "memory1", 0, 17, 0)])
     for name, reads in before:
         pool.workers[name].read() if reads else pool.workers[name].gap()
-    pool.send(released=[0])
+    pool.send(released=[0, 8])
     if reuses:
         segment = Segment(2, "memory1", (0, 2), (0, None))
         admission = Admission(2, 1, 12, [segment], SamplingParams(), 0)
         pool.send(admitted=[admission], chunks=[SequenceStep(2, 0, [0] * 12, [])])
-    pool.send(migrations=[Migration(2, 1, "memory0", second, 0, 15)])
+    pool.send(migrations=[Migration(2, 9, "memory0", second, 0, 15, 1)])
     written = False
     for name, reads in after:
         pool.workers[name].read() if reads else pool.workers[name].gap()
@@ -208,14 +212,15 @@ def test_a_sequence_that_ends_on_its_way_leaves_nothing_and_spoils_nothing(
         if reuses:
             pool.write(2, "memory1", 0, 12)
     pool.settle()
-    pool.send(moved=[Segment(1, second, (0, 2), (0, None))])
+    pool.send(switches=[Switch(9, [there(1, second, 0, 15)])])
+    pool.send(released=[9])
     pool.settle()
     assert pool.workers[second].done[-1] == 2
     pool.check(1, second, 15)
     if reuses:
         pool.check(2, "memory1", 12)
-    there = {name: 15 * (name == second) + 12 * (reuses and name == "memory1") for name in NAMES}
-    assert pool.used == list(there.values())
+    slots = {name: 15 * (name == second) + 12 * (reuses and name == "memory1") for name in NAMES}
+    assert pool.used == list(slots.values())
     pool.send(released=[1, 2])
     pool.settle()
     assert pool.used == [0, 0, 0]
@@ -226,7 +231,7 @@ def test_a_sequence_that_ends_on_its_way_leaves_nothing_and_spoils_nothing(
 
 def test_a_peer_that_dies_ends_what_it_had_a_part_in(pool: Pool) -> None:
     pool.begin(0, "memory0", 17)
-    pool.send(migrations=[Migration(1, 0, "memory0", "memory1", 0, 17)])
+    pool.send(migrations=[Migration(1, 9, "memory0", "memory1", 0, 17, 0)])
     for worker in pool.workers.values():
         worker.read()
     for _ in range(3):
@@ -249,7 +254,8 @@ def test_another_engine_that_takes_over_numbers_migrations_from_1_again(gaps: li
     pool = Pool()
     for sequence in (0, 1):
         pool.begin(sequence, "memory0", 17)
-    pool.send(migrations=[Migration(1, 0, "memory0", "memory1", 0, 17), Migration(2, 1, "memory0", "memory1", 0, 17)])
+    moves = [Migration(number, 7 + number, "memory0", "memory1", 0, 17, number - 1) for number in (1, 2)]
+    pool.send(migrations=moves)
     pool.settle()
     for worker in pool.workers.values():
         worker.puller.drop()
@@ -257,11 +263,11 @@ def test_another_engine_that_takes_over_numbers_migrations_from_1_again(gaps: li
         worker.store.truncate({})
         worker.done.clear()
     pool.begin(5, "memory0", 15)
-    pool.send(migrations=[Migration(1, 5, "memory0", "memory1", 0, 15)])
+    pool.send(migrations=[Migration(1, 9, "memory0", "memory1", 0, 15, 5)])
     for name, reads in gaps:
         pool.workers[name].read() if reads else pool.workers[name].gap()
     pool.settle()
-    pool.send(moved=[Segment(5, "memory1", (0, 2), (0, None))])
+    pool.send(switches=[Switch(9, [there(5, "memory1", 0, 15)])])
     pool.settle()
     assert pool.workers["memory1"].done == [1]
     pool.check(5, "memory1", 15)
@@ -290,9 +296,6 @@ def test_ranges_move_several_at_a_time_and_what_shares_them_shares_them_there(ga
         2,
     ]
     assert pool.used == [32, 17, 21]
-
-    def there(sequence: int, worker: str, start: int, stop: int) -> Segment:
-        return Segment(sequence, worker, (0, 2), (start, stop))
 
     switches = [
         Switch(100, [there(0, "memory1", 4, 12), there(3, "memory1", 4, 10)]),

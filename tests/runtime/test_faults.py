@@ -19,8 +19,8 @@ from transformers import AutoConfig
 from typer.testing import CliRunner
 
 from lamina.cli import app
-from lamina.cluster.launchers import local
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster import local_workers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.compute.preparation import prepare
 from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
@@ -136,7 +136,7 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
     monkeypatch.setattr(liveness, "PING_S", 0.2)
     monkeypatch.setattr(liveness, "SUSPECT_S", 1.5)
     monkeypatch.setattr(liveness, "LOST_S", 3.0)
-    monkeypatch.setattr(local, "STOP_TIMEOUT_S", 1.0)  # the stopped one does not end by itself
+    monkeypatch.setattr(local_workers, "STOP_TIMEOUT_S", 1.0)  # the stopped one does not end by itself
     workers = SlowWorkers()
     engine = launch(config(checkpoint, "cpu:1"), workers=workers)
     finals: list[RequestUpdate] = []

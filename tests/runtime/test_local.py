@@ -96,7 +96,7 @@ def test_memory_workers_join_local_memory_are_lost_and_leave(
         wait_for_recoveries(engine, 1)
         assert engine.scale(memory=-1).result(60) == ["memory1"]
         assert_same(streams.results(), undisturbed)
-        assert engine.stats().memory.keys() == {"compute0"} and engine.stats().moved == 0
+        assert engine.stats().memory.keys() == {"compute0"}
         with pytest.raises(ConfigError, match="the memory pool has 0"):
             engine.scale(memory=-1).result(60)
         with pytest.raises(ConfigError, match="local memory works with one compute worker"):

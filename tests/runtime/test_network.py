@@ -15,14 +15,14 @@ from typing import Literal
 
 import pytest
 
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import RequestOutput, SamplingParams
 from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
 from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.schedule import admission, balancing
+from lamina.schedule import balancing
 from tests.support import network_model
 from tests.support.network_model import DTYPE, KV_TOKENS, PROMPTS, TOKENS, Model
 
@@ -40,8 +40,7 @@ def run(*words: str) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "PATIENCE", 4)  # one of the requests moves
-    monkeypatch.setattr(balancing, "CHEAP", 0)  # so do few tokens, which would be computed again
+    monkeypatch.setattr(balancing, "CHEAP", 0)  # few tokens move, too, instead of being computed again
 
 
 @dataclass(frozen=True)

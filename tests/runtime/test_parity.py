@@ -41,7 +41,7 @@ def run_all(
     return [finals[str(index)] for index in range(len(prompts))]
 
 
-# test_switches.py runs gpt_oss, test_migration.py llama.
+# test_switches.py runs gpt_oss, test_moves.py llama.
 @pytest.mark.parametrize("family", sweep(SERVED, ["deepseek_v3"]))
 def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
     check_greedy(family, tmp_path, memory="cpu:2")

@@ -193,7 +193,7 @@ def test_a_kind_that_ray_has_nothing_of_is_one_error_and_the_cluster_goes_on_ser
     try:
         streams = Streams(engine, REQUESTS)
         for name, seconds in (("WARN_S", 0.5), ("PLACE_S", 2.0)):
-            monkeypatch.setattr(f"lamina.cluster.launchers.ray_workers.{name}", seconds)
+            monkeypatch.setattr(f"lamina.cluster.ray_workers.{name}", seconds)
         nothing = "Ray has found no place for it within 2 s: .*no node of the Ray cluster has GPU 1, rtx3090 1"
         with pytest.raises(LaminaError, match=nothing):
             engine.scale(memory="rtx3090:+1").result(SCALE_S)

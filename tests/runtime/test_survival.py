@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
 from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams

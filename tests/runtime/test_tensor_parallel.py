@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from transformers import PretrainedConfig
 
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.updates import whole

@@ -24,7 +24,7 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Client
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.kv.relocation import Relocations
+from lamina.kv.residents import Residents
 from lamina.schedule import admission
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.limits import Limits
@@ -77,10 +77,8 @@ class Waiting(RuleBasedStateMachine):
         self.topology = Topology(FIRST, (Member("compute0", "compute", "cpu", ""), *members), PIPELINE)
         self.placement = Placement(self.topology.capacities)
         prefixes = PrefixCache(self.placement, itertools.count(), enabled=False)
-        self.relocations = Relocations(
-            self.placement, prefixes, lambda _: None, lambda _: {}, self._preempt, itertools.count()
-        )
-        self.admissions = Admissions(LIMITS, self.placement, self.relocations, prefixes)
+        self.residents = Residents(self.placement, prefixes, lambda _: {})
+        self.admissions = Admissions(LIMITS, self.placement, self.residents, prefixes)
         self.seats = Seats(PIPELINE.lanes)
         self.model = Model()
         self.allowed: set[str] | None = None
@@ -139,7 +137,7 @@ class Waiting(RuleBasedStateMachine):
             self.placement.release(worker, tokens)
         self.placement.leave(group.completions[0].worker, len(group.completions))
         self.seats.change(group.lane, -len(group.completions), group.request.client)
-        self.relocations.leave(group)
+        self.residents.remove(group)
         self.admissions.given_back()
         group.lane = -1
 
@@ -208,14 +206,14 @@ class Waiting(RuleBasedStateMachine):
             self._preempt(group)
         self.topology = self.topology.without([name])
         self.placement.apply(self.topology)
-        self.relocations.follow()
+        self.residents.on_places_changed()
         self.admissions.follow()
 
     @rule(capacity=st.integers(SMALLEST, LARGEST))
     def join(self, capacity: int) -> None:
         self.topology = self.topology.joined(Member(self._name(), "memory", "cpu", "", capacity), PIPELINE)
         self.placement.apply(self.topology)
-        self.relocations.follow()
+        self.residents.on_places_changed()
         self.admissions.follow()
 
     @rule(which=WHICH)

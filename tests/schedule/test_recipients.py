@@ -47,7 +47,6 @@ def concerns(plan: StepPlan, tables: StepTables, worker: str, had: Mapping[int, 
     return (
         not tables.rows.empty
         or any(fork.parent in had for fork in plan.forks)
-        or any(segment.sequence in had or segment.worker == worker for segment in plan.moved)
         or any(worker in (migration.source, migration.target) for migration in plan.migrations)
         or any(segment.worker == worker for admission in plan.admitted for segment in admission.segments)
         or any(segment.worker == worker or ends(had.get(segment.sequence, ()), segment) for segment in plan.grown)
@@ -102,8 +101,6 @@ class Replica:
             if fork.parent in self.segments:
                 self.segments[fork.child] = forked(self.segments[fork.parent], fork.child, fork.tokens)
         self.release(plan.released)
-        for segment in plan.moved:
-            self.segments[segment.sequence] = [segment]
         for admission in plan.admitted:
             placed = by_sequence(admission.segments)
             for sequence in range(admission.sequence, admission.sequence + admission.count):

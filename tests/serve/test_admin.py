@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from lamina.cli.administer import down, scale
-from lamina.cluster.launchers.local import LocalWorkers
+from lamina.cluster.local_workers import LocalWorkers
 from lamina.cluster.pool import PoolChange, parse_change
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, TransportError, WorkerError
 from tests.support.scripted_engine import Running

@@ -135,7 +135,6 @@ def test_metrics_say_what_runs_and_how_workers_are_linked(server: Running) -> No
         ("lamina_requests_running",): 1,
         ("lamina_requests_waiting",): 2,
         ("lamina_steps_total",): 3,
-        ("lamina_sequences_moved_total",): 4,
         ("lamina_preemptions_total",): 5,
         ("lamina_recoveries_total",): 6,
         ("lamina_tokens_recomputed_total",): 7,

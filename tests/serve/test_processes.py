@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lamina.control.supervisor_messages import Serving
+from lamina.control.agent_messages import Serving
 from lamina.core.errors import EngineDeadError
 from lamina.engine.frontends import Frontends
 from lamina.models.directory import find

@@ -37,18 +37,13 @@ class MemoryModel:
             self.fork(fork)
         for sequence in plan.released:
             self.forget(sequence)
-        for segment in plan.moved:
-            if segment.worker == self.name:
-                self.here[segment.sequence] = {0: sys.maxsize}
-            else:
-                self.forget(segment.sequence)
         self.migrate(plan.migrations)
         for admission in plan.admitted:
             for segment in admission.segments:
                 self.begin(segment)
         for segment in plan.grown:
             self.end(segment.sequence, segment.tokens[0])
-            self.begin(segment)
+            self.grow(segment)
         for fetch in plan.fetches:
             self.fetch(fetch)
         for step in plan.sequences:
@@ -82,6 +77,15 @@ class MemoryModel:
             self.here.setdefault(segment.sequence, {})[start] = sys.maxsize if stop is None else stop
             if (segment.sequence, start) not in self.slab:
                 self.slab.open((segment.sequence, start))
+
+    def grow(self, segment: Segment) -> None:
+        """Go on in the segment that ends there, if the sequence comes back before it has a token elsewhere."""
+        here = self.here.get(segment.sequence, {})
+        ends = [start for start, stop in here.items() if stop == segment.tokens[0]]
+        if segment.worker == self.name and ends:
+            here[ends[0]] = sys.maxsize
+        else:
+            self.begin(segment)
 
     def end(self, sequence: int, position: int) -> None:
         """End a sequence's segments here at this position: another worker takes the tokens from there on."""
@@ -135,25 +139,14 @@ class MemoryModel:
 
     def migrate(self, migrations: list[Migration]) -> None:
         for migration in migrations:
-            key = migration.sequence, 0
-            if migration.parent is not None:
-                self.carry(migration)
-                continue
-            if migration.source == self.name:
-                assert list(self.here[migration.sequence]) == [0]
-                assert migration.stop <= len(self.slab.slots(key))
-            if migration.target == self.name:
-                if key not in self.slab:
-                    self.slab.open(key)
-                assert len(self.slab.slots(key)) == migration.start < migration.stop
-                self.slab.append(key, migration.stop - migration.start)
+            self.carry(migration)
 
     def carry(self, migration: Migration) -> None:
         """Give a carrier slots for its range: those of its parent, or new ones."""
         if migration.source == self.name:
             ((first, _),) = [
                 (start, stop)
-                for start, stop in self.here[migration.parent or 0].items()
+                for start, stop in self.here[migration.parent].items()
                 if start <= migration.start and migration.stop <= stop
             ]
             part = (migration.parent or 0, first), migration.start - first, migration.stop - first
@@ -267,7 +260,7 @@ class Cluster:
         self._migrations: list[Migration] = []  # begun and not done
         self._owners: dict[int, tuple[int, int]] = {}  # by sequence: its request and completion
         self._drawn: dict[tuple[int, int], list[int]] = {}  # by request and completion
-        self.moved = self.grown = self.turn = 0
+        self.grown = self.turn = 0
         self.clients = 1
 
     def play(self, course: Course, least: int) -> None:
@@ -372,13 +365,10 @@ class Cluster:
                     known = [*self.prompt(index), *self._drawn.get((index, completion), ())]
                     assert step.tokens == known[step.start : step.stop]
             running = {step.sequence for other in self._in_flight[lane] for step in other.sequences}
-            moved = {segment.sequence for segment in plan.moved}
-            assert not (running | earlier) & {*plan.released, *moved}
+            assert not (running | earlier) & {*plan.released}
             for migration in plan.migrations:
-                whose = migration.sequence if migration.parent is None else migration.parent
-                assert migration.stop <= self._computed.get(whose, sys.maxsize if migration.parent is not None else 0)
+                assert migration.stop <= self._computed.get(migration.parent, sys.maxsize)
             self._migrations += plan.migrations
-            self.moved += len(plan.moved)
             for memory in self.memories:
                 memory.apply(plan)
             for step in plan.sequences:

@@ -147,7 +147,6 @@ class FakeEngine:
             running=1,
             waiting=2,
             steps=3,
-            moved=4,
             preempted=5,
             recoveries=6,
             recomputed=7,

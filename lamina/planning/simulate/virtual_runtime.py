@@ -302,8 +302,6 @@ class Simulation:
             if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
                 del self._segments[sequence]
                 self._split.pop(sequence, None)
-        for segment in plan.moved:
-            self._place(segment.sequence, [segment])
         for migration in plan.migrations:  # a source serves one at a time; it may have been cancelled meanwhile
             seconds = self._model.migration_seconds(migration.stop - migration.start)
             end = self._sources[migration.source] = max(now, self._sources.get(migration.source, 0.0)) + seconds

@@ -1,4 +1,4 @@
-"""Supervisors of other machines, as the engine sees them."""
+"""Agents of other machines, as the engine sees them."""
 
 import os
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import zmq
 
-from lamina.cluster.launchers import remote
-from lamina.cluster.launchers.agent import Keys, keys_of
-from lamina.cluster.launchers.remote import RemoteWorkers
-from lamina.control.agent_messages import Apply, Appointed, Refused, ToOffice, ToSupervisor
+from lamina.cluster import remote_workers
+from lamina.cluster.agent import Keys, keys_of
+from lamina.cluster.remote_workers import RemoteWorkers
+from lamina.control.agent_messages import Apply, Refused, Start, ToAgent, ToEngine
 from lamina.control.secret import new
 from lamina.control.sockets import ENGINE, Bootstrap
 from lamina.core.errors import TransportError
@@ -23,7 +23,7 @@ FOR_EVER = 1e6
 
 
 @contextmanager
-def supervisor(keys: Keys, port: int, identity: bytes, version: str = __version__) -> "Iterator[zmq.Socket[bytes]]":
+def agent(keys: Keys, port: int, identity: bytes, version: str = __version__) -> "Iterator[zmq.Socket[bytes]]":
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.identity, dealer.linger = identity, 0
         dealer.curve_serverkey, dealer.curve_publickey, dealer.curve_secretkey = keys.engine, keys.public, keys.secret
@@ -32,19 +32,19 @@ def supervisor(keys: Keys, port: int, identity: bytes, version: str = __version_
         yield dealer
 
 
-def send(dealer: "zmq.Socket[bytes]", message: ToOffice) -> None:
+def send(dealer: "zmq.Socket[bytes]", message: ToEngine) -> None:
     dealer.send(msgspec.msgpack.encode(message))
 
 
-def received(dealer: "zmq.Socket[bytes]") -> ToSupervisor:
+def received(dealer: "zmq.Socket[bytes]") -> ToAgent:
     assert dealer.poll(30_000)
-    return msgspec.msgpack.decode(dealer.recv(), type=ToSupervisor)
+    return msgspec.msgpack.decode(dealer.recv(), type=ToAgent)
 
 
 def appointed(dealer: "zmq.Socket[bytes]") -> str:
     """The worker that it is given."""
     message = received(dealer)
-    assert isinstance(message, Appointed)
+    assert isinstance(message, Start)
     return message.bootstrap.name
 
 
@@ -54,22 +54,22 @@ def test_of_a_silent_machine_s_workers_only_the_first_is_waited_for(monkeypatch:
     workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
     keys = keys_of(secret)
     for name in NAMES:
-        workers.start(name, "memory", "cpu", Bootstrap(name, "", b"", b"", b"", b"", os.getpid()))
+        workers.start(Start("memory", "cpu", Bootstrap(name, "", b"", b"", b"", b"", os.getpid())))
     with (
-        supervisor(keys, workers.port, b"a") as first,
-        supervisor(keys, workers.port, b"b") as second,
-        supervisor(keys, workers.port, b"c") as third,
+        agent(keys, workers.port, b"a") as first,
+        agent(keys, workers.port, b"b") as second,
+        agent(keys, workers.port, b"c") as third,
     ):
         found = [appointed(one) for one in (first, second, third)]
         assert sorted(found) == NAMES
-        monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.2)
         workers.kill_worker(found[0], cut=True)
-        monkeypatch.setattr(remote, "STOP_TIMEOUT_S", FOR_EVER)
+        monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", FOR_EVER)
         workers.kill_worker(found[1], cut=True)
         assert workers.ended().keys() == {found[2]}, "its memory may be mapped by one that nobody can end"
         with pytest.raises(TransportError, match="on far does not answer, so that the worker cannot be ended"):
             workers.kill_worker(found[2])
-    monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
     workers.close()
 
 
@@ -77,10 +77,10 @@ def test_a_machine_with_another_release_is_refused_and_its_place_stays_free(monk
     secret = new()
     workers = RemoteWorkers(LOOPBACK, 0, secret, secret.curve_keys(ENGINE))
     keys = keys_of(secret)
-    workers.start(NAMES[0], "memory", "cpu", Bootstrap(NAMES[0], "", b"", b"", b"", b"", os.getpid()))
-    with supervisor(keys, workers.port, b"a", "9.9.9") as other, supervisor(keys, workers.port, b"b") as same:
+    workers.start(Start("memory", "cpu", Bootstrap(NAMES[0], "", b"", b"", b"", b"", os.getpid())))
+    with agent(keys, workers.port, b"a", "9.9.9") as other, agent(keys, workers.port, b"b") as same:
         reason = f"it runs lamina 9.9.9, the engine {__version__}; install the same release"
         assert received(other) == Refused(reason)
         assert appointed(same) == NAMES[0]
-    monkeypatch.setattr(remote, "STOP_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(remote_workers, "STOP_TIMEOUT_S", 0.0)
     workers.close()

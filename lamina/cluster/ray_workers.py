@@ -1,4 +1,4 @@
-"""Launches workers on a Ray cluster: Ray chooses the nodes and starts a supervisor on each; it carries no message."""
+"""Launches workers on a Ray cluster: Ray chooses the nodes and starts an agent on each; it carries no message."""
 
 import contextlib
 import logging
@@ -16,12 +16,12 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from lamina.cluster.agent import AgentActor
 from lamina.cluster.conversations import Wish
-from lamina.cluster.launchers.ray_actor import SupervisorActor
-from lamina.cluster.launchers.ray_placement import PLACE_S, Bundle, Node, bundle, device, known_kinds, place
-from lamina.cluster.launchers.remote import RemoteWorkers
 from lamina.cluster.pool import require_kind
-from lamina.control.sockets import Bootstrap
+from lamina.cluster.ray_placement import PLACE_S, Bundle, Node, bundle, device, known_kinds, place
+from lamina.cluster.remote_workers import RemoteWorkers
+from lamina.control.agent_messages import Start
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Role
 
@@ -102,7 +102,7 @@ class RayWorkers:
     """Workers under Ray actors, one each. A placement group per worker reserves what its kind takes, and is freed
     with it.
 
-    ``remote`` takes in the actors' supervisors, at ``engine``; they know it by ``engine_key``.
+    ``remote`` takes in the actors' agents, at ``engine``; they know it by ``engine_key``.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RayWorkers:
         self._lock = threading.Lock()  # of the following two
         self._placed: dict[str, _Placed] = {}
         self._wishes: list[Wish] = []
-        self._actor = ray.remote(SupervisorActor)
+        self._actor = ray.remote(AgentActor)
         self._watching = threading.Thread(target=self._watch, name="ray-drains", daemon=True)
         self._watching.start()
 
@@ -138,15 +138,16 @@ class RayWorkers:
         """Raises ConfigError for an unknown kind. Ray, and its autoscaler, say later whether there is room."""
         require_kind(kind, known_kinds(self._own))
 
-    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
+    def start(self, worker: Start) -> None:
         """Ask Ray for a place, and start the worker there. What goes wrong is reported by ``ended``."""
-        self._remote.start(name, role, kind, bootstrap)
-        thread = threading.Thread(target=self._tend, args=(name, role, kind), name=f"ray-{name}", daemon=True)
-        self._tending[name] = thread
+        self._remote.start(worker)
+        thread = threading.Thread(target=self._tend, args=[worker], name=f"ray-{worker.name}", daemon=True)
+        self._tending[worker.name] = thread
         thread.start()
 
-    def _tend(self, name: str, role: Role, kind: str) -> None:
+    def _tend(self, worker: Start) -> None:
         """One worker, from its placement to its end."""
+        name, role, kind = worker.name, worker.role, worker.kind
         wanted, group, actor = self._bundle(kind), None, None
         try:
             group = placement_group([dict(wanted)], name=f"lamina-{name}-{time.time_ns()}")

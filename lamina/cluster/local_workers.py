@@ -1,15 +1,18 @@
-"""Launches workers as processes on this machine."""
+"""Workers of this machine: their processes belong to this one, or to the supervisor that has started it."""
 
 import contextlib
 import logging
 import os
+import queue
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,6 +20,7 @@ import msgspec
 
 from lamina.cluster.conversations import Wish
 from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, find_devices, require_kind
+from lamina.control.agent_messages import Done, End, EngineToSupervisor, Exited, Start, send
 from lamina.control.sockets import Bootstrap
 from lamina.core.errors import TransportError
 from lamina.core.topology import Role
@@ -48,6 +52,7 @@ def limits(role: Role, beside: Collection[Role], mps: bool, variables: Mapping[s
 
 
 STOP_TIMEOUT_S = 5.0
+ANSWER_S = 60.0  # for the supervisor to start or end workers
 KILL_TIMEOUT_S = 10.0  # for the kernel to end a killed process, which may have gigabytes of memory to give back
 
 # Low enough that spinning OpenMP threads do not starve other workers on their cores, high enough not to slow GEMMs;
@@ -63,13 +68,7 @@ def allocation_variables() -> dict[str, str]:
     return {"MALLOC_MMAP_THRESHOLD_": KEPT_BYTES, "MALLOC_TRIM_THRESHOLD_": KEPT_BYTES}
 
 
-COMPUTE, MEMORY = "lamina.compute", "lamina.memory.worker"
-MODULES: Mapping[Role, str] = {"compute": COMPUTE, "memory": MEMORY}
-
-
-def worker_command(module: str) -> list[str]:
-    """Return the command of a worker's process. -P: no modules from the working directory."""
-    return [sys.executable, "-P", "-m", module]
+MODULES: Mapping[Role, str] = {"compute": "lamina.compute", "memory": "lamina.memory.worker"}
 
 
 def start_process(
@@ -99,85 +98,10 @@ def start_process(
     return process
 
 
-class LocalWorkers:
-    """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first.
-
-    Attributes:
-        devices: of each worker so far.
-    """
-
-    def __init__(self) -> None:
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._exits = selectors.EpollSelector()  # of a descriptor of each process that has not been seen to exit
-        self._ended: dict[str, str] = {}
-        self._closing = False
-        self._cores: dict[str, frozenset[int]] = {}  # of all workers so far, by module
-        self.devices: dict[str, str] = {}
-        self._roles = defaultdict[str, list[Role]](list)  # of all workers so far, by device
-        self._hinted = set[str]()  # devices that both roles share
-        self._shared_cores = False
-
-    @property
-    def processes(self) -> Mapping[str, subprocess.Popen[bytes]]:
-        """By worker, without those that ``kill_worker`` has ended: to watch them, or to send them signals."""
-        return self._processes
-
-    @property
-    def exits(self) -> int:
-        """A descriptor that is readable when ``ended`` has something new."""
-        return self._exits.fileno()
-
-    def spawn(self, name: str, module: str, bootstrap: Bootstrap, cores: frozenset[int], shared_cores: bool) -> None:
-        """Start one worker on ``cores``. ``shared_cores``: the other pool uses them too. Compute workers come first."""
-        bootstrap, variables = self._share(module, bootstrap)
-        self._cores[module] = self._cores.get(module, frozenset()) | cores
-        self._shared_cores = shared_cores
-        own = os.sched_getaffinity(0)
-        os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
-        try:
-            process = start_process(self.command(name, module), bootstrap, shared_cores, variables)
-        finally:
-            os.sched_setaffinity(0, own)
-        self._processes[name] = process
-        self.devices[name] = bootstrap.device
-        self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
-
-    def _share(self, module: str, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
-        """Return what a worker has to know of those on its GPU, and its environment variables."""
-        if not bootstrap.device.startswith(CUDA):
-            return bootstrap, {}
-        roles = self._roles[bootstrap.device]
-        roles.append("compute" if module == COMPUTE else "memory")
-        if module != COMPUTE and "compute" in roles:
-            bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
-            self._hint(bootstrap.device)
-        return bootstrap, limits(roles[-1], roles, mps_runs(os.environ), os.environ)
-
-    def _hint(self, device: str) -> None:
-        """Say how processes that share a GPU run at once, if they do not."""
-        if device not in self._hinted and not mps_runs(os.environ):
-            logger.warning(
-                "compute and memory workers share %s and take turns on it: start nvidia-cuda-mps-control -d before, so "
-                "that they run at once, or give --memory local, which needs no messages",
-                device,
-            )
-        self._hinted.add(device)
-
-    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
-        """Start another worker, on all cores of those of its role that were started before, and on a device of
-        ``kind``, such as that of one that was ended.
-
-        Raises ConfigError if this machine has no such device.
-        """
-        taken = [self.devices[worker] for worker in self._processes]
-        (assigned,) = assign(role, (PoolEntry(kind, 1),), find_devices(), taken)
-        bootstrap = msgspec.structs.replace(bootstrap, device=assigned.device)
-        module = MODULES[role]
-        cores = self._cores.get(module) or frozenset(os.sched_getaffinity(0))
-        self.spawn(name, module, bootstrap, cores, self._shared_cores)
+class _OnThisMachine:
+    """What is the same for all workers of this machine, whichever process owns theirs."""
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
-        """Raises ConfigError unless this machine has room for a pool of ``count`` such workers."""
         require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
 
@@ -185,19 +109,84 @@ class LocalWorkers:
         return CPU
 
     def wishes(self) -> list[Wish]:
-        """None: this process alone decides."""
         return []
 
+
+class LocalWorkers(_OnThisMachine):
+    """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first.
+
+    Attributes:
+        processes: by worker, without those that ``kill_worker`` has ended: to watch them, or to send them signals.
+        devices: of each worker so far.
+    """
+
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.devices: dict[str, str] = {}
+        self._exits = selectors.EpollSelector()  # of a descriptor of each process that has not been seen to exit
+        self._ended: dict[str, str] = {}
+        self._closing = False
+        self._cores = defaultdict[Role, frozenset[int]](frozenset)  # of all workers so far
+        self._shared_cores = False
+        self._roles = defaultdict[str, list[Role]](list)  # of all workers so far, by device
+        self._hinted = set[str]()  # devices that both roles share
+
+    @property
+    def exits(self) -> int:
+        """A descriptor that is readable when ``ended`` has something new."""
+        return self._exits.fileno()
+
+    def start(self, worker: Start) -> None:
+        """Start one worker. Compute workers come first. Raises ConfigError if this machine has no such device."""
+        name, role, bootstrap, cores = worker.name, worker.role, worker.bootstrap, worker.cores
+        if cores:
+            self._cores[role] |= cores
+            self._shared_cores = worker.shared_cores
+        else:
+            taken = [self.devices[one] for one in self.processes]
+            (assigned,) = assign(role, (PoolEntry(worker.kind, 1),), find_devices(), taken)
+            bootstrap = msgspec.structs.replace(bootstrap, device=assigned.device)
+            cores = self._cores[role] or frozenset(os.sched_getaffinity(0))
+        bootstrap, variables = self._share(role, bootstrap)
+        own = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, cores)  # of this thread only; the new process inherits it
+        try:
+            process = start_process(self.command(name, MODULES[role]), bootstrap, self._shared_cores, variables)
+        finally:
+            os.sched_setaffinity(0, own)
+        self.processes[name] = process
+        self.devices[name] = bootstrap.device
+        self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
+
+    def _share(self, role: Role, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
+        """Return what a worker has to know of those on its GPU, and its environment variables."""
+        device = bootstrap.device
+        if not device.startswith(CUDA):
+            return bootstrap, {}
+        beside, mps = self._roles[device], mps_runs(os.environ)
+        beside.append(role)
+        if role == "memory" and "compute" in beside:
+            bootstrap = msgspec.structs.replace(bootstrap, shares_gpu=True)
+            if device not in self._hinted and not mps:
+                logger.warning(
+                    "compute and memory workers share %s and take turns on it: start nvidia-cuda-mps-control -d "
+                    "before, so that they run at once, or give --memory local, which needs no messages",
+                    device,
+                )
+            self._hinted.add(device)
+        return bootstrap, limits(role, beside, mps, os.environ)
+
     def command(self, name: str, module: str) -> list[str]:
-        """Return the command of a worker, which must run it in the started process itself."""
-        return worker_command(module)
+        """Return the command of a worker, which must run it in the started process itself. -P: no modules from the
+        working directory."""
+        return [sys.executable, "-P", "-m", module]
 
     def ended(self) -> Mapping[str, str]:
         """Workers that have exited, with their exit status. One system call, however many run."""
         if self._closing:
             return {}
         for exited, _ in self._exits.select(0):
-            process = self._processes[exited.data]
+            process = self.processes[exited.data]
             process.wait()
             self._ended[exited.data] = describe_exit(process)
             self._exits.unregister(exited.fileobj)
@@ -205,21 +194,25 @@ class LocalWorkers:
         return self._ended
 
     def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
-        """Kill one worker and wait until it has exited: from then on it cannot write into the arenas of others.
+        self.kill_workers([name])
 
-        Raises TransportError if the kernel does not end it.
+    def kill_workers(self, names: Collection[str]) -> None:
+        """Kill workers and wait until they have exited: from then on they cannot write into the arenas of others.
+
+        Raises TransportError if the kernel does not end one.
         """
-        process = self._processes.pop(name)
-        process.kill()
-        wait_for_killed(name, process)
-        self._ended.pop(name, None)
-        for descriptor in [one for one in self._exits.get_map().values() if one.data == name]:
+        killed = {name: self.processes.pop(name) for name in names}
+        for process in killed.values():
+            process.kill()
+        for descriptor in [one for one in self._exits.get_map().values() if one.data in killed]:
             self._exits.unregister(descriptor.fileobj)
             os.close(descriptor.fd)
+        for name, process in killed.items():
+            self._ended.pop(name, None)
+            wait_for_killed(name, process)
 
     def kill(self, reason: str = "") -> None:
-        """Kill all workers at once."""
-        for process in self._processes.values():
+        for process in self.processes.values():
             process.kill()
         self.close()
 
@@ -227,7 +220,7 @@ class LocalWorkers:
         """Give workers ``STOP_TIMEOUT_S`` to exit by themselves, then kill them. Idempotent."""
         self._closing = True
         deadline = time.monotonic() + STOP_TIMEOUT_S
-        for process in self._processes.values():
+        for process in self.processes.values():
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
@@ -235,8 +228,79 @@ class LocalWorkers:
         for descriptor in list((self._exits.get_map() or {}).values()):
             os.close(descriptor.fd)
         self._exits.close()
-        for name, process in self._processes.items():
+        for name, process in self.processes.items():
             wait_for_killed(name, process)
+
+
+class SupervisedWorkers(_OnThisMachine):
+    """Workers whose processes belong to the supervisor of a server, so that they outlive the engine.
+
+    One thread at a time may use it. Whoever reads the supervisor's messages passes those about workers to
+    ``on_supervisor_message``, from any thread.
+
+    Attributes:
+        processes: names of the workers that run, or have exited by themselves.
+    """
+
+    def __init__(self, line: Connection, running: Collection[str], exited: Mapping[str, str]) -> None:
+        """Begin with the workers of an earlier engine.
+
+        Args:
+            line: to the supervisor.
+            running: workers that it has.
+            exited: those of them that have exited, with the reasons.
+        """
+        self.processes = set(running)
+        self._line = line
+        self._ended = dict(exited)
+        self._answers: queue.SimpleQueue[Done] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+
+    def on_supervisor_message(self, message: Exited | Done) -> None:
+        if isinstance(message, Exited):
+            self._ended = {**self._ended, message.worker: message.how}  # other threads may be reading the old one
+        else:
+            self._answers.put(message)
+
+    def start(self, worker: Start) -> None:
+        try:
+            self._ask(worker)
+        except TransportError as error:
+            raise OSError(str(error)) from error
+        self.processes.add(worker.name)
+
+    def ended(self) -> Mapping[str, str]:
+        return self._ended
+
+    def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
+        self.kill_workers([name])
+
+    def kill_workers(self, names: Collection[str]) -> None:
+        """Kill these workers and wait until they have exited. Raises TransportError if the kernel does not end one."""
+        self._ask(End(sorted(names)))
+        self.processes.difference_update(names)
+        self._ended = {worker: how for worker, how in self._ended.items() if worker not in names}
+
+    def kill(self, reason: str = "") -> None:
+        self.kill_workers(set(self.processes))
+
+    def close(self) -> None:
+        self._ask(End(sorted(self.processes), STOP_TIMEOUT_S))
+        self.processes.clear()
+
+    def tell_supervisor(self, message: EngineToSupervisor) -> None:
+        """Send something that is not answered. Any thread. Raises OSError if the supervisor has exited."""
+        with self._sending:
+            send(self._line, message)
+
+    def _ask(self, message: EngineToSupervisor) -> None:
+        self.tell_supervisor(message)
+        try:
+            answer = self._answers.get(timeout=ANSWER_S)
+        except queue.Empty:
+            raise TransportError(f"the supervisor has not answered within {ANSWER_S:.0f} s") from None
+        if answer.error:
+            raise TransportError(answer.error)
 
 
 def wait_for_killed(name: str, process: subprocess.Popen[bytes]) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.cluster.launchers.ray_placement import ACCELERATORS, Node, bundle, device, own_kinds, place
 from lamina.cluster.pool import GPUS
+from lamina.cluster.ray_placement import ACCELERATORS, Node, bundle, device, own_kinds, place
 from lamina.core.errors import ConfigError
 
 A100 = {"CPU": 16.0, "GPU": 2.0, "accelerator_type:A100": 1.0, "memory": 1e12, "node:10.0.0.5": 1.0}

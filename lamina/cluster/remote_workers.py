@@ -9,48 +9,44 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 import zmq
-import zmq.auth.thread
 
 from lamina.cluster.conversations import Wish
-from lamina.cluster.launchers.local import STOP_TIMEOUT_S, LocalWorkers
-from lamina.cluster.launchers.supervised import SupervisedWorkers
+from lamina.cluster.local_workers import STOP_TIMEOUT_S, LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CPU, REMOTE
 from lamina.control.agent_messages import (
-    SUPERVISOR,
+    AGENT,
     Apply,
-    Appointed,
     End,
     Exited,
     Leaving,
     Ping,
     Refused,
+    Start,
     Started,
-    ToOffice,
-    ToSupervisor,
+    ToAgent,
+    ToEngine,
 )
 from lamina.control.liveness import Liveness
 from lamina.control.secret import Secret
-from lamina.control.sockets import Bootstrap
+from lamina.control.sockets import KeyedRouter
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.topology import Role
 from lamina.core.version import __version__
-from lamina.transport.handshake import Refusals
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)
 
 TURN_S = 0.5
-REPORT_S = 3.0  # beyond the time that supervisors give their workers to exit, for their last messages
+REPORT_S = 3.0  # beyond the time that agents give their workers to exit, for their last messages
 
 
 @dataclass(eq=False)
-class _Supervisor:
-    """One that has applied.
+class _Agent:
+    """An agent that has applied.
 
     Attributes:
         key: that it connects with.
@@ -61,7 +57,7 @@ class _Supervisor:
     """
 
     identity: bytes
-    key: str
+    key: bytes
     about: Apply
     worker: str = ""
     pid: int = 0
@@ -71,33 +67,21 @@ class _Supervisor:
 
 @dataclass
 class _Vacancy:
-    """A worker that has been started here, for whom no supervisor has come. ``key``: of the one who may; empty: any."""
+    """A worker that has been started here, for whom no agent has come.
 
-    name: str
-    role: Role
-    bootstrap: Bootstrap
-    key: str = ""
+    Attributes:
+        key: of the agent that may; empty: any.
+    """
 
-
-@dataclass
-class _Keys:
-    """ZAP credentials provider: the common key of supervisors, and those that were trusted, with their workers."""
-
-    refusals: Refusals
-    known: dict[str, str] = field(default_factory=dict)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        if key.decode() in self.known:
-            return True
-        self.refusals.record("KEY", "a supervisor's key does not belong to this cluster")
-        return False
+    worker: Start
+    key: bytes = b""
 
 
 class RemoteWorkers:
-    """Takes in supervisors at ``host`` and ``port`` (0: any free one), in a thread of its own. All methods return at
-    once, but for ``kill_worker`` and ``close``, which wait for supervisors.
+    """Takes in agents at ``host`` and ``port`` (0: any free one), in a thread of its own. All methods return at
+    once, but for ``kill_worker`` and ``close``, which wait for agents.
 
-    A worker that joins needs a supervisor, and a supervisor that comes unasked is a ``Wish``.
+    A worker that joins needs an agent, and an agent that comes unasked is a ``Wish``.
 
     Attributes:
         port: where it listens.
@@ -107,49 +91,38 @@ class RemoteWorkers:
 
     def __init__(self, where: str, port: int, secret: Secret, keys: tuple[bytes, bytes]) -> None:
         """``keys``: the engine's CURVE keys, public and secret."""
-        self._refusals = Refusals("the port for workers of other machines")
-        self._keys = _Keys(self._refusals, {secret.curve_keys(SUPERVISOR)[0].decode(): ""})
-        self._context = zmq.Context()
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._context.destroy, linger=0)
-            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-            try:
-                self._authenticator.start()
-                undo.callback(self._authenticator.stop)
-                self._authenticator.configure_curve_callback(credentials_provider=self._keys)
-                self._socket = self._context.socket(zmq.ROUTER)
-                self._socket.curve_server = True
-                self._socket.curve_publickey, self._socket.curve_secretkey = keys
-                self._socket.linger = 1000
-                self._socket.router_handover = True  # a supervisor whose connection broke comes back under its name
-                self._socket.maxmsgsize = 1 << 16
-                self._socket.bind(f"tcp://{where}:{port or '*'}")
-            except (zmq.ZMQError, OSError, RuntimeError) as error:
-                raise _cannot_listen(where, port, error) from error
-            undo.pop_all()
-        self.port = int(bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().strip("\0").rpartition(":")[2])
+        options = {
+            zmq.LINGER: 1000,
+            zmq.ROUTER_HANDOVER: 1,  # an agent whose connection broke comes back under its name
+            zmq.MAXMSGSIZE: 1 << 16,
+        }
+        try:
+            self._router = KeyedRouter("the port for workers of other machines", keys, where, port, None, options)
+        except (zmq.ZMQError, OSError, RuntimeError) as error:
+            raise _cannot_listen(where, port, error) from error
+        self._router.known[secret.curve_keys(AGENT)[0]] = ""
+        self.port = self._router.port
         self._lock = threading.Condition()  # of everything below
-        self._supervisors: dict[bytes, _Supervisor] = {}
+        self._agents: dict[bytes, _Agent] = {}
         self._vacancies: list[_Vacancy] = []
         self._wishes: list[Wish] = []
         self._ended: dict[str, str] = {}
         self._finished = set[str]()  # workers that ``kill_worker`` was called for
-        self._silent = set[str]()  # hosts of supervisors that did not answer in time: others there are not waited for
-        self._outbox = collections.deque[tuple[bytes, ToSupervisor]]()
+        self._silent = set[str]()  # hosts of agents that did not answer in time: others there are not waited for
+        self._outbox = collections.deque[tuple[bytes, ToAgent]]()
         self._closing = self._over = False
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="lamina-remote", daemon=True)
         self._thread.start()
 
     # -- called by the engine
 
     def trust(self, key: bytes, worker: str) -> None:
-        """Let a supervisor in that connects with this public key, for the worker that ``start`` was called for."""
+        """Let an agent in that connects with this public key, for the worker that ``start`` was called for."""
         with self._lock:
-            self._keys.known[key.decode()] = worker
+            self._router.known[key] = worker
             for vacancy in self._vacancies:
-                if vacancy.name == worker:
-                    vacancy.key = key.decode()
+                if vacancy.worker.name == worker:
+                    vacancy.key = key
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError: workers on other machines are started there."""
@@ -158,30 +131,30 @@ class RemoteWorkers:
             f"{role} there, and it joins"
         )
 
-    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
-        """Give this worker to the supervisor that has waited longest for one of its role, or to the next that comes."""
+    def start(self, worker: Start) -> None:
+        """Give this worker to the agent that has waited longest for one of its role, or to the next that comes."""
         with self._lock:
-            waiting = [one for one in self._supervisors.values() if not one.worker and one.about.role == role]
+            waiting = [one for one in self._agents.values() if not one.worker and one.about.role == worker.role]
             if waiting:
-                self._appoint(waiting[0], name, role, bootstrap)
+                self._appoint(waiting[0], worker)
             else:
-                self._vacancies.append(_Vacancy(name, role, bootstrap))
+                self._vacancies.append(_Vacancy(worker))
 
     def default_kind(self, role: Role) -> str:
         return REMOTE
 
     def wishes(self) -> Sequence[Wish]:
-        """Supervisors that have come unasked, and those whose workers are to leave."""
+        """Return the wishes of agents that have come unasked, and of those whose workers are to leave."""
         with self._lock:
             wishes, self._wishes = self._wishes, []
         return wishes
 
     def ended(self) -> Mapping[str, str]:
-        """Workers whose process has ended, or whose supervisor or machine does not answer."""
+        """Workers whose process has ended, or whose agent or machine does not answer."""
         return self._ended
 
     def give_up(self, worker: str, why: str) -> None:
-        """This worker's supervisor is known to have ended, and its worker with it."""
+        """This worker's agent is known to have ended, and its worker with it."""
         with self._lock:
             one = self._of(worker)
             if one is not None:
@@ -192,26 +165,26 @@ class RemoteWorkers:
             self._lock.notify_all()
 
     def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
-        """End one worker. Waits at most ``STOP_TIMEOUT_S`` for its supervisor, and not at all if its host does not
+        """End one worker. Waits at most ``STOP_TIMEOUT_S`` for its agent, and not at all if its host does not
         answer."""
         with self._lock:
             self._finished.add(name)
-            self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.name != name]
+            self._vacancies = [vacancy for vacancy in self._vacancies if vacancy.worker.name != name]
             one = self._of(name)
             if one is not None:
                 one.parting = True
-                self._tell(one, End(0.0, reason))
+                self._tell(one, End([name], 0.0, reason))
                 there = one.about.host
                 self._lock.wait_for(lambda: one.exited is not None or there in self._silent, STOP_TIMEOUT_S)
                 if one.exited is None:
                     self._silent.add(there)
                     if not self._end_here(one):
                         self._let_go(one, cut)
-                self._supervisors.pop(one.identity, None)
+                self._agents.pop(one.identity, None)
             self._ended = {worker: how for worker, how in self._ended.items() if worker != name}
 
-    def _end_here(self, one: _Supervisor) -> bool:
-        """Kill a worker whose supervisor does not answer, if it runs on this machine."""
+    def _end_here(self, one: _Agent) -> bool:
+        """Kill a worker whose agent does not answer, if it runs on this machine."""
         if one.about.host != host() or not one.pid:
             return False
         try:
@@ -226,12 +199,12 @@ class RemoteWorkers:
         finally:
             os.close(handle)
 
-    def _let_go(self, one: _Supervisor, cut: bool) -> None:
+    def _let_go(self, one: _Agent, cut: bool) -> None:
         """Nobody can end this worker. Raises TransportError, unless its peers are cut off from it."""
-        why = f"the supervisor of {one.worker} on {one.about.machine} does not answer"
+        why = f"the agent of {one.worker} on {one.about.machine} does not answer"
         if not cut:
             raise TransportError(f"{why}, so that the worker cannot be ended")
-        there = [other for other in self._supervisors.values() if other.about.host == one.about.host and other.worker]
+        there = [other for other in self._agents.values() if other.about.host == one.about.host and other.worker]
         lost = {other.worker: f"{why}, and shares memory with this worker" for other in there if not other.parting}
         self._ended = {**lost, **self._ended}
 
@@ -248,63 +221,61 @@ class RemoteWorkers:
             if self._closing:
                 return
             self._closing = True
-            for one in self._supervisors.values():
-                self._tell(one, End(grace_s, reason) if one.worker else Refused(reason or "the engine has stopped"))
+            for one in self._agents.values():
+                refused = Refused(reason or "the engine has stopped")
+                self._tell(one, End([one.worker], grace_s, reason) if one.worker else refused)
             self._lock.wait_for(
-                lambda: all(one.exited is not None or not one.worker for one in self._supervisors.values()),
+                lambda: all(one.exited is not None or not one.worker for one in self._agents.values()),
                 grace_s + REPORT_S,
             )
             self._over = True
-        os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._router.wakeup, 1)
         self._thread.join()
-        self._socket.close()
-        self._authenticator.stop()
-        self._context.term()
-        os.close(self._wakeup)
+        self._router.close()
 
     # -- with the lock held
 
-    def _of(self, worker: str) -> _Supervisor | None:
-        return next((one for one in self._supervisors.values() if one.worker == worker), None)
+    def _of(self, worker: str) -> _Agent | None:
+        return next((one for one in self._agents.values() if one.worker == worker), None)
 
-    def _tell(self, one: _Supervisor, message: ToSupervisor) -> None:
+    def _tell(self, one: _Agent, message: ToAgent) -> None:
         self._outbox.append((one.identity, message))
-        os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._router.wakeup, 1)
 
-    def _appoint(self, one: _Supervisor, name: str, role: Role, bootstrap: Bootstrap) -> None:
-        one.worker = name
-        self._tell(one, Appointed(bootstrap, role))
-        log.info("%s runs on %s", name, one.about.machine)
+    def _appoint(self, one: _Agent, worker: Start) -> None:
+        one.worker = worker.name
+        self._tell(one, worker)
+        log.info("%s runs on %s", worker.name, one.about.machine)
 
-    def _take(self, identity: bytes, key: str, message: ToOffice) -> None:
-        one = self._supervisors.get(identity)
+    def _take(self, identity: bytes, key: bytes, message: ToEngine) -> None:
+        one = self._agents.get(identity)
         if isinstance(message, Apply):
             if one is None:
-                self._supervisors[identity] = one = _Supervisor(identity, key, message)
+                self._agents[identity] = one = _Agent(identity, key, message)
                 self._receive(one)
         elif one is None or one.key != key:
-            self._refusals.record("NAME", "a message arrived from a supervisor that has not applied")
+            self._router.refusals.record("NAME", "a message arrived from an agent that has not applied")
         elif isinstance(message, Started):
             one.pid = message.pid
         elif isinstance(message, Leaving):
             if one.worker:
                 self._wishes.append(Wish(one.about.role, one.about.kind, one.worker))
             else:
-                del self._supervisors[identity]
+                del self._agents[identity]
         elif isinstance(message, Exited):
             self._note_exit(one, message.how)
 
-    def _note_exit(self, one: _Supervisor, how: str) -> None:
+    def _note_exit(self, one: _Agent, how: str) -> None:
         one.exited = how
         if one.worker and not one.parting:
             self._ended = {**self._ended, one.worker: f"{how} on {one.about.machine}"}
         if not one.worker:
-            del self._supervisors[one.identity]
+            del self._agents[one.identity]
         self._lock.notify_all()
 
-    def _receive(self, one: _Supervisor) -> None:
+    def _receive(self, one: _Agent) -> None:
         about = one.about
-        own = self._keys.known.get(one.key, "")
+        own = self._router.known.get(one.key, "")
         if about.version != __version__:
             self._refuse(one, f"it runs lamina {about.version}, the engine {__version__}; install the same release")
             return
@@ -312,86 +283,71 @@ class RemoteWorkers:
             self._refuse(one, f"its key was not issued for the worker {about.name!r}")
             return
         for vacancy in self._vacancies:
-            if vacancy.role == about.role and (vacancy.name == own if own else not vacancy.key):
+            if vacancy.worker.role == about.role and (vacancy.worker.name == own if own else not vacancy.key):
                 self._vacancies.remove(vacancy)
-                self._appoint(one, vacancy.name, vacancy.role, vacancy.bootstrap)
+                self._appoint(one, vacancy.worker)
                 return
         if own:
             self._refuse(one, f"the engine does not wait for {own} any more")
         else:
             self._wishes.append(Wish(about.role, about.kind))
 
-    def _refuse(self, one: _Supervisor, reason: str) -> None:
+    def _refuse(self, one: _Agent, reason: str) -> None:
         log.warning("a %s worker on %s is refused: %s", one.about.role, one.about.machine, reason)
         self._tell(one, Refused(reason))
-        del self._supervisors[one.identity]
+        del self._agents[one.identity]
 
     # -- the thread
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakeup, zmq.POLLIN)
         liveness = Liveness(time.monotonic())
-        decoder = msgspec.msgpack.Decoder(ToOffice)
+        decoder = msgspec.msgpack.Decoder(ToEngine)
         encoder = msgspec.msgpack.Encoder()
         while True:
-            ready = dict(poller.poll(int(TURN_S * 1000)))
-            if self._wakeup in ready:
-                os.eventfd_read(self._wakeup)
+            self._router.poll(TURN_S)
             due = liveness.turn(time.monotonic())
-            arrived = list(_arrived(self._socket, decoder, self._refusals)) if self._socket in ready else []
+            arrived = list(self._decoded(decoder))
             with self._lock:
                 for identity, key, message in arrived:
                     liveness.heard(identity.hex())
-                    if (sender := self._supervisors.get(identity)) is not None:
+                    if (sender := self._agents.get(identity)) is not None:
                         self._silent.discard(sender.about.host)
                     self._take(identity, key, message)
                 if due:
-                    self._outbox.extend((identity, Ping()) for identity in self._supervisors)
+                    self._outbox.extend((identity, Ping()) for identity in self._agents)
                 self._look_for_silence(liveness)
                 leaving, outbox = self._over, list(self._outbox)
                 self._outbox.clear()
             for identity, answer in outbox:
                 with contextlib.suppress(zmq.ZMQError):  # it has gone: its silence tells
-                    self._socket.send_multipart([identity, encoder.encode(answer)], zmq.NOBLOCK)
+                    self._router.socket.send_multipart([identity, encoder.encode(answer)], zmq.NOBLOCK)
             if leaving:
                 return
+
+    def _decoded(self, decoder: "msgspec.msgpack.Decoder[ToEngine]") -> Iterator[tuple[bytes, bytes, ToEngine]]:
+        """Yield the messages that have arrived: identity and key of the sender, message."""
+        for identity, key, payload in self._router.receive_frames():
+            try:
+                yield identity, key, decoder.decode(payload)
+            except msgspec.DecodeError as error:
+                self._router.refusals.record(
+                    "MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere"
+                )
 
     def _look_for_silence(self, liveness: Liveness) -> None:
         for identity, seconds in liveness.lost().items():
             liveness.unwatch(identity)
-            one = self._supervisors.get(bytes.fromhex(identity))
+            one = self._agents.get(bytes.fromhex(identity))
             if one is None or one.exited is not None:
                 continue
             if not one.worker:
-                del self._supervisors[one.identity]
+                del self._agents[one.identity]
                 continue
-            lost = [other for other in self._supervisors.values() if other.about.host == one.about.host]
+            lost = [other for other in self._agents.values() if other.about.host == one.about.host]
             self._silent.add(one.about.host)
             self._lock.notify_all()
-            why = f"its supervisor on {one.about.machine} has not answered for {seconds:.0f} s"
+            why = f"its agent on {one.about.machine} has not answered for {seconds:.0f} s"
             self._ended = {**{each.worker: why for each in lost if each.worker and not each.parting}, **self._ended}
-
-
-def _arrived(socket: Any, decoder: Any, refusals: Refusals) -> Iterator[tuple[bytes, str, ToOffice]]:
-    """Messages that have arrived: identity and key of the sender, message."""
-    while True:
-        try:
-            identity, frame = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return
-        except ValueError:
-            refusals.record("FRAME", "a message arrived in another number of parts than two")
-            continue
-        try:
-            message: ToOffice = decoder.decode(frame.bytes)
-        except msgspec.DecodeError as error:
-            refusals.record(
-                "MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere"
-            )
-            continue
-        yield identity.bytes, str(frame.get("User-Id")), message
 
 
 def _cannot_listen(where: str, port: int, error: Exception) -> Exception:
@@ -416,8 +372,8 @@ class LocalAndRemote:
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         (self.remote if kind == REMOTE else self.local).validate_pool(role, kind, count)
 
-    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
-        (self.remote if kind == REMOTE else self.local).start(name, role, kind, bootstrap)
+    def start(self, worker: Start) -> None:
+        (self.remote if worker.kind == REMOTE else self.local).start(worker)
 
     def default_kind(self, role: Role) -> str:
         return CPU

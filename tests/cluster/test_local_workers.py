@@ -10,12 +10,15 @@ from typing import Any
 import psutil
 import pytest
 
-from lamina.cluster.launchers import local
-from lamina.cluster.launchers.local import LocalWorkers, describe_exit, start_process
+from lamina.cluster import local_workers
+from lamina.cluster.local_workers import LocalWorkers, describe_exit, start_process
+from lamina.control.agent_messages import Start
 from lamina.control.sockets import Bootstrap
 from lamina.core.errors import ConfigError
+from lamina.core.topology import Role
 
 MORE_THAN_A_PIPE_HOLDS = bytes(1 << 20)
+CORES = frozenset(os.sched_getaffinity(0))
 
 
 class Failing(LocalWorkers):
@@ -26,7 +29,7 @@ class Failing(LocalWorkers):
 def test_a_worker_that_ends_before_it_has_read_its_keys_is_reported_as_ended() -> None:
     workers = Failing()
     bootstrap = Bootstrap("memory0", "", b"", b"", b"", MORE_THAN_A_PIPE_HOLDS, os.getpid())
-    workers.spawn("memory0", "unused", bootstrap, frozenset(os.sched_getaffinity(0)), shared_cores=False)
+    workers.start(Start("memory", "cpu", bootstrap, CORES))
     deadline = time.monotonic() + 30
     while not workers.ended() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -45,7 +48,7 @@ def test_a_stopped_worker_can_be_ended_and_is_not_reported() -> None:
     workers = Sleeping()
     for name in ("memory0", "memory1"):
         bootstrap = Bootstrap(name, "", b"", b"", b"", b"", os.getpid())
-        workers.spawn(name, "unused", bootstrap, frozenset(os.sched_getaffinity(0)), shared_cores=False)
+        workers.start(Start("memory", "cpu", bootstrap, CORES))
     pids = {name: process.pid for name, process in workers.processes.items()}
     os.kill(pids["memory0"], signal.SIGSTOP)
     workers.kill_worker("memory0")
@@ -63,16 +66,15 @@ class Waiting(LocalWorkers):
 def test_a_worker_is_replaced_on_the_gpu_of_the_one_that_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_EMULATED_GPUS", "rtx3090:2,a100:1")
     workers = Waiting()
-    cores = frozenset(os.sched_getaffinity(0))
     try:
         for index, device in enumerate(("emulated:0", "emulated:1", "emulated:2")):
             bootstrap = Bootstrap(f"memory{index}", "", b"", b"", b"", b"", os.getpid(), device)
-            workers.spawn(f"memory{index}", "unused", bootstrap, cores, shared_cores=False)
+            workers.start(Start("memory", "cuda", bootstrap, CORES))
         workers.kill_worker("memory1")
-        workers.start("memory3", "memory", "rtx3090", Bootstrap("memory3", "", b"", b"", b"", b"", os.getpid()))
+        workers.start(Start("memory", "rtx3090", Bootstrap("memory3", "", b"", b"", b"", b"", os.getpid())))
         assert workers.devices["memory3"] == "emulated:1"
         with pytest.raises(ConfigError, match="h20:1 asks for 1 GPU"):
-            workers.start("memory4", "memory", "h20", Bootstrap("memory4", "", b"", b"", b"", b"", os.getpid()))
+            workers.start(Start("memory", "h20", Bootstrap("memory4", "", b"", b"", b"", b"", os.getpid())))
     finally:
         workers.kill()
 
@@ -96,18 +98,19 @@ def test_a_memory_worker_on_a_gpu_that_computes_knows_it(
         started.append(bootstrap)
         return start_process(command, bootstrap, *others)
 
-    monkeypatch.setattr(local, "start_process", start)
-    workers, cores = Printing(), frozenset(os.sched_getaffinity(0))
+    monkeypatch.setattr(local_workers, "start_process", start)
+    workers = Printing()
+    placed: list[tuple[str, Role, str]] = [
+        ("compute0", "compute", "cuda:0"),
+        ("compute1", "compute", "cpu"),
+        ("memory0", "memory", "cuda:0"),
+        ("memory1", "memory", "cuda:1"),
+        ("memory2", "memory", "cpu"),
+        ("memory3", "memory", "cuda:0"),
+    ]
     try:
-        for name, module, device in [
-            ("compute0", local.COMPUTE, "cuda:0"),
-            ("compute1", local.COMPUTE, "cpu"),
-            ("memory0", local.MEMORY, "cuda:0"),
-            ("memory1", local.MEMORY, "cuda:1"),
-            ("memory2", local.MEMORY, "cpu"),
-            ("memory3", local.MEMORY, "cuda:0"),
-        ]:
-            workers.spawn(name, module, Bootstrap(name, "", b"", b"", b"", b"", 0, device), cores, False)
+        for name, role, device in placed:
+            workers.start(Start(role, device, Bootstrap(name, "", b"", b"", b"", b"", 0, device), CORES))
     finally:
         workers.close()
     assert [one.name for one in started if one.shares_gpu] == ["memory0", "memory3"]

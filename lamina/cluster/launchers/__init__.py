@@ -1,1 +1,0 @@
-"""Launchers, which start worker processes."""
