@@ -60,7 +60,7 @@ def stats(used: int, waiting: int, **changes: object) -> EngineStats:
     base = FakeEngine().stats()
     memory = {"memory0": MemoryStats(used, 1000, 3)}
     fields = {name: getattr(base, name) for name in base.__dataclass_fields__}
-    return EngineStats(**{**fields, "dead": None, "silent": {}, "memory": memory, "waiting": waiting, **changes})  # type: ignore[arg-type]
+    return EngineStats(**{**fields, "dead": None, "silent": {}, "memory": memory, "waiting": waiting, **changes})
 
 
 @pytest.mark.parametrize(
