@@ -51,6 +51,11 @@ class Lamina:
         ConfigError: an invalid pool or setting.
         ModelError: the model directory cannot be used.
         WorkerError: a worker did not start.
+
+    >>> with Lamina(memory="cpu:2") as lamina:
+    ...     (output,) = lamina.generate("def __init__(self, name):", {"temperature": 0.0, "max_tokens": 6})
+    >>> output.outputs[0].text, output.placement[0].worker
+    ('\\n        self.name = name', 'memory0')
     """
 
     @keywords_of(EngineConfig)
@@ -105,7 +110,7 @@ class Lamina:
                 with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                     for index, update in outputs:
                         progress.update(update.tokens, update.finished)
-                        wholes[part.start + index].add(update)
+                        wholes[part.start + index].append_update(update)
         return _outputs(wholes)
 
     def chat(
@@ -160,7 +165,7 @@ class Lamina:
             with Outputs(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                 for index, update in outputs:
                     whole = wholes[part.start + index]
-                    whole.add(update)
+                    whole.append_update(update)
                     yield part.start + index, whole.output()
 
     async def generate_async(
@@ -175,7 +180,7 @@ class Lamina:
         for part in _parts(len(wanted)):
             async with await AsyncOutputs.submit(self.engine, _new_id(), wanted[part], params[part]) as outputs:
                 async for index, update in outputs:
-                    wholes[part.start + index].add(update)
+                    wholes[part.start + index].append_update(update)
         return _outputs(wholes)
 
     async def stream_async(

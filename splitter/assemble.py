@@ -31,6 +31,11 @@ def split(config: PretrainedConfig, dtype: DType = DType.FLOAT32, rank: Rank = O
 
     Raises:
         UnsupportedModelError: the model cannot be split, or not among so many ranks.
+
+    >>> from transformers import LlamaConfig
+    >>> model = split(LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=128))
+    >>> len(model.attentions), len(model.slices)
+    (2, 3)
     """
     return assemble(config, dtype, capture_clean(config, dtype), rank)
 

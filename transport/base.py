@@ -112,7 +112,23 @@ class Peer(Protocol):
 
 
 class Endpoint(Protocol):
-    """One worker's end of the data plane. Not thread-safe: one thread owns it."""
+    """One worker's end of the data plane. Not thread-safe: one thread owns it.
+
+    A write, announced by a doorbell, over shared memory:
+
+    >>> from lamina.transport.shm import ShmEndpoint
+    >>> near, far = ShmEndpoint("near"), ShmEndpoint("far")
+    >>> arenas = near.register(4096, doorbells=1), far.register(4096, doorbells=1)
+    >>> peer = near.connect(far.descriptor(), timeout_s=5.0)
+    >>> near.write(peer, 64, b"q of attention 0")
+    >>> near.ring(peer, 0, 1)
+    >>> far.wait([(0, 1)], timeout_s=5.0)  # the index of the doorbell that was rung
+    0
+    >>> bytes(arenas[1].view(64, 16))
+    b'q of attention 0'
+    >>> near.close(), far.close()
+    (None, None)
+    """
 
     name: str
 

@@ -5,7 +5,7 @@ Pure: no clock, no sockets. Engine, workers and simulator use the same object.
 A lane is one batch in flight; its attentions are numbered over its life (``turn``). Slice ``turn`` runs before
 attention ``turn``. The last slice of a step and the first of the next count as one, since no attention lies between.
 
-Rotational staggered pipelining (Lamina, section 4.3): n lanes share n - 1 replicas, and slice k of lane j runs on
+Rotational staggered pipelining (Lamina, section 5.1.1): n lanes share n - 1 replicas, and slice k of lane j runs on
 replica (j + k) mod (n - 1). With slices n - 1 times as long as attentions, lane j begins slice k at tick k n + j, so
 that one new slice begins at every tick, no replica has two at a time or is ever idle, and the memory workers serve
 exactly one lane per tick. Fixed: lane j stays on replica j mod r; nothing moves between replicas.

@@ -1,3 +1,3 @@
 """The release: processes of one cluster have the same."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -11,7 +11,7 @@ Rows are those of one shard of the heads (``lamina.core.heads``), and Hq and Hkv
 that the memory worker has of each sequence, and no others. Functions with a ``spec`` take that of a shard.
 
 A request may travel in pieces, each announced by its own ring, so that the memory worker starts on the first: mini-
-batches of query rows, and q before k and v (Lamina, section 5.2.1). Its bytes lie in the order in which they travel.
+batches of query rows (Lamina, section 5.2.1), and q before k and v. Its bytes lie in the order in which they travel.
 """
 
 import itertools

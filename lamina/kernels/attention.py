@@ -96,6 +96,16 @@ def partial(
 
     Raises:
         ValueError: a shape, an element type, a memory order or a slot is invalid.
+
+    One query at position 2 of a sequence whose tokens are in slots 5, 0 and 3; the value of each is its position:
+
+    >>> k, v = np.zeros((6, 1, 8), np.float32), np.zeros((6, 1, 8), np.float32)
+    >>> v[[5, 0, 3]] = np.array([0.0, 1.0, 2.0], np.float32)[:, None, None]
+    >>> table = SegmentTable(*(np.array(one, np.int32) for one in ([0, 1], [2], [0, 3], [0], [5, 0, 3])))
+    >>> spec = AttentionSpec(layer=0, query_heads=1, kv_heads=1, qk_dim=8, v_dim=8, scale=1.0)
+    >>> out, lse = partial(np.zeros((1, 1, 8), np.float32), k, v, table, spec, threads=1)
+    >>> out[0, 0, 0], bool(np.isclose(lse[0, 0], np.log(3)))
+    (np.float32(1.0), True)
     """
     if hasattr(q, "__cuda_array_interface__"):
         from lamina.kernels.gpu import cuda

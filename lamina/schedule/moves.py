@@ -10,7 +10,7 @@ that begin with these tokens share; a request's prompt, which its completions sh
 3. Once these have completed, a plan releases the carrier, and with it the slots at the source.
 
 Until the switch nothing depends on the move: if a worker is lost, or the owner ends, it is cancelled and the source is
-what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.6).
+what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step are Infinite-LLM's (sections 6.2, 7.4).
 """
 
 import itertools

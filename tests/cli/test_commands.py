@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import lamina
 from tests.support.commands import assert_refused, run, run_here
 
 
@@ -43,7 +44,7 @@ def test_a_text_file_is_no_model(tmp_path: Path) -> None:
 
 def test_version_and_help_do_not_wait_for_torch() -> None:
     done = run("--version")
-    assert (done.returncode, done.stdout) == (0, "lamina 0.1.0\n")
+    assert (done.returncode, done.stdout) == (0, f"lamina {lamina.__version__}\n")
     code = "import sys, lamina.cli; sys.exit('torch' in sys.modules or 'lamina.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     shown = run("--help").stdout

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import lamina
 from lamina.config.environment import environment
 from lamina.control import secret
 from lamina.control.timeline import Span
@@ -175,7 +176,9 @@ def test_each_mistake_is_one_clear_error(
         assert_refused(
             {
                 "has another cluster secret": hosts.worker(NEAR, where, "memory", stranger),
-                "it runs lamina 9.9.9, the engine 0.1.0": hosts.worker(NEAR, where, "memory", key, code=version),
+                f"it runs lamina 9.9.9, the engine {lamina.__version__}": hosts.worker(
+                    NEAR, where, "memory", key, code=version
+                ),
             }
         )
         status, said = unreachable.end()  # the worker had started: that is seen once others connect to it

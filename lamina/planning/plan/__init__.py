@@ -2,4 +2,18 @@
 
 ``hardware`` is the catalogue, ``models`` has the shapes of models, ``gemm`` and ``cost`` are the cost model, ``store``
 keeps its fits, ``planner`` searches. Nothing here runs a model or imports torch.
+
+The cheapest way to serve Llama-3-8B on up to two H100 and two H20 under the default SLOs:
+
+>>> from lamina.planning.plan import hardware, model_shapes, prices, workload
+>>> from lamina.planning.plan.cost import CostModel, Fits
+>>> from lamina.planning.plan.serving import Server
+>>> from lamina.planning.plan.ways import Slo, ways
+>>> shape, catalogue = model_shapes.find("Llama-3-8B"), hardware.load(None)
+>>> pools = catalogue.pool("h100:2", 2), catalogue.pool("h20:2", 2)
+>>> costs = {one.kind: CostModel(shape, one, Fits.load(one, None)) for pool in pools for one, _ in pool}
+>>> server = Server(shape, workload.of_lengths(1155, 211), costs, prices.load("own"), Slo())
+>>> found = [capacity for way in ways(shape, *pools) if (capacity := server.evaluate(way)) is not None]
+>>> min(found, key=lambda capacity: capacity.usd_per_request).way.describe()
+'h100:2 alone, 2 x TP1'
 """
