@@ -41,6 +41,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.text.defaults import sampling_defaults
+from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, encode_prompt
 from lamina.text.tokenizer import Tokenizer
 
@@ -146,6 +147,7 @@ class Engine:
         Raises RequestError for a request that can never be served, OverloadedError if this client already has its share
         of the queue, EngineDeadError if the engine has stopped.
         """
+        require_grammar(params, self.tokenizer.eos_token_ids)
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
         request = self._request(request_id, text, tokens, params, client, self.new_seed())

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.core.types import DType, RequestOutput, SamplingParams, StructuredOutputs
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
@@ -27,6 +27,7 @@ PARAMS = [
     SamplingParams(seed=7, max_tokens=30, frequency_penalty=0.8, logprobs=0, ignore_eos=True),
     SamplingParams(n=2, seed=8, max_tokens=30, stop=["e", "1"], min_tokens=3),
     SamplingParams(n=3, seed=9, max_tokens=30, stop_token_ids=list(range(3, 40)), min_tokens=6, temperature=1.5),
+    SamplingParams(n=2, seed=10, max_tokens=30, structured_outputs=StructuredOutputs(regex="[\u4e03-\u4e20]{20,40}")),
 ]
 SWITCHES: dict[str, dict[str, Any]] = {
     "one replica, two lanes": {"lanes": 2},

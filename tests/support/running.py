@@ -13,7 +13,7 @@ import pytest
 
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams
+from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams, StructuredOutputs
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole, whole
 from lamina.launch import launch
@@ -51,6 +51,7 @@ def prompts(count: int, seed: int) -> list[Prompt]:
         SamplingParams(temperature=0.0, frequency_penalty=0.7, n=2),
         SamplingParams(temperature=1.0, seed=9, top_p=0.9, stop_token_ids=[11, 12, 13]),
         SamplingParams(temperature=0.7, seed=10, logprobs=0, max_tokens=20, min_tokens=20),
+        SamplingParams(seed=11, n=2, structured_outputs=StructuredOutputs(regex="([\u4e03-\u4e20][\u4e21-\u4e50])+")),
     ]
     return [
         (
