@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 import lamina
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
-from lamina.serve import admin, http_errors, pages
+from lamina.serve import admin, http_errors, pages, token_routes
 from lamina.serve.fields import IgnoredLog
 from lamina.serve.generation import respond
 from lamina.serve.http_errors import APIError, first_line
@@ -89,6 +89,7 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
     pages.install(app, engine, metrics)
+    token_routes.install(app, engine, intake)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
     return RequestLog(app)  # around all else, so that it also sees answers to unexpected errors
