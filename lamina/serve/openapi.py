@@ -26,7 +26,9 @@ from lamina.schedule.waiting import MAX_WAITING
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
 from lamina.serve.chat_messages import MOST_MESSAGES
 from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT
+from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
 from lamina.serve.requests import GUIDED
+from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
 from lamina.serve.token_routes import DETOKENIZE_PATH, TOKENIZE_PATH, DetokenizeBody, TokenizeBody
 from lamina.serve.tools import MOST_TOOLS
 from lamina.text.chat_template import MAY_LACK_CONTENT
@@ -190,6 +192,9 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
             operation["requestBody"] = {"required": True, "content": content}
             operation["responses"]["200"] = _ANSWER
         for path, required, names in (
+            (RESPONSES_PATH, ["input"], ResponsesBody.__struct_fields__),
+            (MESSAGES_PATH, ["messages", "max_tokens"], MessagesBody.__struct_fields__),
+            (COUNT_PATH, ["messages"], MessagesBody.__struct_fields__),
             (TOKENIZE_PATH, [], TokenizeBody.__struct_fields__),
             (DETOKENIZE_PATH, ["tokens"], DetokenizeBody.__struct_fields__),
         ):
@@ -303,7 +308,7 @@ _TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
 
 def _statuses(path: str) -> list[int]:
     """Return the errors that a path answers with."""
-    if path in (COMPLETIONS_PATH, CHAT_PATH):
+    if path in (COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH):
         return [400, 404, 408, 413, 429, 503]
     return {
         "/health": [503],
