@@ -166,9 +166,9 @@ class Disks:
         self.on_places_changed()
 
     def on_workers_lost(self, lost: Collection[str], *, ends_epoch: bool) -> list[Group]:
-        """Forget what these workers held; the end of an epoch also ends all transfers. Call ``on_places_changed`` afterwards.
+        """Forget what these workers held; the end of an epoch also ends all transfers.
 
-        Returns the requests that no longer wait for blocks.
+        Call ``on_places_changed`` afterwards. Returns the requests that no longer wait for blocks.
         """
         for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
             copying = self._copying.pop(worker)

@@ -63,7 +63,10 @@ class PrefixCache:
         return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
 
     def on_workers_lost(self, places: Collection[str]) -> None:
-        """Forget the KV on these places, which is lost and which no request may share. Call ``on_places_changed`` next."""
+        """Forget the KV on these places, which is lost and which no request may share.
+
+        Call ``on_places_changed`` next.
+        """
         self._branches.clear()  # their last tokens may be forgotten before the next plan
         for tree in self._trees.values():
             tree.remove_lost(places)

@@ -69,12 +69,13 @@ class Turn:
         for plan in turn.plan(now):
             ...  # send it
 
-    If workers are lost, ``end_epoch`` tells what remains, and no step is planned until ``begin_epoch``. If workers join, or
-    leave after they were drained, ``change_members``; if that changes the replicas, ``pause`` first until no step is in flight.
+    If workers are lost, ``end_epoch`` tells what remains, and no step is planned until ``begin_epoch``. If workers join,
+    or leave after they were drained, ``change_members``; if that changes the replicas, ``pause`` first until no step is
+    in flight.
 
     Attributes:
-        scheduler: the requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are called
-            on it. Steps and lanes are decided here alone.
+        scheduler: the requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are
+            called on it. Steps and lanes are decided here alone.
         in_flight: plans by step, until ``complete``.
         busy_s: time that compute workers have spent in slices so far.
     """
