@@ -5,8 +5,8 @@ A pure object: its state changes only by its methods, in the order they are call
 A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
 the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
 forget it and its slots are free). ``preempt`` releases it early: it waits again, and the tokens that it has, of the
-prompt and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index of
-the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
+prompt and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index
+of the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
 
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
 that is still being drawn. If a sequence has ended, its row is discarded.
@@ -178,7 +178,7 @@ class Scheduler:
         return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
 
     def hold_back(self, hold: Hold) -> None:
-        """Let others wait. Those that may run again do once no step is in flight; ``end_epoch`` holds those that run."""
+        """Let others wait. Those that may run again do once no step is in flight. ``end_epoch`` holds running ones."""
         known = [self._requests[one] for one in hold.held if one in self._requests]
         self._holding.use(hold, [group for group in known if group.lane < 0 and group not in self.disks.held])
         self._moving = True

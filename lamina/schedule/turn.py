@@ -69,9 +69,10 @@ class Turn:
         for plan in turn.plan(now):
             ...  # send it
 
-    If workers are lost, ``end_epoch`` tells what remains, and no step is planned until ``begin_epoch``. If workers join,
-    or leave after they were drained, ``change_members``; if that changes the replicas, ``pause`` first until no step is
-    in flight.
+    If workers are lost, ``end_epoch`` tells what remains, and no step is planned until ``begin_epoch``.
+
+    If workers join, or leave after they were drained, call ``change_members``; if that changes the replicas, call
+    ``pause`` first, until no step is in flight.
 
     Attributes:
         scheduler: the requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are
