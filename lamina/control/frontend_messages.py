@@ -44,6 +44,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
         supervisor_pid: the process to end with.
         sampling_defaults: parameters of requests that give none.
         seed: from which those of requests without one are drawn.
+        server: settings of ``ServerConfig``, as plain values.
     """
 
     name: str
@@ -56,6 +57,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     vocab_size: int
     seed: int = 0
     model_aliases: tuple[str, ...] = ()
+    server: dict[str, str | int | bool | None] = {}
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
