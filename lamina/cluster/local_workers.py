@@ -288,13 +288,13 @@ class SupervisedWorkers(_OnThisMachine):
         self._ask(End(sorted(self.processes), STOP_TIMEOUT_S))
         self.processes.clear()
 
-    def send(self, message: EngineToSupervisor) -> None:
+    def tell_supervisor(self, message: EngineToSupervisor) -> None:
         """Send something that is not answered. Any thread. Raises OSError if the supervisor has exited."""
         with self._sending:
             send(self._line, message)
 
     def _ask(self, message: EngineToSupervisor) -> None:
-        self.send(message)
+        self.tell_supervisor(message)
         try:
             answer = self._answers.get(timeout=ANSWER_S)
         except queue.Empty:

@@ -9,12 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 import zmq
-import zmq.auth.thread
 
 from lamina.cluster.conversations import Wish
 from lamina.cluster.local_workers import STOP_TIMEOUT_S, LocalWorkers, SupervisedWorkers
@@ -34,10 +32,10 @@ from lamina.control.agent_messages import (
 )
 from lamina.control.liveness import Liveness
 from lamina.control.secret import Secret
+from lamina.control.sockets import KeyedRouter
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.topology import Role
 from lamina.core.version import __version__
-from lamina.transport.handshake import Refusals
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)
@@ -59,7 +57,7 @@ class _Agent:
     """
 
     identity: bytes
-    key: str
+    key: bytes
     about: Apply
     worker: str = ""
     pid: int = 0
@@ -76,21 +74,7 @@ class _Vacancy:
     """
 
     worker: Start
-    key: str = ""
-
-
-@dataclass
-class _Keys:
-    """ZAP credentials provider: the common key of agents, and those that were trusted, with their workers."""
-
-    refusals: Refusals
-    known: dict[str, str] = field(default_factory=dict)
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        if key.decode() in self.known:
-            return True
-        self.refusals.record("KEY", "an agent's key does not belong to this cluster")
-        return False
+    key: bytes = b""
 
 
 class RemoteWorkers:
@@ -107,27 +91,17 @@ class RemoteWorkers:
 
     def __init__(self, where: str, port: int, secret: Secret, keys: tuple[bytes, bytes]) -> None:
         """``keys``: the engine's CURVE keys, public and secret."""
-        self._refusals = Refusals("the port for workers of other machines")
-        self._keys = _Keys(self._refusals, {secret.curve_keys(AGENT)[0].decode(): ""})
-        self._context = zmq.Context()
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._context.destroy, linger=0)
-            self._authenticator = zmq.auth.thread.ThreadAuthenticator(self._context)
-            try:
-                self._authenticator.start()
-                undo.callback(self._authenticator.stop)
-                self._authenticator.configure_curve_callback(credentials_provider=self._keys)
-                self._socket = self._context.socket(zmq.ROUTER)
-                self._socket.curve_server = True
-                self._socket.curve_publickey, self._socket.curve_secretkey = keys
-                self._socket.linger = 1000
-                self._socket.router_handover = True  # an agent whose connection broke comes back under its name
-                self._socket.maxmsgsize = 1 << 16
-                self._socket.bind(f"tcp://{where}:{port or '*'}")
-            except (zmq.ZMQError, OSError, RuntimeError) as error:
-                raise _cannot_listen(where, port, error) from error
-            undo.pop_all()
-        self.port = int(bytes(self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().strip("\0").rpartition(":")[2])
+        options = {
+            zmq.LINGER: 1000,
+            zmq.ROUTER_HANDOVER: 1,  # an agent whose connection broke comes back under its name
+            zmq.MAXMSGSIZE: 1 << 16,
+        }
+        try:
+            self._router = KeyedRouter("the port for workers of other machines", keys, where, port, None, options)
+        except (zmq.ZMQError, OSError, RuntimeError) as error:
+            raise _cannot_listen(where, port, error) from error
+        self._router.known[secret.curve_keys(AGENT)[0]] = ""
+        self.port = self._router.port
         self._lock = threading.Condition()  # of everything below
         self._agents: dict[bytes, _Agent] = {}
         self._vacancies: list[_Vacancy] = []
@@ -137,7 +111,6 @@ class RemoteWorkers:
         self._silent = set[str]()  # hosts of agents that did not answer in time: others there are not waited for
         self._outbox = collections.deque[tuple[bytes, ToAgent]]()
         self._closing = self._over = False
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="lamina-remote", daemon=True)
         self._thread.start()
 
@@ -146,10 +119,10 @@ class RemoteWorkers:
     def trust(self, key: bytes, worker: str) -> None:
         """Let an agent in that connects with this public key, for the worker that ``start`` was called for."""
         with self._lock:
-            self._keys.known[key.decode()] = worker
+            self._router.known[key] = worker
             for vacancy in self._vacancies:
                 if vacancy.worker.name == worker:
-                    vacancy.key = key.decode()
+                    vacancy.key = key
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError: workers on other machines are started there."""
@@ -171,7 +144,7 @@ class RemoteWorkers:
         return REMOTE
 
     def wishes(self) -> Sequence[Wish]:
-        """Supervisors that have come unasked, and those whose workers are to leave."""
+        """Return the wishes of agents that have come unasked, and of those whose workers are to leave."""
         with self._lock:
             wishes, self._wishes = self._wishes, []
         return wishes
@@ -256,12 +229,9 @@ class RemoteWorkers:
                 grace_s + REPORT_S,
             )
             self._over = True
-        os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._router.wakeup, 1)
         self._thread.join()
-        self._socket.close()
-        self._authenticator.stop()
-        self._context.term()
-        os.close(self._wakeup)
+        self._router.close()
 
     # -- with the lock held
 
@@ -270,21 +240,21 @@ class RemoteWorkers:
 
     def _tell(self, one: _Agent, message: ToAgent) -> None:
         self._outbox.append((one.identity, message))
-        os.eventfd_write(self._wakeup, 1)
+        os.eventfd_write(self._router.wakeup, 1)
 
     def _appoint(self, one: _Agent, worker: Start) -> None:
         one.worker = worker.name
         self._tell(one, worker)
         log.info("%s runs on %s", worker.name, one.about.machine)
 
-    def _take(self, identity: bytes, key: str, message: ToEngine) -> None:
+    def _take(self, identity: bytes, key: bytes, message: ToEngine) -> None:
         one = self._agents.get(identity)
         if isinstance(message, Apply):
             if one is None:
                 self._agents[identity] = one = _Agent(identity, key, message)
                 self._receive(one)
         elif one is None or one.key != key:
-            self._refusals.record("NAME", "a message arrived from an agent that has not applied")
+            self._router.refusals.record("NAME", "a message arrived from an agent that has not applied")
         elif isinstance(message, Started):
             one.pid = message.pid
         elif isinstance(message, Leaving):
@@ -305,7 +275,7 @@ class RemoteWorkers:
 
     def _receive(self, one: _Agent) -> None:
         about = one.about
-        own = self._keys.known.get(one.key, "")
+        own = self._router.known.get(one.key, "")
         if about.version != __version__:
             self._refuse(one, f"it runs lamina {about.version}, the engine {__version__}; install the same release")
             return
@@ -330,18 +300,13 @@ class RemoteWorkers:
     # -- the thread
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._wakeup, zmq.POLLIN)
         liveness = Liveness(time.monotonic())
         decoder = msgspec.msgpack.Decoder(ToEngine)
         encoder = msgspec.msgpack.Encoder()
         while True:
-            ready = dict(poller.poll(int(TURN_S * 1000)))
-            if self._wakeup in ready:
-                os.eventfd_read(self._wakeup)
+            self._router.poll(TURN_S)
             due = liveness.turn(time.monotonic())
-            arrived = list(_arrived(self._socket, decoder, self._refusals)) if self._socket in ready else []
+            arrived = list(self._decoded(decoder))
             with self._lock:
                 for identity, key, message in arrived:
                     liveness.heard(identity.hex())
@@ -355,9 +320,19 @@ class RemoteWorkers:
                 self._outbox.clear()
             for identity, answer in outbox:
                 with contextlib.suppress(zmq.ZMQError):  # it has gone: its silence tells
-                    self._socket.send_multipart([identity, encoder.encode(answer)], zmq.NOBLOCK)
+                    self._router.socket.send_multipart([identity, encoder.encode(answer)], zmq.NOBLOCK)
             if leaving:
                 return
+
+    def _decoded(self, decoder: "msgspec.msgpack.Decoder[ToEngine]") -> Iterator[tuple[bytes, bytes, ToEngine]]:
+        """Yield the messages that have arrived: identity and key of the sender, message."""
+        for identity, key, payload in self._router.receive_frames():
+            try:
+                yield identity, key, decoder.decode(payload)
+            except msgspec.DecodeError as error:
+                self._router.refusals.record(
+                    "MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere"
+                )
 
     def _look_for_silence(self, liveness: Liveness) -> None:
         for identity, seconds in liveness.lost().items():
@@ -373,26 +348,6 @@ class RemoteWorkers:
             self._lock.notify_all()
             why = f"its agent on {one.about.machine} has not answered for {seconds:.0f} s"
             self._ended = {**{each.worker: why for each in lost if each.worker and not each.parting}, **self._ended}
-
-
-def _arrived(socket: Any, decoder: Any, refusals: Refusals) -> Iterator[tuple[bytes, str, ToEngine]]:
-    """Messages that have arrived: identity and key of the sender, message."""
-    while True:
-        try:
-            identity, frame = socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return
-        except ValueError:
-            refusals.record("FRAME", "a message arrived in another number of parts than two")
-            continue
-        try:
-            message: ToEngine = decoder.decode(frame.bytes)
-        except msgspec.DecodeError as error:
-            refusals.record(
-                "MESSAGE", f"an invalid message arrived: {error}; run the same release of lamina everywhere"
-            )
-            continue
-        yield identity.bytes, str(frame.get("User-Id")), message
 
 
 def _cannot_listen(where: str, port: int, error: Exception) -> Exception:

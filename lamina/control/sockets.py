@@ -13,7 +13,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,18 +80,91 @@ class Bootstrap(msgspec.Struct, frozen=True):
         return f"Bootstrap(name={self.name!r}, address={self.address!r})"  # no keys in logs and tracebacks
 
 
-@dataclass
-class _IssuedKeys:
-    """ZAP credentials provider: only keys that this engine issued may connect."""
+class KeyedRouter:
+    """A ROUTER socket that only peers with known CURVE keys can connect to. One thread at a time may use ``socket``.
 
-    refusals: Refusals
-    workers: dict[bytes, str] = field(default_factory=dict)
+    Attributes:
+        known: by a peer's public key in Z85, the name that the key was issued to.
+        port: where it listens.
+        wakeup: an eventfd; writing to it ends a wait of ``poll``.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        keys: tuple[bytes, bytes],
+        host: str,
+        port: int,
+        listener: int | None,
+        options: Mapping[zmq.SocketOption, int],
+    ) -> None:
+        """Listen at ``host``.
+
+        Args:
+            title: for messages about connections that are refused.
+            keys: CURVE, public and secret.
+            port: 0: any free one.
+            listener: descriptor of a socket on ``host`` that listens already; None: of a new one.
+            options: of the socket.
+
+        Raises OSError, zmq.ZMQError, or RuntimeError if the authenticator's thread has ended.
+        """
+        self.known: dict[bytes, str] = {}
+        self.refusals = Refusals(title)
+        self.context = zmq.Context()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.context.destroy, linger=0)
+            from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, for which no worker is to wait
+
+            self._authenticator = ThreadAuthenticator(self.context)
+            self._authenticator.start()
+            undo.callback(self._authenticator.stop)
+            self._authenticator.configure_curve_callback(credentials_provider=self)
+            self.socket = self.context.socket(zmq.ROUTER)
+            self.socket.curve_server = True
+            self.socket.curve_publickey, self.socket.curve_secretkey = keys
+            self.socket.linger = 0
+            for option, value in options.items():
+                self.socket.setsockopt(option, value)
+            self.port = _listen(self.socket, host, port, listener)
+            self.wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            undo.pop_all()
+        self._poller = zmq.Poller()
+        self._poller.register(self.socket, zmq.POLLIN)
+        self._poller.register(self.wakeup, zmq.POLLIN)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        if key in self.workers:
+        """Return whether a peer with this key may connect: the authenticator's credentials provider."""
+        if key in self.known:
             return True
         self.refusals.record("KEY", "its key does not belong to this cluster")
         return False
+
+    def poll(self, timeout_s: float) -> bool:
+        """Wait for a message or for ``wakeup``, which is reset. Return whether it was woken."""
+        woken = self.wakeup in dict(self._poller.poll(_milliseconds(timeout_s)))
+        if woken:
+            os.eventfd_read(self.wakeup)
+        return woken
+
+    def receive_frames(self) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """Yield identity and key of the sender, and the message, of at most ``MAX_MESSAGES`` that have arrived."""
+        for _ in range(MAX_MESSAGES):
+            try:
+                identity, frame = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            except ValueError:
+                self.refusals.record("FRAME", "a message arrived in another number of parts than two")
+                continue
+            yield identity.bytes, str(frame.get("User-Id")).encode(), frame.bytes
+
+    def close(self) -> None:
+        """Close the socket and end the authenticator's thread."""
+        os.close(self.wakeup)
+        self.socket.close()
+        self._authenticator.stop()
+        self.context.term()
 
 
 class ControlServer:
@@ -123,34 +195,20 @@ class ControlServer:
     ) -> None:
         _require_descriptors(len(workers))
         self._secret = secret or new_secret()
-        self._refusals = Refusals("the control plane")
-        self._keys = _IssuedKeys(self._refusals)
-        public, private = self._secret.curve_keys(ENGINE)
-        self._context = zmq.Context()
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._context.destroy, linger=0)
-            from zmq.auth.thread import ThreadAuthenticator  # brings asyncio, for which no worker is to wait
-
-            self._authenticator = ThreadAuthenticator(self._context)
-            try:
-                self._authenticator.start()
-                undo.callback(self._authenticator.stop)
-                self._authenticator.configure_curve_callback(credentials_provider=self._keys)
-                self._socket = self._context.socket(zmq.ROUTER)
-                self._socket.curve_server = True
-                self._socket.curve_publickey, self._socket.curve_secretkey = public, private
-                self._socket.linger = 0
-                self._socket.sndhwm = self._socket.rcvhwm = 0
-                self._socket.router_mandatory = True
-                self._socket.backlog = 2 * len(workers) + 100  # all connect at once
-                self._socket.maxmsgsize = MAX_MESSAGE_NBYTES
-                port = _listen(self._socket, host, listener)
-                self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            except (zmq.ZMQError, OSError, RuntimeError) as error:  # RuntimeError: the authenticator's thread ended
-                raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
-            undo.pop_all()
-        self._address = f"tcp://{LOOPBACK if host == ANY else host}:{port}"
-        self._engine_key, self._parent_pid = public, parent_pid or os.getpid()
+        options = {
+            zmq.SNDHWM: 0,
+            zmq.RCVHWM: 0,
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.BACKLOG: 2 * len(workers) + 100,  # all connect at once
+            zmq.MAXMSGSIZE: MAX_MESSAGE_NBYTES,
+        }
+        try:
+            self._router = KeyedRouter("the control plane", self.keys, host, 0, listener, options)
+        except (zmq.ZMQError, OSError, RuntimeError) as error:
+            raise TransportError(f"the control plane cannot listen on {host}: {error}") from error
+        self._socket = self._router.socket
+        self._address = f"tcp://{LOOPBACK if host == ANY else host}:{self._router.port}"
+        self._parent_pid = parent_pid or os.getpid()
         self._local_address = advertised
         self._bind_address = host if advertised else ""
         self.bootstraps: Mapping[str, Bootstrap] = {name: self._issue(name) for name in workers}
@@ -159,9 +217,6 @@ class ControlServer:
         self._members = set(workers)
         self._joining = set[str]()
         self._encoder = msgspec.msgpack.Encoder()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wakeup, zmq.POLLIN)
         self.liveness = Liveness(time.monotonic())
         self._closed = False
         self._wakeup_lock = threading.Lock()  # no write to a descriptor that close has given back
@@ -178,12 +233,12 @@ class ControlServer:
 
     def _issue(self, name: str) -> Bootstrap:
         public, private = self._secret.curve_keys(name)
-        self._keys.workers[public] = name
+        self._router.known[public] = name
         data_secret = self._secret.data_plane
         return Bootstrap(
             name,
             self._address,
-            self._engine_key,
+            self.keys[0],
             public,
             private,
             data_secret,
@@ -195,7 +250,7 @@ class ControlServer:
     def offer_files(self, digest: str, paths: Sequence[Path]) -> FileSource:
         """Let workers fetch these files until ``close``. ``digest``: of the model. Raises TransportError, OSError."""
         try:
-            self._files = FileServer(self._context, self.keys, self._host, paths)
+            self._files = FileServer(self._router.context, self.keys, self._host, paths)
         except zmq.ZMQError as error:
             raise TransportError(f"model files cannot be served on {self._host}: {error}") from error
         files = [ModelFile(path.name, path.stat().st_size) for path in paths]
@@ -241,7 +296,7 @@ class ControlServer:
         """End the current or next ``receive`` early. Any thread."""
         with self._wakeup_lock:
             if not self._closed:
-                os.eventfd_write(self._wakeup, 1)
+                os.eventfd_write(self._router.wakeup, 1)
 
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
         """Messages that have arrived, at most ``MAX_MESSAGES``; waits up to ``timeout_s`` for one or for ``wake``."""
@@ -250,10 +305,7 @@ class ControlServer:
         if self.liveness.turn(now):
             self._ping()
         while True:
-            ready = dict(self._poller.poll(_milliseconds(deadline - time.monotonic())))
-            woken = self._wakeup in ready
-            if woken:
-                os.eventfd_read(self._wakeup)
+            woken = self._router.poll(deadline - time.monotonic())
             came = yield from self._messages()
             if came or woken or time.monotonic() >= deadline:  # otherwise it was an echo of a ping
                 return
@@ -261,21 +313,17 @@ class ControlServer:
     def _messages(self) -> Generator[tuple[str, ToEngine], None, bool]:
         """Yield the messages that have arrived; returns whether anything was yielded."""
         came = False
-        for _ in range(MAX_MESSAGES):
-            try:
-                identity, frame = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            worker = self._keys.workers.get(str(frame.get("User-Id")).encode())
-            if worker is None or identity.bytes.removesuffix(HEARTBEAT) != worker.encode():
-                self._refusals.record("NAME", "a message arrived under a name that does not match its key")
+        for identity, key, payload in self._router.receive_frames():
+            worker = self._router.known.get(key)
+            if worker is None or identity.removesuffix(HEARTBEAT) != worker.encode():
+                self._router.refusals.record("NAME", "a message arrived under a name that does not match its key")
                 continue
             if worker not in self._members and worker not in self._joining:
                 continue  # it was lost, and is not believed any more
             self.liveness.heard(worker)
-            if not identity.bytes.endswith(HEARTBEAT):
+            if not identity.endswith(HEARTBEAT):
                 came = True
-                yield worker, decode(worker, frame.bytes)
+                yield worker, decode(worker, payload)
         return came
 
     def _ping(self) -> None:
@@ -286,7 +334,7 @@ class ControlServer:
     @property
     def refused(self) -> Counter[str]:
         """Connections and messages rejected so far, by kind."""
-        return Counter(self._refusals.by_kind)
+        return Counter(self._router.refusals.by_kind)
 
     def close(self) -> None:
         """Close sockets and the authenticator's thread. Idempotent."""
@@ -294,21 +342,18 @@ class ControlServer:
             if self._closed:
                 return
             self._closed = True
-            self._poller.unregister(self._wakeup)
-            os.close(self._wakeup)
         if self._files is not None:
             self._files.close()
-        self._socket.close()
-        self._authenticator.stop()
-        self._context.term()
+        self._router.close()
 
 
-def _listen(router: "zmq.Socket[bytes]", host: str, listener: int | None) -> int:
-    """Returns the port."""
+def _listen(router: "zmq.Socket[bytes]", host: str, port: int, listener: int | None) -> int:
+    """Return the port that a socket listens on from now on."""
     if listener is None:
-        return router.bind_to_random_port(f"tcp://{host}")
+        router.bind(f"tcp://{host}:{port or '*'}")
+        return int(bytes(router.getsockopt(zmq.LAST_ENDPOINT)).decode().strip("\0").rpartition(":")[2])
     with socket.socket(fileno=os.dup(listener)) as known:
-        port: int = known.getsockname()[1]
+        port = known.getsockname()[1]
     router.setsockopt(zmq.USE_FD, listener)
     router.bind(f"tcp://{host}:{port}")
     return port

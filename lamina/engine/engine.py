@@ -41,6 +41,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.text.defaults import sampling_defaults
+from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, encode_prompt
 from lamina.text.tokenizer import Tokenizer
 
@@ -110,7 +111,7 @@ class Engine:
         self._scheduler = self._turn.scheduler
         if cluster.missing:  # lost with the last engine, to be started again
             whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology.local, ranks)
-            self._scheduler.placement.promised = whole.total
+            self._scheduler.placement.promise(whole.total)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
@@ -146,6 +147,7 @@ class Engine:
         Raises RequestError for a request that can never be served, OverloadedError if this client already has its share
         of the queue, EngineDeadError if the engine has stopped.
         """
+        require_grammar(params, self.tokenizer.eos_token_ids)
         text = prompt if isinstance(prompt, str) else None
         tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
         request = self._request(request_id, text, tokens, params, client, self.new_seed())
@@ -451,11 +453,11 @@ class Engine:
                 self._take(sender, message)
         if lost := members.lost():
             self._lacks_memory = True
-            placement.promised = placement.possible  # requests wait for the successors of those that are lost
+            placement.promise(placement.possible)  # requests wait for the successors of those that are lost
             if (poison := members.on_workers_lost(lost)) is not None:
                 self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
         if placement.promised and not members.memory_starts:  # these have joined, or it may take long
-            placement.promised = 0
+            placement.promise(0)
         if self._lacks_memory and not members.memory_grows:  # they have, or never will
             self._lacks_memory = False
             self._end_stranded()

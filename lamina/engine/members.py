@@ -176,14 +176,15 @@ class Members:
     def _note_stored(self, worker: str, message: Stored) -> None:
         if message.error:
             log.warning("the disk of %s failed: %s; it takes no more KV", worker, message.error)
-        disks = self._turn.scheduler.disks
-        disks.done(worker, message.number, message.complete, message.error)
-        if disks.missed[worker] > self.usage[worker].capacity and worker not in self._behind:
+        scheduler = self._turn.scheduler
+        scheduler.transferred(worker, message.number, message.complete, message.error)
+        missed = scheduler.disks.missed(worker)
+        if missed > self.usage[worker].capacity and worker not in self._behind:
             self._behind.add(worker)
             log.warning(
                 "the disk of %s is too slow: %d tokens of prefixes were forgotten before it had them",
                 worker,
-                disks.missed[worker],
+                missed,
             )
 
     def tell(self, workers: Sequence[str], message: ToWorker) -> None:

@@ -131,7 +131,7 @@ class Metrics:
         """Return all metrics in the exposition format of ``CONTENT_TYPE``."""
         families = list(self._registry.collect())
         shared = [self._as_vllm(family) for family in families if family.name in VLLM_NAMES]
-        return generate_latest(_Collected([*families, *shared]))  # type: ignore[arg-type]
+        return generate_latest(_Collected([*families, *shared]))
 
     def _as_vllm(self, family: Metric) -> Metric:
         """Return a metric under vLLM's name."""

@@ -94,6 +94,10 @@ class Pace:
         self._latest: dict[int, _Latest] = {}  # by lane
         self._steps = 0
 
+    def set_replicas(self, replicas: int) -> None:
+        """Bound steps for so many replicas, each stage counted, from now on."""
+        self.replicas = replicas
+
     def note(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
         """A step has run: ``busy_s`` in slices, ``waited_s`` for attention."""
         tokens = sum(len(chunk.tokens) for chunk in plan.chunks)

@@ -18,7 +18,7 @@ grow no more may move to another worker (``lamina.schedule.moves``).
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from lamina.core.errors import RequestError
 from lamina.core.requests import Completion, Drawn, Group, Owner
@@ -27,11 +27,12 @@ from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
+from lamina.kv.policies import Policy as BalancePolicy
 from lamina.kv.preemption import Policy, again, latest, resumed
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.residents import Residents
 from lamina.schedule.admission import Admissions, giving
-from lamina.schedule.balancing import Draining
+from lamina.schedule.balancing import Balancing, Draining
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.growth import Growth
 from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept
@@ -61,11 +62,20 @@ class Scheduler:
         pace: Pace | None = None,
         overcommit: float = 1.0,
         window: int = 0,
+        balance: BalancePolicy | None = None,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
-        KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode. ``overcommit``:
-        how many times its slots a memory worker and its disk hold. ``window``: the largest of layers that forget."""
+        """Create a scheduler that uses all lanes at first.
+
+        Args:
+            attentions: Number of attentions of the model.
+            kv_heads: Number of KV heads of a whole segment.
+            policy: Whose KV is dropped when a memory worker runs out of slots.
+            prefix_cache: Whether KV is kept for other requests that begin with the same tokens.
+            pace: Bounds the time of steps in which sequences decode.
+            overcommit: How many times its slots a memory worker and its disk hold.
+            window: The largest window of layers that forget tokens; 0 if none does.
+            balance: Which KV moves between memory workers.
+        """
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -83,15 +93,14 @@ class Scheduler:
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
         self._residents = Residents(placement, self.prefixes, lambda group: self._lanes[group.lane].held(group))
-        self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences)
-        self._growth = Growth(placement, self._residents, policy, self._lanes, self.drop)
-        self._draining = Draining(placement, self._residents, self.moves, self._growth, self.drop)
-        self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes)
-        self._holding = Holding(self._admissions, self.drop)
-        moving, queue = self.moves.touches_any, self._holding.add
-        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
-        self.moves.on_end = self._admissions.given_back
+        self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
+        self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
+        self._growth = Growth(placement, self._residents, policy, self._lanes)
+        self._draining = Draining(placement, self._residents, self.moves, self._growth)
+        self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready)
+        self._holding = Holding(self._admissions)
+        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit)
         self._steps = itertools.count(1)
 
     def _new_lane(self, number: int) -> Lane:
@@ -143,7 +152,9 @@ class Scheduler:
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
-        if not self.disks.hold(group):
+        if self.disks.hold(group):
+            self._ready.wake()
+        else:
             self._holding.add(group)
         return group
 
@@ -202,7 +213,8 @@ class Scheduler:
 
     def _follow(self, topology: Topology, *, ends_epoch: bool) -> None:
         lost = self.placement.lost(topology)
-        self.disks.lose(lost, ends_epoch=ends_epoch)
+        for group in self.disks.lose(lost, ends_epoch=ends_epoch):
+            self._holding.add(group)
         self.prefixes.lose(lost)
         self.placement.apply(topology)
         self.prefixes.follow()
@@ -278,22 +290,28 @@ class Scheduler:
             self._move()
         own = self._lanes[lane]
         switches = self.moves.switches()
+        if self.balancing is not None:
+            self.balancing.begin_moves()
         forks = own.forks()
         self.prefixes.keep_computed(lane, own.prompts_computed(), own.ran)
         released = self._release(own)
         beams = self.beams.begin(own)
+        self._preempt(beams.preempted)
         self._growth.turn_over(own)
-        self._draining.follow(own)
-        if self._growth.make_way(own):
+        self._preempt(self._draining.begin_moves(own))
+        self._preempt(self._growth.find_slots(own))
+        if self._growth.note_stall(own):
             self._admissions.given_back()
         self._share_seats()
         self._deal()
-        self._holding.make_way(self._all_running)
+        self._preempt(self._holding.in_the_way(self._all_running))
         admitted = beams.admitted + self._admit(own)
         fits = self.placement.grow(own.decoding.workers)
-        disk_forks, spills, fetches = self.disks.changes()
+        disks = self.disks.changes()
+        for group in disks.queued:
+            self._holding.add(group)
         more_forks, more_released = self.prefixes.changes()
-        forks += [*beams.forks, *more_forks, *disk_forks]
+        forks += [*beams.forks, *more_forks, *disks.forks]
         released += [*beams.released, *more_released, *self.moves.released()]
         migrations = self.moves.begun()
         rows, chunks, prompted = (
@@ -302,7 +320,7 @@ class Scheduler:
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, chunks, rows, migrations
-        others = switches, spills, fetches
+        others = switches, disks.spills, disks.fetches
         if not (any(changes[:4]) or rows.sequences or migrations or grown_here or any(others)):
             # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.has_ended:
@@ -418,6 +436,15 @@ class Scheduler:
         for completion in group.completions:
             self._end(group, completion)
 
+    def _preempt(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.drop(group)
+
+    def transferred(self, worker: str, number: int, complete: bool, error: str) -> None:
+        """A worker has ended copy or fetch ``number`` of its disk. Arguments are those of ``Disks.done``."""
+        self.disks.done(worker, number, complete, error)
+        self._ready.wake()
+
     def drop(self, group: Group) -> None:
         """Give up the KV of a request, which waits again, ahead of all others. Does nothing if it waits or has ended.
 
@@ -468,7 +495,7 @@ class Scheduler:
         if group.lane >= 0:
             own = self._lanes[group.lane]
             own.end(group, completion)
-            self._seats.leaving += 1
+            self._seats.note_ended()
             self.placement.leave(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
@@ -480,6 +507,5 @@ class Scheduler:
         """Let the next plan release finished completions that no step in flight runs."""
         for group in lane.retire():
             self._ready.note_change(group.lane)
-            self._seats.change(group.lane, -1, group.request.client)
-            self._seats.leaving -= 1
+            self._seats.free_ended(group.lane, group.request.client)
             self._admissions.given_back()

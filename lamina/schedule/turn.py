@@ -13,7 +13,6 @@ from lamina.core.types import Balance
 from lamina.kv.placement import Placement
 from lamina.kv.policies import POLICIES
 from lamina.kv.preemption import Policy, latest
-from lamina.schedule.balancing import Balancing
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
@@ -112,6 +111,7 @@ class Turn:
             self._pace,
             overcommit,
             window,
+            POLICIES[balance]() if balance in POLICIES and placement.moves else None,
         )
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = 0.0
@@ -123,9 +123,7 @@ class Turn:
         self._answers = Answers()
         self._suspects = Suspects()
         self._chooser = chooser(pipeline)
-        self._balancing: Balancing | None = None
-        if balance in POLICIES and placement.moves:
-            self._balancing = Balancing(POLICIES[balance](), self.scheduler.moves, placement)
+        self._balancing = self.scheduler.balancing
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
@@ -160,7 +158,7 @@ class Turn:
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
         if self._pace is not None:
-            self._pace.replicas = topology.pipeline.replicas * topology.pipeline.stages
+            self._pace.set_replicas(topology.pipeline.replicas * topology.pipeline.stages)
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)

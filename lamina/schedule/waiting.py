@@ -21,6 +21,15 @@ class Seats:
         self._clients = Counter[Client]()
         self._fewest = [(0, lane) for lane in range(lanes)]  # a heap of (taken, lane); some are out of date
 
+    def note_ended(self) -> None:
+        """Record that a sequence has ended, which steps in flight may still run: its seat is leaving."""
+        self.leaving += 1
+
+    def free_ended(self, lane: int, client: Client) -> None:
+        """Free the seat of a sequence that has ended, and that no step in flight runs."""
+        self.leaving -= 1
+        self.change(lane, -1, client)
+
     def change(self, lane: int, sequences: int, client: Client) -> None:
         """``client`` has ``sequences`` more in ``lane`` than before, or fewer if negative."""
         self.taken[lane] += sequences

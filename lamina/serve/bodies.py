@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -38,6 +38,22 @@ class StreamOptions(msgspec.Struct):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(msgspec.Struct):
+    """A JSON schema that an answer must match. ``name`` and ``strict`` have no effect: every answer matches."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """What an answer is: any text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
 class Body(msgspec.Struct, kw_only=True):
     """Fields of all endpoints. A missing or null field has its default.
 
@@ -57,6 +73,11 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     sampling: dict[str, Any] = {}
     ignored: list[str] = []
 

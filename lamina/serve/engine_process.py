@@ -69,7 +69,7 @@ class EngineProcess:
             self._loading = False
             if not isinstance(error, LaminaError):
                 log.exception("the engine cannot start")
-            self._workers.send(EngineStopped(type(error).__name__, str(error)))
+            self._workers.tell_supervisor(EngineStopped(type(error).__name__, str(error)))
             self._closing.wait(CLOSE_S)
             return
         given = self._bootstrap
@@ -83,7 +83,7 @@ class EngineProcess:
             self._note_death,
         )
         try:
-            self._workers.send(Serving(self._frontends.bootstrap, describe(engine)))
+            self._workers.tell_supervisor(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
                 if engine.dead is not None:
                     self._note_death(engine.dead)  # it may have died before there were frontends
@@ -101,21 +101,21 @@ class EngineProcess:
             given.listener,
             self._workers,
             given.saved,
-            lambda state: self._workers.send(Save(state)),
+            lambda state: self._workers.tell_supervisor(Save(state)),
         )
         with loading_progress() as on_progress:
             return launch(EngineConfig(**given.settings), on_progress, home=home)
 
     def _note_lost(self, frontend: str, why: str) -> None:
-        self._workers.send(FrontendLost(frontend, why))
+        self._workers.tell_supervisor(FrontendLost(frontend, why))
 
     def _note_death(self, why: str) -> None:
-        self._workers.send(EngineStopped("EngineDeadError", why))
+        self._workers.tell_supervisor(EngineStopped("EngineDeadError", why))
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # the supervisor has exited, and this process ends too
             while not self._closing.wait(BEAT_S):
-                self._workers.send(Beat())
+                self._workers.tell_supervisor(Beat())
 
     def _read(self) -> None:
         """Take what the supervisor says; it ends this process if it exits."""

@@ -40,7 +40,6 @@ WITHOUT_EFFECT = frozenset(
 
 _EITHER: dict[str, Sequence[Any]] = {
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "bad_words": ([],),
     "allowed_token_ids": (),
@@ -48,11 +47,6 @@ _EITHER: dict[str, Sequence[Any]] = {
     "truncation_side": (),
     "prompt_logprobs": (),
     "logits_processors": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "grammar": (),  # llama.cpp's

@@ -11,6 +11,7 @@ from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
 from lamina.text.defaults import Defaults
+from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import chat_prompt, encode_prompt
 
 COMPLETION_TOKENS = 16
@@ -127,6 +128,41 @@ def _min_tokens(body: Body) -> int:
     return value if type(value) is int and value <= SAMPLING_RANGES["min_tokens"][1] else 0
 
 
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""Older names of the fields of ``structured_outputs``."""
+
+
+def _structured_outputs(body: Body) -> tuple[str, Any]:
+    """Return what the answer must match, if anything, and the name of the field that says so. Raises APIError 400."""
+    found: dict[str, Any] = {}
+    if "structured_outputs" in body.sampling:
+        found["structured_outputs"] = body.sampling["structured_outputs"]
+    found |= {name: {name.removeprefix("guided_"): v} for name in GUIDED if (v := getattr(body, name)) is not None}
+    if (wanted := body.response_format) is not None and wanted.type != "text":
+        if wanted.type == "json_object":
+            found["response_format"] = {"json_object": True}
+        elif wanted.json_schema is None:
+            raise APIError(400, "response_format.json_schema: Field required", param="response_format")
+        else:
+            found["response_format"] = {"json": wanted.json_schema.schema}
+    first = next(iter(found), "")
+    if len(found) > 1:
+        raise APIError(400, f"{' and '.join(found)} both say what the answer must match; give one", param=first)
+    return next(iter(found.items()), ("structured_outputs", None))
+
+
+def _require_grammar(params: SamplingParams, name: str) -> None:
+    """Raise APIError 400 if what the answer must match cannot be compiled. ``name``: the field that says it."""
+    if params.structured_outputs is None:
+        return
+    try:
+        compile_grammar(params.structured_outputs)
+    except RequestError as error:
+        field, rest = str(error).split(maxsplit=1)
+        place = name if name in GUIDED else f"{name}.{'json_schema.schema' if name == 'response_format' else field}"
+        raise APIError(400, f"{place} {rest}", param=name) from error
+
+
 def _sampling_params(body: Body, defaults: Defaults, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
     """Return the sampling parameters. Raises APIError 400 for values out of range.
 
@@ -137,6 +173,7 @@ def _sampling_params(body: Body, defaults: Defaults, api_names: Mapping[str, str
     """
     api_names = {**api_names, "max_tokens": _limit(body)[0]}
     given = {**({} if body.sampling.get("use_beam_search") else defaults), **given, **body.sampling}
+    structured, given["structured_outputs"] = _structured_outputs(body)
     longest = given["max_tokens"]
     if longest is not None and 0 < longest < _min_tokens(body):
         given["min_tokens"] = longest
@@ -146,6 +183,7 @@ def _sampling_params(body: Body, defaults: Defaults, api_names: Mapping[str, str
         name, rest = str(error).split(maxsplit=1)
         name = api_names.get(name, name)
         raise APIError(400, f"{name} {rest}", param=name) from error
+    _require_grammar(params, structured)
     if body.max_tokens is not None:  # also if max_completion_tokens takes its place
         try:
             require_in_range("max_tokens", body.max_tokens)

@@ -190,3 +190,12 @@ def test_waits_end_at_their_deadline_or_when_woken(server: ControlServer) -> Non
     client.close()
     server.close()
     server.wake()  # harmless after close
+
+
+def test_a_message_of_several_parts_is_refused_and_others_are_received(server: ControlServer) -> None:
+    client = ControlClient(server.bootstraps["compute0"])
+    client._socket.send_multipart([b"two", b"parts"])
+    client.send(Hello("host"))
+    assert received(server) == [("compute0", Hello("host"))]
+    assert server.refused == {"FRAME": 1}
+    client.close()

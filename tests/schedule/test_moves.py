@@ -33,7 +33,6 @@ class Moving(Caching):
         super().__init__(*settings)
         self.read: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}  # by step
         self._reading: list[tuple[str, int, tuple[int, ...]]] = []
-        self.balancing: Balancing | None = None
         self.begun: list[Move] = []
 
     def plan(self, lane: int) -> None:
@@ -76,8 +75,8 @@ class Moving(Caching):
             if name in self.scheduler.placement.capacities:
                 assert self.contents[name][slot] == key
         super().complete(lane)
-        if self.balancing is not None:
-            self.balancing.note_step(3, 1.0)
+        if self.scheduler.balancing is not None:
+            self.scheduler.balancing.note_step(3, 1.0)
 
 
 def run(cluster: Moving, course: Course) -> None:
@@ -193,7 +192,8 @@ def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_on
         course = course_of(draw, 2, None, events(draw) | {"move_several": {}})
         cluster = Moving(others, prompts, *course.sizes)
         cluster.scheduler.moves.tokens_per_step = 1000
-        cluster.balancing = Balancing(POLICIES[name](), cluster.scheduler.moves, cluster.scheduler.placement)
+        scheduler = cluster.scheduler
+        scheduler.balancing = Balancing(POLICIES[name](), scheduler.moves, scheduler.placement)
         run(cluster, course)
         moves += cluster.scheduler.moves.counts.moves
         seen = set[tuple[str, str, str]]()
@@ -214,7 +214,7 @@ def test_speeds_that_balancing_has_learned_place_requests() -> None:
             follows.note_attention(worker, seconds)
         assert not under_test.placement.token_s or steps == 2
         follows._looked = -balancing.LOOK_STEPS
-        follows.follow()
+        follows.begin_moves()
         follows.note_step(1, 0.1)
     speeds = under_test.placement.token_s
     assert speeds["memory1"] == pytest.approx(8 * speeds["memory0"])

@@ -258,7 +258,7 @@ def test_without_max_tokens_a_request_gets_what_memory_workers_hold() -> None:
 
 def calls_a_row(lanes: int, memories: int) -> float:
     """Functions called, ours and the interpreter's, for every sequence planned and completed in a busy cluster."""
-    limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64)
+    limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64, row_lanes=lanes)
     under_test = scheduler({f"memory{index}": 400 for index in range(memories)}, lanes, limits)
     random = Random(0)
     for index in range(24 * lanes):

@@ -101,7 +101,7 @@ class Spilling(Moving):
                     self.fetched += 1
                     self._computed[sequence] = one.start + len(one.blocks) * BLOCK
         failed = wanted and not complete and self._random.random() < 0.1
-        self.scheduler.disks.done(one.worker, one.number, complete, "the disk is full" if failed else "")
+        self.scheduler.transferred(one.worker, one.number, complete, "the disk is full" if failed else "")
 
     def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
         self._transfers.clear()  # the workers forget them
@@ -265,7 +265,7 @@ def test_what_blocks_of_a_disk_continue_does_not_move_before_they_are_there() ->
     assert part is None or part.start >= 40
     (fetch,) = step(under_test).fetches
     assert (fetch.worker, fetch.start, len(fetch.blocks)) == ("memory0", 40, 4)
-    under_test.disks.done("memory0", fetch.number, True, "")
+    under_test.transferred("memory0", fetch.number, True, "")
     plan_of(under_test)
     assert under_test.moves.movable(group, "memory0") == Range(0, 40, node=ANY) and not under_test.disks.held
 
@@ -288,7 +288,7 @@ def test_a_request_with_the_id_of_a_suspect_waits_for_its_blocks_and_then_until_
     assert under_test.disks.held
     under_test.hold(Hold(held=frozenset({"next"})))
     (fetch,) = step(under_test).fetches
-    under_test.disks.done("memory0", fetch.number, True, "")
+    under_test.transferred("memory0", fetch.number, True, "")
     assert not step(under_test).admitted and not under_test.disks.held and under_test.waiting == 1
     under_test.hold(NOBODY)
     assert [len(one.segments) for one in step(under_test).admitted] == [1] and under_test.waiting == 0
@@ -298,10 +298,10 @@ def test_a_prefix_on_several_workers_is_not_copied() -> None:
     under_test, group = continued()
     spill = under_test.disks._copying["memory0"].spill
     under_test.moves.try_move(group, "memory0", "memory1", 30)
-    under_test.disks.done("memory0", spill.number, False, "")
+    under_test.transferred("memory0", spill.number, False, "")
     plan = step(under_test)
     assert [one.sequence for one in plan.spills] == [spill.sequence], "it has not moved yet"
     under_test.migrated(plan.migrations[0].number)
     assert step(under_test).switches
-    under_test.disks.done("memory0", spill.number + 1, False, "")  # as the worker says once it has the switch
+    under_test.transferred("memory0", spill.number + 1, False, "")  # as the worker says once it has the switch
     assert not step(under_test).spills

@@ -120,8 +120,6 @@ def test_values_without_effect_are_accepted(server: Running) -> None:
         ("modalities", ["text", "audio"]),
         ("modalities", []),
         ("logit_bias", {"5": 0}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {}),
         ("suffix", " "),
         ("truncate_prompt_tokens", 0),
         ("echo", True),

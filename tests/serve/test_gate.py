@@ -104,7 +104,7 @@ def test_a_client_may_have_so_many_requests_at_once() -> None:
     with serve(config=ServerConfig(concurrent_requests=1)) as running:
         first = threading.Thread(target=lambda: running.http.post(COMPLETION, json={"prompt": "hang"}))
         first.start()
-        running.engine.wait_until(lambda: len(running.engine.hanging) == 1)
+        assert running.engine.wait_until(lambda: len(running.engine.hanging) == 1)
         answer = running.http.post(COMPLETION, json=BODY)
         assert refusal(answer, 429)["code"] == "rate_limit_exceeded" and answer.headers["Retry-After"]
         running.engine.close()
@@ -115,7 +115,7 @@ def test_a_client_may_have_so_many_requests_at_once() -> None:
 def test_a_request_that_takes_too_long_is_cancelled(stream: bool) -> None:
     with serve(config=ServerConfig(request_timeout=1)) as running:
         answer = running.http.post(COMPLETION, json={"prompt": "hang", "stream": stream})
-        running.engine.wait_until(lambda: not running.engine.hanging)
+        assert running.engine.wait_until(lambda: len(running.engine.aborted) == 1)
         if answer.status_code == 200:  # it had begun
             error = json.loads(answer.text.removeprefix("data: ").strip().split("data: ")[-1])["error"]
         else:
