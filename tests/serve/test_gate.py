@@ -47,12 +47,12 @@ def test_requests_need_one_of_the_keys(keyed: Running) -> None:
         assert refusal(answer, 401)["code"] == "invalid_api_key"
         assert answer.headers["WWW-Authenticate"] == "Bearer" and answer.headers["X-Request-Id"]
     assert keyed.http.get("/v1/models").status_code == 401
-    assert keyed.http.get("/health").status_code == 200
+    assert keyed.http.get("/health").status_code == keyed.http.get("/dashboard").status_code == 200
     assert keyed.http.post(COMPLETION, json=BODY, headers={"x-api-key": "two"}).status_code == 200
 
 
 def test_metrics_have_a_key_of_their_own(keyed: Running) -> None:
-    assert keyed.http.get("/metrics").status_code == 401
+    assert keyed.http.get("/metrics").status_code == keyed.http.get("/dashboard/state").status_code == 401
     assert keyed.http.get("/metrics", headers=bearer("one")).status_code == 401
     assert keyed.http.get("/metrics", headers=bearer("monitoring")).status_code == 200
 

@@ -10,6 +10,7 @@ from typing import Any
 from lamina.cluster import sizing
 from lamina.cluster.bringup import bring_up, greet
 from lamina.config.engine_config import EngineConfig
+from lamina.control.agent_messages import Start
 from lamina.core.errors import LaminaError
 from lamina.core.types import Client, FinishReason, Partition, SamplingParams
 from lamina.engine.engine import Engine
@@ -223,12 +224,12 @@ class Simulation:
         self.processes.server = server
         for role, each in kinds.items():
             for name in each:
-                self.processes.start(name, role, "cpu", server.bootstraps[name])
-        greetings = greet(server, self.processes, names, 60.0)  # type: ignore[arg-type]
+                self.processes.start(Start(role, "cpu", server.bootstraps[name]))
+        greetings = greet(server, self.processes, names, 60.0)
         plan = sizing.cluster_plan(
             config, MODEL, [*TOKENIZER.eos_token_ids], kinds, greetings, is_open=False, trace=False
         )
-        cluster = bring_up(server, self.processes, plan, lambda worker, progress: None)  # type: ignore[arg-type]
+        cluster = bring_up(server, self.processes, plan, lambda worker, progress: None)
         limits = replace(plan.limits, max_model_len=min(LONGEST, sum(cluster.capacities.values())))
         self.world.tell(f"{self.layout.computes} + {self.layout.memories} workers, slots {dict(cluster.capacities)}")
         engine = Engine(
@@ -236,7 +237,7 @@ class Simulation:
             MODEL,
             TOKENIZER,
             limits,
-            server,  # type: ignore[arg-type]
+            server,
             self.processes,
             cluster,
             thread=self._thread,  # type: ignore[arg-type]

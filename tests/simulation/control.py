@@ -4,17 +4,19 @@ import collections
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
+from typing_extensions import override
 
-from lamina.cluster.conversations import Wish
+from lamina.cluster.conversations import Launcher, Wish
 from lamina.compute import worker as compute
+from lamina.control.agent_messages import Start
 from lamina.control.liveness import Liveness
 from lamina.control.messages import Failed, Inspect, Resources, ToEngine, ToWorker
-from lamina.control.sockets import Bootstrap, ControlClient, decode
+from lamina.control.sockets import Bootstrap, ControlClient, ControlServer, decode
 from lamina.core.errors import DeadlineError, UnreachableError
 from lamina.core.topology import Role, Topology
+from lamina.dataplane.transport_choice import Transport
 from lamina.memory import worker as memory
 from lamina.worker.links import Member
 from lamina.worker.process import Worker, serve
@@ -50,18 +52,17 @@ class Process:
     def _run(self) -> None:
         self._world.block(START_S * (1 + self._world.random.random()))
         self._processes.server.on_connected(self.name)
-        serve(self.client, self._build)  # type: ignore[arg-type]
+        serve(self.client, self._build)
 
     def _build(self, control: ControlClient, resources: contextlib.ExitStack) -> Worker:
-        opened: Any = self._open
         if self.role == "compute":
             model = partial(load, on_slice=self._spend)
-            self.worker = compute.build(control, resources, model, opened)
+            self.worker = compute.build(control, resources, model, self._open)
         else:
-            self.worker = memory.build(control, resources, opened)
+            self.worker = memory.build(control, resources, self._open)
         return self.worker
 
-    def _open(self, member: Member, *_: object) -> SimulatedEndpoint:
+    def _open(self, member: Member, transport: Transport, tls: bool) -> SimulatedEndpoint:
         endpoint = SimulatedEndpoint(member.name, self._network, self.task)
         self.endpoints.append(endpoint)
         return endpoint
@@ -81,7 +82,7 @@ class Process:
         self._processes.server.on_disconnected(self.name)
 
 
-class Processes:
+class Processes(Launcher):
     """Starts and ends workers. Implements ``cluster.conversations.Launcher``.
 
     Attributes:
@@ -103,11 +104,12 @@ class Processes:
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Any pool will do."""
 
-    def start(self, name: str, role: Role, kind: str, bootstrap: Bootstrap) -> None:
+    def start(self, worker: Start) -> None:
+        name = worker.bootstrap.name
         if self.refuses:
             raise OSError("cannot allocate memory")
         self.network.world.tell(f"{name} starts")
-        self.all[name] = Process(self, name, role)
+        self.all[name] = Process(self, name, worker.role)
 
     def ended(self) -> Mapping[str, str]:
         return {name: one.reason for name, one in self.all.items() if one.reason and name not in self._left_out}
@@ -136,7 +138,7 @@ class Processes:
         return {name: one for name, one in self.all.items() if not one.reason}
 
 
-class SimulatedServer:
+class SimulatedServer(ControlServer):
     """The engine's end, as ``control.sockets.ControlServer``."""
 
     def __init__(self, network: Network, processes: Processes, members: Sequence[str]) -> None:
@@ -159,21 +161,25 @@ class SimulatedServer:
         """A worker's process has ended."""
         self._connected.discard(name)
 
+    @override
     def admit(self, name: str) -> Bootstrap:
         self._joining.add(name)
         return _bootstrap(name)
 
+    @override
     def dismiss(self, name: str) -> None:
         self.liveness.unwatch(name)
         self._joining.discard(name)
         self._members.discard(name)
 
+    @override
     def apply_topology(self, topology: Topology) -> None:
         for worker in self._members - topology.names:
             self.liveness.unwatch(worker)
         self._members = set(topology.names)
         self._joining -= self._members
 
+    @override
     def send(self, workers: Sequence[str], message: ToWorker) -> None:
         payload = _ENCODER.encode(message)
         unreachable = {worker: "Host unreachable" for worker in workers if worker not in self._connected}
@@ -184,6 +190,7 @@ class SimulatedServer:
         if unreachable:
             raise UnreachableError(unreachable)
 
+    @override
     def wake(self) -> None:
         self._woken = True
         if self._waiting is not None:
@@ -203,6 +210,7 @@ class SimulatedServer:
         else:
             self.liveness.heard(worker)
 
+    @override
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
         deadline = self._world.now + timeout_s
         if self.liveness.turn(self._world.now):
@@ -217,6 +225,7 @@ class SimulatedServer:
                 self.liveness.heard(worker)
                 yield worker, decode(worker, payload)
 
+    @override
     def _ping(self) -> None:
         for worker in sorted(filter(self.liveness.is_quiet, (*self._members, *self._joining))):
             if worker in self._connected:
@@ -231,11 +240,12 @@ class SimulatedServer:
             return
         self._network.send("heartbeat", worker, ENGINE, partial(self._processes.server.deliver, worker, None))
 
+    @override
     def close(self) -> None:
         self._closed = True
 
 
-class SimulatedClient:
+class SimulatedClient(ControlClient):
     """A worker's end, as ``control.sockets.ControlClient``."""
 
     device, shares_gpu, data_secret, local_address, bind_address = "cpu", False, b"", "host", "host"
@@ -253,6 +263,7 @@ class SimulatedClient:
         if self._waits:
             self._process.task.wake()
 
+    @override
     def send(self, message: ToEngine) -> None:
         if isinstance(message, Failed):
             self._world.tell(f"{self.name} fails: {message.kind}: {message.message}\n{message.traceback}")
@@ -261,6 +272,7 @@ class SimulatedClient:
             arrive: Callable[[], None] = lambda: self._processes.server.deliver(self.name, payload)  # noqa: E731
             self._network.send("control", self.name, ENGINE, arrive)
 
+    @override
     def receive(self, timeout_s: float) -> ToWorker:
         deadline = self._world.now + timeout_s
         while True:
@@ -269,6 +281,7 @@ class SimulatedClient:
             if self._world.now >= deadline:
                 raise DeadlineError(f"{self.name}: no message from the engine within {timeout_s} s")
 
+    @override
     def poll(self, timeout_s: float = 0.0) -> ToWorker | None:
         self._world.pass_time()
         deadline = self._world.now + timeout_s

@@ -9,7 +9,7 @@ import msgspec
 
 from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.arena import OwnArena
-from lamina.transport.base import Fetch, Part, check_doorbell, check_fetch, check_range, deadline_error
+from lamina.transport.base import Arena, Fetch, Part, Peer, check_doorbell, check_fetch, check_range, deadline_error
 from tests.simulation.world import Task, World
 
 SILENCE_S = 10.0  # after which a connection of the data plane counts as lost, as of the TCP transport
@@ -105,7 +105,11 @@ class SimulatedEndpoint:
         assert self._arena is not None
         return self._arena.native
 
-    def adopt(self, arena: OwnArena) -> None:
+    def register(self, nbytes: int, doorbells: int) -> Arena:
+        """Workers share one arena between endpoints: see ``use_arena``."""
+        raise NotImplementedError
+
+    def use_arena(self, arena: OwnArena) -> None:
         """Use this arena."""
         self._arena = arena
 
@@ -130,13 +134,13 @@ class SimulatedEndpoint:
         there._refused.discard(self._number)
         return peer
 
-    def disconnect(self, peer: SimulatedPeer) -> None:
+    def disconnect(self, peer: Peer) -> None:
         """Forget a peer."""
-        self._peers.remove(peer)
+        self._peers.remove(self._known(peer))
 
-    def cut(self, peer: SimulatedPeer) -> None:
+    def disconnect_for_good(self, peer: Peer) -> None:
         """Forget a peer; nothing that it has sent arrives any more."""
-        self._refused.add(peer.endpoint._number)
+        self._refused.add(self._known(peer).endpoint._number)
         self.disconnect(peer)
 
     def lose(self, name: str, reason: str) -> None:
@@ -146,26 +150,26 @@ class SimulatedEndpoint:
                 peer.lost = reason
                 self.task.wake()
 
-    def write(self, peer: SimulatedPeer, offset: int, data: Part) -> None:
+    def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena."""
         content = bytes(memoryview(data))  # type: ignore[arg-type]
         check_range(offset, len(content), peer.nbytes)
-        self._send(peer, lambda: peer.endpoint.native.write(offset, content))
+        there = self._known(peer).endpoint
+        self._send(peer, lambda: there.native.write(offset, content))
 
-    def ring(self, peer: SimulatedPeer, doorbell: int, sequence: int) -> None:
+    def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell."""
         check_doorbell(doorbell, peer.doorbells)
-        self._send(peer, lambda: peer.endpoint._ring(doorbell, sequence))
+        there = self._known(peer).endpoint
+        self._send(peer, lambda: there._ring(doorbell, sequence))
 
-    def post(
-        self, peer: SimulatedPeer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int
-    ) -> None:
+    def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Write the parts one after another, then ring."""
         content = b"".join(memoryview(part).tobytes() for part in parts)  # type: ignore[arg-type]
         if len(content) > nbytes:
             raise ValueError(f"a message of {len(content)} bytes does not fit into {nbytes} bytes")
         check_range(offset, nbytes, peer.nbytes)
-        there = peer.endpoint
+        there = self._known(peer).endpoint
 
         def arrive() -> None:
             there.native.write(offset, content)
@@ -173,9 +177,9 @@ class SimulatedEndpoint:
 
         self._send(peer, arrive)
 
-    def fetch(self, peer: SimulatedPeer, fetch: Fetch) -> None:
+    def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into the own one, then ring one's own doorbell."""
-        there, network = peer.endpoint, self._network
+        there, network = self._known(peer).endpoint, self._network
         check_fetch(fetch, peer, self.native)
         self._require_connected(peer)
 
@@ -227,17 +231,20 @@ class SimulatedEndpoint:
             if other is not self and not other.is_closed:
                 self._network.send("data", self.name, other.name, functools.partial(other.lose, self.name, reason))
 
-    def _require_connected(self, peer: SimulatedPeer) -> None:
-        if peer not in self._peers:
+    def _known(self, peer: Peer) -> SimulatedPeer:
+        if not isinstance(peer, SimulatedPeer) or peer not in self._peers:
             raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
-        if peer.lost:
-            raise PeerLostError(peer.name, peer.lost)
+        return peer
 
-    def _send(self, peer: SimulatedPeer, action: Callable[[], None]) -> None:
+    def _require_connected(self, peer: Peer) -> None:
+        if reason := self._known(peer).lost:
+            raise PeerLostError(peer.name, reason)
+
+    def _send(self, peer: Peer, action: Callable[[], None]) -> None:
         self._require_connected(peer)
         if self.task.dead:
             return
-        there = peer.endpoint
+        there = self._known(peer).endpoint
 
         def arrive() -> None:
             if not there.is_closed and self._number not in there._refused:
