@@ -48,6 +48,7 @@ def main() -> None:
 
 
 async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:
+    tokenizer.chat_settings = bootstrap.chat
     engine = await RemoteEngine.connect(bootstrap, tokenizer)
     config = ServerConfig(**bootstrap.server)  # type: ignore[arg-type]
     alive = asyncio.create_task(_say_alive())

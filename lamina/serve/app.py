@@ -14,26 +14,16 @@ from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import admin, http_errors, pages
-from lamina.serve.answers import chat_choice, completion_choice
 from lamina.serve.fields import IgnoredLog
 from lamina.serve.gate import Gate
-from lamina.serve.generation import AnswerFormat, respond
+from lamina.serve.generation import respond
 from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
+from lamina.serve.openai_answers import ChatWriter, CompletionWriter
 from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
 from lamina.serve.placement import placement_of
 from lamina.serve.request_log import RequestLog
 from lamina.serve.requests import read_chat, read_completion, require_model
-
-COMPLETION = AnswerFormat("text_completion", "text_completion", "cmpl", completion_choice, completion_choice, None)
-CHAT = AnswerFormat(
-    "chat.completion",
-    "chat.completion.chunk",
-    "chatcmpl",
-    lambda piece: chat_choice(piece, "message"),
-    lambda piece: chat_choice(piece, "delta"),
-    {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
-)
 
 
 def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig = DEFAULTS) -> ASGIApp:
@@ -68,14 +58,14 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
         """Continue one or several prompts."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, COMPLETION, wanted)
+        return await respond(request, engine, metrics.traffic, CompletionWriter, wanted)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, CHAT, wanted)
+        return await respond(request, engine, metrics.traffic, ChatWriter, wanted)
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
