@@ -71,7 +71,7 @@ class Growth:
         lane.grown.append(new)
         return True
 
-    def leave(self, lane: Lane, worker: str) -> None:
+    def move_growth_off(self, lane: Lane, worker: str) -> None:
         """Let the sequences of this lane that would grow on a worker go on elsewhere, as far as others have room."""
         if worker in lane.decoding.workers:
             self._spread(lane, worker, len(lane.decoding.on(worker)))

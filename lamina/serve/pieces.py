@@ -18,6 +18,7 @@ class Piece:
     """The new part of one choice since its previous piece.
 
     Attributes:
+        stop_reason: the stop string or stop token that has ended the choice.
         text_offsets: where each token with logprobs begins in the text of the choice.
     """
 
@@ -26,6 +27,7 @@ class Piece:
     logprobs: list[list[Logprob]] | None
     text_offsets: list[int]
     finish_reason: str | None
+    stop_reason: str | int | None = None
 
 
 class Sent:
@@ -63,7 +65,7 @@ class Sent:
                         self._offsets[choice] += len(position.text)
                 if text or logprobs or (ends and last):
                     reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
-                    yield Piece(choice, text, logprobs, offsets, reason)
+                    yield Piece(choice, text, logprobs, offsets, reason, completion.stop_reason if last else None)
                 prefix = ""
             if ends:
                 self._ended.add(choice)

@@ -71,11 +71,18 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
 
 
 def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
-    """Translate the body of a chat request. Raises APIError, RequestError.
+    """Translate the body of a chat request. Raises APIError, RequestError."""
+    return chat_generation(engine, parse(ChatBody, raw))
+
+
+def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> GenerationRequest:
+    """Translate a chat request. Raises APIError, RequestError.
 
     Without a limit, and if the model has no default, an answer may take the rest of the context.
+
+    Args:
+        clamped: A limit beyond the context means the rest of it, and is no error.
     """
-    body = parse(ChatBody, raw)
     require_model(engine, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -101,7 +108,7 @@ def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
     params = _sampling_params(body, defaults, api_names, calls, **given)
     parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
     prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
-    return replace(_generation(body, engine, [prompt], params), make_parser=form.parser(text, parser))
+    return replace(_generation(body, engine, [prompt], params, clamped=clamped), make_parser=form.parser(text, parser))
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -143,12 +150,19 @@ def require_model(engine: Runtime, name: str | None) -> None:
 
 
 def _generation(
-    body: Body, engine: Runtime, prompts: Sequence[list[int]], params: SamplingParams, echo: Sequence[str] = ()
+    body: Body,
+    engine: Runtime,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    echo: Sequence[str] = (),
+    clamped: bool = False,
 ) -> GenerationRequest:
-    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together."""
+    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``."""
     name, limit = _limit(body)
     longest, context = max(map(len, prompts)), engine.max_model_len
-    if limit is not None and 0 < context - longest < limit:  # a prompt that leaves no room at all is refused as such
+    if (
+        limit is not None and not clamped and 0 < context - longest < limit
+    ):  # a prompt that leaves no room at all is refused as such
         raise APIError(
             400,
             f"{name} is {limit}, but the prompt has {longest} tokens, which leave room for {context - longest} "

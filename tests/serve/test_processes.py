@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lamina.config.server_config import ServerConfig
 from lamina.control.agent_messages import Serving
 from lamina.core.errors import EngineDeadError
 from lamina.engine.frontends import Frontends
@@ -56,7 +57,10 @@ def test_frontends_are_not_replaced_once_the_engine_has_stopped_for_good(tmp_pat
         served.append(httpx.get(f"{url(listener)}/v1/models").status_code)
         ending.start()
 
-    with bind("127.0.0.1", 0) as listener, FrontendProcesses(1, find(None, weights=False).path, listener) as processes:
+    with (
+        bind("127.0.0.1", 0) as listener,
+        FrontendProcesses(ServerConfig(), find(None, weights=False).path, listener) as processes,
+    ):
         with pytest.raises(EngineDeadError, match="the engine has stopped: a worker hangs"):
             processes.serve(owner, on_ready)
         assert processes.names() == [] and served == [200]

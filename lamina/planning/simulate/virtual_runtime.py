@@ -207,13 +207,13 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
         try:
-            self._scheduler.check(prompt, params)  # before making its tokens, which may exceed the memory
+            self._scheduler.validate_request(prompt, params)  # before making its tokens, which may exceed the memory
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
         request = Request(str(index), None, self._prompt(index, prompt), params)
         begun = self._clock()
-        group = self._scheduler.add(request)
+        group = self._scheduler.submit(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
         completion.generated = _Drawn(self._log, index, self._answer(index))
@@ -268,7 +268,7 @@ class Simulation:
                 owners = list(drawn.values())
                 for place in ended:
                     group, completion = owners[place]
-                    self._scheduler.finish(group, completion)
+                    self._scheduler.end_completion(group, completion)
                     index = int(group.request.request_id)
                     self._live.remove(index)
                     self._log.end(index, State.FINISHED, now)
