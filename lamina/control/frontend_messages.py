@@ -45,6 +45,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
         sampling_defaults: parameters of requests that give none.
         chat: what the settings say about chats.
         seed: from which those of requests without one are drawn.
+        server: settings of ``ServerConfig``, as plain values.
     """
 
     name: str
@@ -58,6 +59,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     seed: int = 0
     model_aliases: tuple[str, ...] = ()
     chat: ChatSettings = ChatSettings()
+    server: dict[str, str | int | bool | None] = {}
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

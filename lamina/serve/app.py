@@ -5,14 +5,17 @@ import functools
 import time
 
 from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import lamina
+from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve import admin, http_errors, pages, token_routes
 from lamina.serve.fields import IgnoredLog
+from lamina.serve.gate import Gate
 from lamina.serve.generation import respond
 from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
@@ -31,13 +34,28 @@ from lamina.serve.requests import read_chat, read_completion, require_model
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesWriter, read_response
 
 
-def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
-    """Build the application. The caller closes ``engine``. ``owner``: the process that SIGTERM stops the server in, for
-    ``POST /admin/stop``; None: it cannot be stopped so."""
+def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig = DEFAULTS) -> ASGIApp:
+    """Build the application.
+
+    Args:
+        engine: What answers; the caller closes it.
+        owner: The process that SIGTERM stops the server in, for ``POST /admin/stop``; None: it cannot be stopped so.
+        config: Keys, limits and origins.
+    """
     # No docs pages: they load from a CDN.
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
     http_errors.install(app)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
+    app.add_middleware(Gate, config=config)
+    if config.allowed_origins is not None:  # outside the gate: browsers ask first, without a key
+        origins = [origin.strip() for origin in config.allowed_origins.split(",")]
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     started = int(time.time())
     intake = Intake()
     ignored = IgnoredLog()
@@ -122,7 +140,7 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
     token_routes.install(app, engine, intake)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
-    return RequestLog(app)  # around all else, so that it also sees answers to unexpected errors
+    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
 
 
 def _model(engine: Runtime, name: str, created: int) -> dict[str, object]:
