@@ -22,7 +22,15 @@ if TYPE_CHECKING:
         UserError,
         WorkerError,
     )
-    from lamina.core.types import CompletionOutput, FinishReason, Logprob, RequestOutput, SamplingParams, Segment
+    from lamina.core.types import (
+        CompletionOutput,
+        FinishReason,
+        Logprob,
+        RequestOutput,
+        SamplingParams,
+        Segment,
+        StructuredOutputs,
+    )
     from lamina.sdk import Lamina
 
 __all__ = [
@@ -43,13 +51,22 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Segment",
+    "StructuredOutputs",
     "TransportError",
     "UnsupportedModelError",
     "UserError",
     "WorkerError",
 ]
 
-_TYPES = {"CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "SamplingParams", "Segment"}
+_TYPES = {
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "Segment",
+    "StructuredOutputs",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,6 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.runtime.control import scripted
+from lamina.config.server_config import ServerConfig
 from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import FrontendBootstrap, Hello, Resume, Submit, packed
 from lamina.core.types import NOBODY, SamplingParams
@@ -157,7 +158,7 @@ def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: flo
     sequences = streams + slow
     with (
         bind("127.0.0.1", 0) as listener,
-        FrontendProcesses(frontends, find(None).path, listener) as processes,
+        FrontendProcesses(ServerConfig(frontends=frontends), find(None).path, listener) as processes,
         scripted((1, 1), sequences, 2 * sequences * TOKENS, step_s) as (engine, _),
     ):
         port = listener.getsockname()[1]

@@ -7,7 +7,7 @@ import torch
 
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.division import divide
-from lamina.compute.model_files import locate
+from lamina.compute.model_files import Tell, locate
 from lamina.compute.preparation import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, LoadProgress, ModelLoaded
@@ -18,8 +18,19 @@ from lamina.core.types import Quantization
 from lamina.models import directory, tensors
 from lamina.models.directory import ModelDirectory, checkpoint_digest
 from lamina.models.quantisation.codes import Weight
+from lamina.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+
+def load_tokenizer(control: ControlClient, setup: ComputeSetup) -> Tokenizer:
+    """Return the model's tokenizer. Raises ModelError."""
+    return Tokenizer(_find(control, setup, lambda stage, done, total: None))
+
+
+def _find(control: ControlClient, setup: ComputeSetup, tell: Tell) -> ModelDirectory:
+    weights = setup.load_format != "dummy"
+    return directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
 
 
 def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums) -> tuple[Runner, HeadShards]:
@@ -32,8 +43,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     def tell(stage: str, done: int, total: int) -> None:
         control.send(LoadProgress(stage, done, total))
 
-    weights = setup.load_format != "dummy"
-    place = directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
+    place = _find(control, setup, tell)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
     shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lamina.compute.constraints import Constraint, forbid
 from lamina.compute.drawing import draw
 from lamina.control.logprobs import pack, pack_rows
 from lamina.control.messages import Draw
@@ -40,6 +41,7 @@ class Row:
         eos_token_ids: not drawn before ``min_tokens``, like ``params.stop_token_ids``.
         prompt: token ids, read only if ``repetition_penalty`` is on.
         output: token ids drawn so far, read only if a penalty is on.
+        constraint: the state of the grammar that the sequence must match, after its last token.
     """
 
     sequence: int
@@ -50,6 +52,7 @@ class Row:
     eos_token_ids: Sequence[int] = ()
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
+    constraint: Constraint | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
@@ -74,6 +77,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
         draw(scores, places, peaks, least, temperature, keys, drawn)
         tokens[places] = drawn
     ids = tokens.tolist()
+    for r, row in enumerate(rows):
+        if row.generated < len(row.params.forced_token_ids):
+            ids[r] = row.params.forced_token_ids[row.generated]
     logprobs = _logprobs(logits, ids, rows) | _continuations(logits, rows)
     return [
         Draw(row.sequence, token, logprobs.get(r, b"")) for r, (row, token) in enumerate(zip(rows, ids, strict=True))
@@ -95,10 +101,11 @@ def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Penalties and minimum length, in a float32 copy; ``logits`` themselves if no row has either."""
+    """Penalties, minimum length and grammars, in a float32 copy; ``logits`` themselves if no row has any."""
     penalized = [r for r, row in enumerate(rows) if row.params.penalizes]
     too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
-    if not penalized and not too_short:
+    grammars = {r: row.constraint for r, row in enumerate(rows) if row.constraint is not None}
+    if not penalized and not too_short and not grammars:
         return logits
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if penalized:
@@ -107,6 +114,8 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     for r in too_short:
         ends = {*rows[r].eos_token_ids, *rows[r].params.stop_token_ids}
         scores[r, [token for token in ends if token < vocabulary]] = -math.inf
+    if grammars:
+        forbid(scores, [*grammars], [*grammars.values()])
     return scores
 
 

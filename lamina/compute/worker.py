@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
+from lamina.compute.constraints import Constraint, Grammars
 from lamina.compute.device import make
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.exchange import StepExchange
-from lamina.compute.loading import load
+from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
 from lamina.compute.quick_start import once_set_up
@@ -81,6 +82,7 @@ class SequenceCopy:
     sequence: int
     index: int
     generated: list[int] = field(default_factory=list)
+    constraint: Constraint | None = None
 
     def row(self, position: int, eos_token_ids: list[int]) -> Row:
         """Return the sampler's view of the token to draw for ``position``."""
@@ -93,7 +95,17 @@ class SequenceCopy:
             eos_token_ids=eos_token_ids,
             prompt=self.admission.prompt,
             output=self.generated,
+            constraint=self.constraint,
         )
+
+    def follow(self, grammars: Grammars, vocabulary: int) -> None:
+        """Bring the state of the grammar, if the sequence has one, to after its last token."""
+        wanted = self.admission.params.structured_outputs
+        if wanted is None:
+            return
+        if self.constraint is None:
+            self.constraint = grammars.begin(wanted, vocabulary)
+        self.constraint.advance(self.generated)
 
 
 @dataclass
@@ -145,6 +157,7 @@ class ComputeWorker:
         epoch: Epoch,
         slots: Slots,
         unread: collections.deque[ToWorker],
+        grammars: Grammars,
         memory: LocalMemory | None = None,
         order: SliceOrder | None = None,
     ) -> None:
@@ -164,6 +177,7 @@ class ComputeWorker:
         self._links = links
         self._newcomers = Newcomers(control, links)
         self._slots = slots
+        self._grammars = grammars
         self._memory = memory
         self._order, self._unread = order, unread
         self._overlap = setup.overlap
@@ -417,7 +431,8 @@ class ComputeWorker:
         for segment in plan.grown:
             self._segments[segment.sequence] = grown(self._segments[segment.sequence], segment)
         for sequence, tokens in plan.histories.items():
-            self._sequences[sequence].generated = list(tokens)
+            copy = self._sequences[sequence]
+            copy.generated, copy.constraint = list(tokens), None
         if not plan.sequences:
             self._lanes[plan.lane].workspace = Workspace(0)  # an empty lane needs no memory
             if self._replica.begins(plan):
@@ -464,6 +479,8 @@ class ComputeWorker:
         rows: list[Row] = []
         which: list[int] = []
         for number, step in enumerate(step for step in plan.sequences if step.draws):
+            for sequence in step.draws:
+                self._sequences[sequence].follow(self._grammars, logits.shape[1])
             rows += [self._sequences[sequence].row(step.stop, self._eos_token_ids) for sequence in step.draws]
             which += [number] * len(step.draws)
         logits = logits if len(which) == len(logits) else logits[which]
@@ -516,6 +533,7 @@ def build(
     ranks.connect(links, among_ranks, own)
     order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
     mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
+    grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
     worker = ComputeWorker(
         control,
         setup,
@@ -528,6 +546,7 @@ def build(
         connect.epoch,
         slots,
         among_ranks.unread,
+        grammars,
         memory,
         order,
     )

@@ -109,7 +109,7 @@ class LogitsError(LaminaError):
     def __init__(self, rows: list[int]) -> None:
         super().__init__(
             f"logits are NaN or infinite in rows {rows}: the checkpoint is broken, float16 overflows (run it in "
-            "bfloat16 or float32), or min_tokens and stop_token_ids rule out every token"
+            "bfloat16 or float32), or min_tokens, stop_token_ids or the grammar rule out every token"
         )
         self.rows = rows
 

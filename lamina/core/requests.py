@@ -234,8 +234,8 @@ class Group:
     @property
     def histories(self) -> dict[int, list[int]]:
         """By sequence, the tokens that a replica needs to draw with penalties: all but the last, which the next step
-        runs. Empty without penalties."""
-        if not self.request.params.penalizes:
+        runs. Empty if draws do not depend on them."""
+        if not self.request.params.reads_history:
             return {}
         return {completion.sequence: completion.generated[:-1] for completion in self.alive}
 

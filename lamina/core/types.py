@@ -5,8 +5,9 @@ D head size of q and k, Dv head size of v.
 """
 
 import enum
+import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -64,6 +65,25 @@ Partition = Literal["auto", "request", "head", "token"]
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
 """How a user names what weights of linear layers become when they are loaded: none leaves them as they are."""
+
+ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3"]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral"]
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What the settings say about chats.
+
+    Attributes:
+        template: The text of a Jinja template in place of the model's; None: the model's.
+        tool_call_parser: Form of tool calls in answers; auto: by the template.
+        reasoning_parser: Form of reasoning in answers; auto: by the template.
+    """
+
+    template: str | None = None
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
+
 
 LoadFormat = Literal["auto", "dummy"]
 GenerationConfig = Literal["auto", "none"]
@@ -175,6 +195,61 @@ def _is_unicode(text: str) -> bool:
     return not any("\ud800" <= character <= "\udfff" for character in text)  # a lone surrogate cannot be encoded
 
 
+MAX_CHOICES = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an answer must match: exactly one of these.
+
+    Args:
+        json: JSON schema, as text, as an object or as a pydantic model.
+        regex: regular expression, in the syntax of Rust's regex crate.
+        choice: texts, of which the answer is one.
+        grammar: in Lark's syntax, or in llama.cpp's (GBNF).
+        json_object: any JSON object.
+
+    Raises:
+        ValueError: none or several of them, or one of the wrong type. Whether it can be compiled is found when a
+            request is submitted.
+    """
+
+    json: Any = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] if self.json_object else []
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise ValueError(
+                f"structured_outputs has {found} of json, regex, choice, grammar and json_object; give one"
+            )
+        schema = {"type": "object"} if self.json_object else self.json
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise ValueError(f"structured_outputs.json is not JSON: {error}") from None
+        if schema is not None:
+            object.__setattr__(self, "json", json.dumps(schema))
+            object.__setattr__(self, "json_object", None)
+        for name in ("regex", "grammar"):
+            if not isinstance(value := getattr(self, name), str | None) or value == "":
+                raise ValueError(f"structured_outputs.{name} is {_shown(value)}; give a text")
+        if (choice := self.choice) is not None:
+            if isinstance(choice, str) or not isinstance(choice, Sequence) or not 1 <= len(choice) <= MAX_CHOICES:
+                raise ValueError(f"structured_outputs.choice is {_shown(choice)}; give 1 to {MAX_CHOICES} texts")
+            if not all(isinstance(text, str) and text for text in choice):
+                raise ValueError(f"structured_outputs.choice is {_shown(choice)}; give texts that are not empty")
+            object.__setattr__(self, "choice", tuple(choice))
+
+
 def require_in_range(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is one that the numeric field ``name`` of ``SamplingParams`` may have."""
     _require(name, value, *SAMPLING_RANGES[name])
@@ -221,6 +296,8 @@ class SamplingParams:
         length_penalty: in [-10, 10]: a beam's score is the sum of its log-probabilities over its length to this power.
         early_stopping: whether to stop once ``n`` beams have ended. False: no; once no beam is likely to become better
             than these. "never": only once none can.
+        forced_token_ids: tokens that a completion begins with, whatever their probabilities, which ``logprobs`` report.
+        structured_outputs: what an answer must match. It ends where nothing may follow, or at ``max_tokens``.
 
     Raises:
         ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
@@ -254,6 +331,8 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    structured_outputs: StructuredOutputs | None = None
+    forced_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -287,7 +366,35 @@ class SamplingParams:
         for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {_shown(value)}; give true or false")
+        self._check_forced_tokens()
+        self._check_structured_outputs()
         self._check_beam_search()
+
+    def _check_forced_tokens(self) -> None:
+        for token in self.forced_token_ids:
+            _require("forced_token_ids", token, 0, 2**31 - 1)
+        count = len(self.forced_token_ids)
+        if self.max_tokens is not None and count > self.max_tokens:
+            raise ValueError(f"forced_token_ids has {count} tokens; max_tokens is {self.max_tokens}")
+
+    def _check_structured_outputs(self) -> None:
+        given = self.structured_outputs
+        if given is None:
+            return
+        if isinstance(given, Mapping):
+            try:
+                object.__setattr__(self, "structured_outputs", StructuredOutputs(**given))
+            except TypeError:
+                names = ", ".join(StructuredOutputs.__dataclass_fields__)
+                raise ValueError(f"structured_outputs has the fields {', '.join(given)}; give one of {names}") from None
+        elif not isinstance(given, StructuredOutputs):
+            raise ValueError(f"structured_outputs is {_shown(given)}; give an object such as {{'regex': '[0-9]+'}}")
+        if self.forced_token_ids:
+            raise ValueError("forced_token_ids has tokens; leave them out beside structured_outputs")
+        if self.min_tokens:
+            raise ValueError(
+                f"min_tokens is {self.min_tokens}; leave it out beside structured_outputs, which say the end"
+            )
 
     def _check_beam_search(self) -> None:
         """Refuse what has no effect beside beam search, or without it."""
@@ -308,6 +415,8 @@ class SamplingParams:
             "repetition_penalty": (1.0,),
             "stop": ([],),
             "logprobs": (None,),
+            "structured_outputs": (None,),
+            "forced_token_ids": ([],),
         }
         for name, neutral in unused.items():
             if (value := getattr(self, name)) not in neutral:
@@ -317,6 +426,11 @@ class SamplingParams:
     def penalizes(self) -> bool:
         """True if earlier tokens, generated or of the prompt, change the probabilities of the next one."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def reads_history(self) -> bool:
+        """True if what may be drawn depends on the tokens generated before."""
+        return self.penalizes or self.structured_outputs is not None
 
     @staticmethod
     def _require_few(name: str, values: Any, most: int, what: str) -> None:

@@ -53,6 +53,7 @@ from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import TokenUpdate
 from lamina.text.defaults import Defaults
+from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, encode_prompt
 from lamina.text.tokenizer import Tokenizer
 
@@ -148,9 +149,11 @@ class RemoteEngine:
         """Queue several requests atomically, as ``Engine.submit_all`` does."""
         asked, prompts, seeds = [], [], []
         for one in submissions:
+            require_grammar(one.params, self.tokenizer.eos_token_ids)
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = self._tokens(one.prompt)
             check_tokens(tokens, self.vocab_size, self.tokenizer)
+            check_tokens(one.params.forced_token_ids, self.vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)

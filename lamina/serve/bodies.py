@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from lamina.serve.fields import (
 )
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import cut_fields, decode_field, decode_plain
+from lamina.serve.tools import ToolChoice, decode_tools
 from lamina.text.prompts import Prompt
 
 MOST_BYTES_BESIDES = 64 * 1024
@@ -36,6 +37,22 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    """A JSON schema that an answer must match. ``name`` and ``strict`` have no effect: every answer matches."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """What an answer is: any text, any JSON object, or JSON that matches a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -57,6 +74,11 @@ class Body(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     sampling: dict[str, Any] = {}
     ignored: list[str] = []
 
@@ -78,9 +100,17 @@ class ChatBody(Body, kw_only=True):
 
     unsupported = UNSUPPORTED_CHAT
     required = "messages"
-    large: ClassVar = {"messages": decode_messages}
+    large: ClassVar = {"messages": decode_messages, "tools": decode_tools}
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

@@ -20,7 +20,7 @@ MOST_LOGGED = 256
 SAMPLING: dict[str, Any] = {
     name: kind | None
     for name, kind in get_type_hints(SamplingParams).items()
-    if name not in ("max_tokens", "logprobs")  # the endpoints differ in them
+    if name not in ("max_tokens", "logprobs", "forced_token_ids")  # the endpoints differ in them
 }
 """Type of each sampling field in JSON."""
 
@@ -40,7 +40,6 @@ WITHOUT_EFFECT = frozenset(
 
 _EITHER: dict[str, Sequence[Any]] = {
     "logit_bias": ({},),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "bad_words": ([],),
     "allowed_token_ids": (),
@@ -48,11 +47,6 @@ _EITHER: dict[str, Sequence[Any]] = {
     "truncation_side": (),
     "prompt_logprobs": (),
     "logits_processors": ([],),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "grammar": (),  # llama.cpp's
@@ -68,30 +62,34 @@ _EITHER: dict[str, Sequence[Any]] = {
     "best_of": (1,),
     "suffix": ("",),
     "prompt_embeds": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "moderation": (),
-    "reasoning_effort": (),
     "thinking_token_budget": (),
-    "include_reasoning": (True,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
-UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (True,)}
+_CHAT: dict[str, Sequence[Any]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
+}
+"""Fields of chats, as completions may have them."""
+
+UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | _CHAT | {"add_special_tokens": (True,)}
 UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (False,), "echo": (False,)}
 
 

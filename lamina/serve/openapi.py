@@ -1,8 +1,8 @@
 """Builds the OpenAPI description of the HTTP interface, served at /openapi.json.
 
 Bodies are described by what parses and checks them: the types of ``bodies``, the lists of ``fields`` and the ranges of
-``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory, and
-one that does not is rejected.
+``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory or
+names a grammar that cannot be compiled, and one that does not is rejected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from lamina.core.types import (
+    MAX_CHOICES,
     MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
     MAX_STOP_STRINGS,
@@ -25,6 +26,11 @@ from lamina.schedule.waiting import MAX_WAITING
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
 from lamina.serve.chat_messages import MOST_MESSAGES
 from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT
+from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
+from lamina.serve.requests import GUIDED
+from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
+from lamina.serve.token_routes import DETOKENIZE_PATH, TOKENIZE_PATH, DetokenizeBody, TokenizeBody
+from lamina.serve.tools import MOST_TOOLS
 from lamina.text.chat_template import MAY_LACK_CONTENT
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
@@ -39,6 +45,7 @@ _ERRORS = {
     408: "The body arrived too slowly.",
     413: "The body is too large.",
     429: "Too many requests are in progress; Retry-After says when to try again.",
+    501: "The model cannot do that.",
     503: "The engine has stopped, or could not finish the request.",
 }
 _ERROR_SCHEMA = {
@@ -66,6 +73,19 @@ def _range(name: str) -> Schema:
 
 
 _STOP = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+_STRUCTURED: Mapping[str, Schema] = {
+    "json": {"type": ["object", "string", "boolean"]},
+    "regex": {"type": "string", "minLength": 1},
+    "choice": {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
+    "grammar": {"type": "string", "minLength": 1},
+    "json_object": {"const": True},
+}
+
+
+def _only(name: str) -> Schema:
+    return {"type": "object", "required": [name], "properties": {name: _STRUCTURED[name]}, "maxProperties": 1}
+
+
 _BOUNDS: Mapping[str, Schema] = {
     **{name: _range(name) for name in SAMPLING_RANGES},
     "max_completion_tokens": _range("max_tokens"),
@@ -78,8 +98,33 @@ _BOUNDS: Mapping[str, Schema] = {
         "maxItems": MAX_STOP_TOKEN_IDS,
     },
     "early_stopping": {"enum": [True, False, "never", None]},
+    "structured_outputs": {"anyOf": [{"type": "null"}, *map(_only, _STRUCTURED)]},
+    "guided_regex": {"minLength": 1},
+    "guided_choice": {"items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
+    "guided_grammar": {"minLength": 1},
+    "response_format": {
+        "anyOf": [
+            {"type": "null"},
+            {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["text", "json_object"]}}},
+            {
+                "type": "object",
+                "required": ["type", "json_schema"],
+                "properties": {
+                    "type": {"const": "json_schema"},
+                    "json_schema": {
+                        "type": "object",
+                        "required": ["schema"],
+                        "properties": {"schema": {"type": ["object", "boolean"]}},
+                    },
+                },
+            },
+        ]
+    },
 }
 """What the types of fields do not say."""
+
+_WHOLE = ("stop", "early_stopping", "structured_outputs", "response_format")
+"""Fields whose types say nothing that their bounds do not say."""
 
 _TEXT_PART = {
     "type": "object",
@@ -87,6 +132,23 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 _CONTENT = [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
 _TOOL_CALL = {
     "type": "object",
     "required": ["function"],
@@ -129,6 +191,16 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
             operation = schema["paths"][path]["post"]
             operation["requestBody"] = {"required": True, "content": content}
             operation["responses"]["200"] = _ANSWER
+        for path, required, names in (
+            (RESPONSES_PATH, ["input"], ResponsesBody.__struct_fields__),
+            (MESSAGES_PATH, ["messages", "max_tokens"], MessagesBody.__struct_fields__),
+            (COUNT_PATH, ["messages"], MessagesBody.__struct_fields__),
+            (TOKENIZE_PATH, [], TokenizeBody.__struct_fields__),
+            (DETOKENIZE_PATH, ["tokens"], DetokenizeBody.__struct_fields__),
+        ):
+            body: Schema = {"type": "object", "required": required, "properties": {name: {} for name in names}}
+            content = {"application/json": {"schema": body}}
+            schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         metrics = schema["paths"]["/metrics"]["get"]["responses"]["200"]
         metrics["content"] = {CONTENT_TYPE: {"schema": {"type": "string"}}}
         for path, methods in schema["paths"].items():
@@ -156,18 +228,20 @@ _ANSWER = {
 
 def body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
     """Return the JSON schema of a body, and those that it refers to by name."""
-    types = field_types(kind)
+    types = {name: hint for name, hint in field_types(kind).items() if name not in _WHOLE}
     found, parts = msgspec.json.schema_components(types.values(), ref_template="#/components/schemas/{name}")
     properties: Schema = {
         name: schema | ({} if bool in getattr(hint, "__args__", ()) else _BOUNDS.get(name, {}))
         for (name, hint), schema in zip(types.items(), found, strict=True)
     }
-    properties |= {name: _BOUNDS[name] for name in ("stop", "early_stopping")}
+    properties |= {name: _BOUNDS[name] for name in _WHOLE}
     properties["model"] = {"enum": [engine.model_name, *engine.model_aliases, None]}
     for name, neutral in kind.unsupported.items():
         properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
     for name in sorted(WITHOUT_EFFECT):
         properties[name] = {"description": "Has no effect."}
+    if "tools" in kind.large:
+        properties["tools"] = {"anyOf": [{"type": "array", "items": _TOOL, "maxItems": MOST_TOOLS}, {"type": "null"}]}
     properties[kind.required] = _prompt(engine) if kind is CompletionBody else _messages()
     together = [{"anyOf": branches} for branches in _TOGETHER[kind]]
     return {"type": "object", "required": [kind.required], "properties": properties, "allOf": together}, parts
@@ -196,6 +270,11 @@ def _left_out(**neutral: Sequence[Any]) -> Schema:
 
 
 _STREAM = [_given("stream", True), _left_out(stream_options=())]
+_MATCH: Mapping[str, Sequence[Any]] = {
+    "structured_outputs": (),
+    "response_format": ({"type": "text"},),
+    **dict.fromkeys(GUIDED, ()),
+}
 _BEAMS = [
     _left_out(use_beam_search=[False], length_penalty=[1], early_stopping=[False]),
     {
@@ -213,26 +292,39 @@ _BEAMS = [
                 frequency_penalty=[0],
                 repetition_penalty=[1],
                 logprobs=[False],
+                **_MATCH,
             )["properties"],
         },
     },
 ]
+_ONE_MATCH = [_left_out(**{name: neutral for name, neutral in _MATCH.items() if name != kept}) for kept in _MATCH]
+_ENDS = [_left_out(min_tokens=[0]), _left_out(**_MATCH)]
+_SCORES = [
+    _left_out(echo=[False]),
+    _left_out(logprobs=()),
+    _left_out(presence_penalty=[0], frequency_penalty=[0], **_MATCH),
+]
 _TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
-    CompletionBody: (_STREAM, _BEAMS, [_left_out(echo=[False]), _left_out(logprobs=())]),
-    ChatBody: (_STREAM, _BEAMS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
+    CompletionBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, _SCORES),
+    ChatBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
 }
 """What fields ask of each other: one of each group of alternatives."""
 
 
 def _statuses(path: str) -> list[int]:
     """Return the errors that a path answers with."""
-    if path in (COMPLETIONS_PATH, CHAT_PATH):
+    if path in (COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH):
         return [400, 404, 408, 413, 429, 503]
     return {
         "/health": [503],
         "/metrics": [503],
         "/placement": [503],
         "/v1/models/{name}": [404],
+        TOKENIZE_PATH: [400, 404, 408, 413, 429],
+        DETOKENIZE_PATH: [400, 404, 408, 413, 429],
+        "/v1/embeddings": [501],
+        "/ping": [503],
+        "/load": [503],
         "/admin/scale": [400, 401, 403, 413, 503],
         "/admin/stop": [401, 403, 404],
     }.get(path, [])

@@ -14,9 +14,9 @@ from lamina.cluster.refusals import refusals
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
-from tests.runtime.test_parity import run_all
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import greedy, served
+from tests.support.running import run_all
 from tests.support.sweep import sweep
 
 DRAWN = 3000  # of some 30,000 combinations
@@ -85,7 +85,7 @@ OTHERS: Settings = {
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("llama")
     model = served("llama", layers=2)
     write_prepared(model, folder)
@@ -94,12 +94,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrain
 
 @pytest.mark.parametrize("settings", sweep({**ORDINARY, **OTHERS, **named(pairwise(VALUES))}, ORDINARY))
 def test_what_starts_gives_the_tokens_of_hugging_face(
-    settings: Settings, checkpoint: tuple[Path, PreTrainedModel]
+    settings: Settings, reference: tuple[Path, PreTrainedModel]
 ) -> None:
     """Greedy tokens of one and of two completions, of more requests than decode at once."""
-    folder, reference = checkpoint
+    folder, model = reference
     draw = random.Random(7)
-    prompts = [[draw.randrange(3, reference.config.vocab_size) for _ in range(length)] for length in LENGTHS]
+    prompts = [[draw.randrange(3, model.config.vocab_size) for _ in range(length)] for length in LENGTHS]
     prompts.append(prompts[-2][:30] + prompts[-1])  # begins like another one
     engine = launch(configured(settings, folder))
     try:
@@ -107,6 +107,6 @@ def test_what_starts_gives_the_tokens_of_hugging_face(
         outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
     finally:
         engine.close()
-    expected = [greedy(reference, prompt, TOKENS) for prompt in prompts]
+    expected = [greedy(model, prompt, TOKENS) for prompt in prompts]
     got = [[part.token_ids for part in output.outputs] for output in outputs]
     assert got == [[one] for one in expected] + [[one] * 2 for one in expected]

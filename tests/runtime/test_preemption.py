@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.core.types import DType, RequestOutput, SamplingParams, StructuredOutputs
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
-from tests.runtime.test_faults import wait_until
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, served
 from tests.support.schedules import client
 from tests.support.sweep import sweep
+from tests.support.waiting import wait_until
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),
@@ -27,6 +27,7 @@ PARAMS = [
     SamplingParams(seed=7, max_tokens=30, frequency_penalty=0.8, logprobs=0, ignore_eos=True),
     SamplingParams(n=2, seed=8, max_tokens=30, stop=["e", "1"], min_tokens=3),
     SamplingParams(n=3, seed=9, max_tokens=30, stop_token_ids=list(range(3, 40)), min_tokens=6, temperature=1.5),
+    SamplingParams(n=2, seed=10, max_tokens=30, structured_outputs=StructuredOutputs(regex="[\u4e03-\u4e20]{20,40}")),
 ]
 SWITCHES: dict[str, dict[str, Any]] = {
     "one replica, two lanes": {"lanes": 2},
@@ -79,14 +80,14 @@ def test_what_is_dropped_and_computed_again_gives_the_same_tokens(model: Path, s
     def drop(update: RequestUpdate) -> None:
         holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
         if holders and chance.random() < 0.1:
-            engine._scheduler.drop(chance.choice(holders))
+            engine._scheduler.preempt(chance.choice(holders))
 
     try:
         undisturbed = generate(engine, PARAMS)
         assert engine.stats().preempted == 0
         disturbed = generate(engine, PARAMS, drop)
         assert engine.stats().preempted >= 5
-        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), 10, "slots stayed in use")
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use", 10)
         assert not any(engine._scheduler.placement.reserved.values())
     finally:
         engine.close()

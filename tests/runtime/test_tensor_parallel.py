@@ -18,10 +18,9 @@ from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingPa
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.lowering import Target
-from tests.runtime.test_parity import run_all
-from tests.runtime.test_survival import assert_same, checkpoint, config, survive, undisturbed  # noqa: F401  # fixtures
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
+from tests.support.running import assert_same, config, run_all, survive
 
 pytestmark = pytest.mark.slow
 TOKENS = 12
@@ -129,8 +128,8 @@ def test_a_lost_rank_costs_its_replica_and_a_lost_memory_worker_a_pause(
     compute: int,
     victim: str,
     settings: dict[str, Any],
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     wanted = config(checkpoint, compute, 2, tensor_parallel=2, **settings)
     assert_same(survive(wanted, [(victim, signal.SIGKILL)], 150), undisturbed)

@@ -1,0 +1,97 @@
+"""Follows the grammars of structured outputs, on the worker that samples: which tokens may come next.
+
+A grammar's state is a function of the tokens so far. It is kept beside each sequence, and made again from the tokens
+after an epoch, a preemption or a handover.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import llguidance
+import numpy as np
+import torch
+from torch import Tensor
+
+from lamina.core.types import StructuredOutputs
+from lamina.text.grammars import compile_grammar
+from lamina.text.tokenizer import Tokenizer
+
+MOST_GRAMMARS = 128
+"""Grammars whose compiled form a worker keeps."""
+
+
+class Constraint:
+    """The state of a grammar after the tokens of one sequence."""
+
+    def __init__(self, matcher: llguidance.LLMatcher) -> None:
+        self.matcher = matcher
+        self._consumed = 0
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Follow the tokens of a sequence, all that it has drawn. Those of an earlier call are its beginning."""
+        for token in tokens[self._consumed :]:
+            if self.matcher.is_stopped():
+                break  # drawn after the end, which the engine discards
+            self.matcher.consume_token(token)
+        self._consumed = len(tokens)
+
+
+class Grammars:
+    """Compiles grammars for one model's tokens, each once."""
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_token_ids: Sequence[int]) -> None:
+        """``load_tokenizer``: called when the first grammar is compiled."""
+        self._load_tokenizer = load_tokenizer
+        self._eos_token_ids = list(eos_token_ids)
+        self._matcher = functools.lru_cache(maxsize=MOST_GRAMMARS)(self._compile)
+
+    def begin(self, wanted: StructuredOutputs, vocabulary: int) -> Constraint:
+        """Return the state before the first token. ``vocabulary``: the width of logits."""
+        return Constraint(self._matcher(wanted, vocabulary).deep_copy())
+
+    def _compile(self, wanted: StructuredOutputs, vocabulary: int) -> llguidance.LLMatcher:
+        return llguidance.LLMatcher(self._tokens(vocabulary), compile_grammar(wanted), log_level=0)
+
+    @functools.cache  # noqa: B019 - one object per process
+    def _tokens(self, vocabulary: int) -> llguidance.LLTokenizer:
+        return llguidance.LLTokenizer(
+            llguidance.TokenizerWrapper(_Tokens(self._load_tokenizer(), vocabulary, self._eos_token_ids)),
+            eos_token=self._eos_token_ids,
+        )
+
+
+class _Tokens:
+    """The tokens of a model as llguidance reads them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocabulary: int, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = eos_token_ids[0]
+        self.bos_token_id = None
+        known = [token for token in range(vocabulary) if tokenizer.token(token) is not None]
+        self.special_token_ids = [token for token in known if token in tokenizer.special_texts]
+        self.tokens = [b""] * vocabulary  # ids that the tokenizer does not know are never allowed
+        for token in known:
+            self.tokens[token] = tokenizer.token_bytes(token)
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text.decode() if isinstance(text, bytes) else text, add_special_tokens=False)
+
+
+def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint]) -> None:
+    """Set the scores [R, V] of tokens that may not come next to -inf, in place, in ``rows``.
+
+    A grammar in which no token may come next, as one that has become too complex, leaves nothing.
+    """
+    width = scores.shape[1]
+    bits = np.zeros((len(rows), -(-width // 32)), dtype=np.int32)
+    matchers = [(constraint.matcher, place) for place, constraint in enumerate(constraints)]
+    _executor().unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(rows))
+    allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=width, bitorder="little").view(np.bool_)
+    forbidden = torch.from_numpy(~allowed).to(scores.device)
+    for place, row in enumerate(rows):
+        scores[row].masked_fill_(forbidden[place], -torch.inf)
+
+
+@functools.cache
+def _executor() -> llguidance.LLExecutor:
+    return llguidance.LLExecutor(num_threads=torch.get_num_threads())

@@ -1,0 +1,138 @@
+"""Answers that must match a JSON schema, a regular expression, choices or a grammar, from the SDK and over HTTP."""
+
+import json
+import random
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from lamina import FinishReason, Lamina, RequestError, SamplingParams, StructuredOutputs
+from lamina.serve.server import make_server
+
+PROMPT = "The answer is"
+
+
+@pytest.fixture(scope="module")
+def lamina() -> Iterator[Lamina]:
+    with Lamina(compute="cpu:1", memory="cpu:2", dtype="float32") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(lamina: Lamina) -> Iterator[openai.OpenAI]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = make_server(lamina.engine, lambda: None)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
+        yield made
+    server.should_exit = server.force_exit = True
+    thread.join(60)
+
+
+def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    """A schema of any of the kinds that applications use, with answers of bounded length."""
+    scalars: list[dict[str, Any]] = [
+        {"type": "integer", "minimum": draw.randint(-99, 0), "maximum": draw.randint(1, 99)},
+        {"type": "number", "minimum": 0, "exclusiveMaximum": draw.randint(1, 9)},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "string", "minLength": 2, "maxLength": draw.randint(2, 9)},
+        {"type": "string", "pattern": "^[a-c]{2}-[0-9]{1,3}$"},
+        {"type": "string", "format": draw.choice(["date", "uuid", "ipv4"])},
+        {"enum": ["x", 1, None, {"a": [1]}]},
+        {"const": "\u00e9\n"},
+        {"type": ["integer", "null"], "maximum": 5},
+    ]
+    if depth == 2 or draw.random() < 0.4:
+        return draw.choice(scalars)
+    kind = draw.choice(["object", "array", "tuple", "anyOf", "allOf", "ref"])
+    parts = [random_schema(draw, depth + 1) for _ in range(draw.randint(1, 3))]
+    if kind == "array":
+        return {"type": "array", "items": parts[0], "minItems": 1, "maxItems": 3}
+    if kind == "tuple":
+        return {"type": "array", "prefixItems": parts, "minItems": len(parts), "items": False}
+    if kind in ("anyOf", "allOf"):
+        bounds = [{"type": "integer", "minimum": 3}, {"type": "integer", "maximum": 7}]
+        return {kind: parts if kind == "anyOf" else bounds}
+    names = ["a", "b c", '"\\'][: len(parts)]
+    whole: dict[str, Any] = {
+        "type": "object",
+        "properties": dict(zip(names, parts, strict=True)),
+        "additionalProperties": False,
+    }
+    whole["required"] = draw.sample(names, draw.randint(0, len(names)))
+    if kind == "ref" and depth == 0:
+        return whole | {"properties": whole["properties"] | {"r": {"$ref": "#/$defs/t"}}, "$defs": {"t": parts[0]}}
+    return whole
+
+
+def test_answers_match_random_schemas(lamina: Lamina) -> None:
+    draw = random.Random(1)
+    schemas = [random_schema(draw) for _ in range(60)]
+    params = [
+        SamplingParams(max_tokens=300, seed=seed, temperature=1.2, structured_outputs=StructuredOutputs(json=schema))
+        for seed, schema in enumerate(schemas)
+    ]
+    ended = 0
+    for schema, output in zip(schemas, lamina.generate([PROMPT] * len(schemas), params, use_tqdm=False), strict=True):
+        assert output.error is None
+        (answer,) = output.outputs
+        if answer.finish_reason is FinishReason.STOP:  # else the answer was cut at max_tokens
+            jsonschema.validate(json.loads(answer.text), schema, format_checker=jsonschema.FormatChecker())
+            ended += 1
+    assert ended > 50
+
+
+def test_each_completion_matches_what_it_must(lamina: Lamina) -> None:
+    wanted = {
+        "regex": (StructuredOutputs(regex="[0-9]{3}-[a-f]{2,9}"), re.compile("[0-9]{3}-[a-f]{2,9}")),
+        "choice": (StructuredOutputs(choice=["yes", 'no"', "\u00fc"]), re.compile('yes|no"|\u00fc')),
+        "lark": (StructuredOutputs(grammar='start: ("a" | "b"){1,5} "c"'), re.compile("[ab]{1,5}c")),
+        "gbnf": (StructuredOutputs(grammar='root ::= "<" [0-9] [0-9]? ">"'), re.compile("<[0-9]{1,2}>")),
+    }
+    params = [SamplingParams(n=4, seed=3, max_tokens=200, structured_outputs=given) for given, _ in wanted.values()]
+    for (_, form), output in zip(wanted.values(), lamina.generate([PROMPT] * 4, params, use_tqdm=False), strict=True):
+        for answer in output.outputs:
+            assert answer.finish_reason is FinishReason.STOP and form.fullmatch(answer.text), answer
+    assert len({answer.text for answer in output.outputs}) > 1
+
+
+def test_what_cannot_be_compiled_is_refused_with_its_place(lamina: Lamina) -> None:
+    schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, {"not": {}}]}}}
+    with pytest.raises(RequestError, match=r"json cannot be compiled at #/properties/a/anyOf/1: .*not"):
+        lamina.generate(PROMPT, {"structured_outputs": {"json": schema}})
+
+
+class Step(BaseModel):
+    explanation: str = Field(max_length=12)
+    value: int = Field(ge=0, le=99)
+
+
+class Answer(BaseModel):
+    kind: Literal["sum", "product"]
+    steps: list[Step] = Field(min_length=1, max_length=2)
+    total: int | None = Field(ge=0, le=99)
+
+
+def test_openai_s_client_parses_answers_into_pydantic(client: openai.OpenAI, lamina: Lamina) -> None:
+    parsed = client.chat.completions.parse(
+        model=lamina.engine.model_name,
+        messages=[{"role": "user", "content": "1 + 2?"}],
+        response_format=Answer,
+        max_tokens=400,
+        seed=1,
+    )
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    (output,) = lamina.generate(
+        PROMPT, SamplingParams(max_tokens=400, structured_outputs=StructuredOutputs(json=Answer))
+    )
+    Answer.model_validate_json(output.outputs[0].text)
