@@ -153,6 +153,7 @@ class RemoteEngine:
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = self._tokens(one.prompt)
             check_tokens(tokens, self.vocab_size, self.tokenizer)
+            check_tokens(one.params.forced_token_ids, self.vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)
