@@ -37,7 +37,7 @@ class EngineConfig:
 
     model: Annotated[
         str | os.PathLike[str] | None,
-        Meaning("Hugging Face model directory. Default: the bundled small model.", group="Model", common=True),
+        Meaning("Hugging Face model directory; the default is the bundled small model.", group="Model", common=True),
     ] = None
     _: KW_ONLY
     served_model_name: Annotated[

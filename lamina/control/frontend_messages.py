@@ -45,6 +45,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
         sampling_defaults: parameters of requests that give none.
         chat: what the settings say about chats.
         seed: from which those of requests without one are drawn.
+        server: settings of ``ServerConfig``, as plain values.
     """
 
     name: str
@@ -58,9 +59,10 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     seed: int = 0
     model_aliases: tuple[str, ...] = ()
     chat: ChatSettings = ChatSettings()
+    server: dict[str, str | int | bool | None] = {}
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class FrontendHello(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine, again and again until ``Welcome`` comes: it is connected."""
 
 
@@ -126,7 +128,7 @@ class Scale(msgspec.Struct, tag=True, frozen=True):
     memory: int | str
 
 
-FromFrontend = Hello | Resume | Submit | Finish | Abort | GetStats | Scale
+FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
@@ -162,7 +164,7 @@ class RequestTokens(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0
 
 
-class Answers(msgspec.Struct, tag=True):
+class AnswerBatch(msgspec.Struct, tag=True):
     """Engine to frontend: what one turn has brought."""
 
     news: list[RequestTokens]

@@ -115,7 +115,7 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
     inbox_keys: list[str] = []
 
 
-class Way(msgspec.Struct, array_like=True, frozen=True):
+class LinkWay(msgspec.Struct, array_like=True, frozen=True):
     """How to reach a peer, and the part of its arena that one may write into."""
 
     transport: Transport
@@ -131,7 +131,7 @@ class Link(msgspec.Struct, tag=True, frozen=True):
     """
 
     round: int
-    peers: dict[str, Way]
+    peers: dict[str, LinkWay]
     workers: int = 2
 
 

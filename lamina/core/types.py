@@ -299,6 +299,7 @@ class SamplingParams:
         length_penalty: in [-10, 10]: a beam's score is the sum of its log-probabilities over its length to this power.
         early_stopping: whether to stop once ``n`` beams have ended. False: no; once no beam is likely to become better
             than these. "never": only once none can.
+        forced_token_ids: tokens that a completion begins with, whatever their probabilities, which ``logprobs`` report.
         structured_outputs: what an answer must match. It ends where nothing may follow, or at ``max_tokens``.
 
     Raises:
@@ -335,6 +336,7 @@ class SamplingParams:
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     structured_outputs: StructuredOutputs | None = None
+    forced_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -368,8 +370,16 @@ class SamplingParams:
         for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {_shown(value)}; give true or false")
+        self._check_forced_tokens()
         self._check_structured_outputs()
         self._check_beam_search()
+
+    def _check_forced_tokens(self) -> None:
+        for token in self.forced_token_ids:
+            _require("forced_token_ids", token, 0, 2**31 - 1)
+        count = len(self.forced_token_ids)
+        if self.max_tokens is not None and count > self.max_tokens:
+            raise ValueError(f"forced_token_ids has {count} tokens; max_tokens is {self.max_tokens}")
 
     def _check_structured_outputs(self) -> None:
         given = self.structured_outputs
@@ -383,6 +393,8 @@ class SamplingParams:
                 raise ValueError(f"structured_outputs has the fields {', '.join(given)}; give one of {names}") from None
         elif not isinstance(given, StructuredOutputs):
             raise ValueError(f"structured_outputs is {_shown(given)}; give an object such as {{'regex': '[0-9]+'}}")
+        if self.forced_token_ids:
+            raise ValueError("forced_token_ids has tokens; leave them out beside structured_outputs")
         if self.min_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}; leave it out beside structured_outputs, which say the end"
@@ -408,6 +420,7 @@ class SamplingParams:
             "stop": ([],),
             "logprobs": (None,),
             "structured_outputs": (None,),
+            "forced_token_ids": ([],),
         }
         for name, neutral in unused.items():
             if (value := getattr(self, name)) not in neutral:

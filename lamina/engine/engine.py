@@ -198,6 +198,7 @@ class Engine:
     ) -> Request:
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
+        check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 

@@ -20,7 +20,7 @@ MOST_LOGGED = 256
 SAMPLING: dict[str, Any] = {
     name: kind | None
     for name, kind in get_type_hints(SamplingParams).items()
-    if name not in ("max_tokens", "logprobs")  # the endpoints differ in them
+    if name not in ("max_tokens", "logprobs", "forced_token_ids")  # the endpoints differ in them
 }
 """Type of each sampling field in JSON."""
 
