@@ -299,8 +299,13 @@ _BEAMS = [
 ]
 _ONE_MATCH = [_left_out(**{name: neutral for name, neutral in _MATCH.items() if name != kept}) for kept in _MATCH]
 _ENDS = [_left_out(min_tokens=[0]), _left_out(**_MATCH)]
+_SCORES = [
+    _left_out(echo=[False]),
+    _left_out(logprobs=()),
+    _left_out(presence_penalty=[0], frequency_penalty=[0], **_MATCH),
+]
 _TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
-    CompletionBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, [_left_out(echo=[False]), _left_out(logprobs=())]),
+    CompletionBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, _SCORES),
     ChatBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
 }
 """What fields ask of each other: one of each group of alternatives."""
