@@ -34,6 +34,25 @@ BUSY = 0.8
 """Share of the time above which a resource counts as busy, or a queue as the bottleneck."""
 
 
+class _Recorded:
+    """The figures of ``_native.TokenTimes`` that a log needs after its run."""
+
+    def __init__(self, first_s: Floats, drawn: Ints, longest_gap_s: Floats, gaps: tuple[Floats, Ints]) -> None:
+        self._figures = first_s, drawn, longest_gap_s, gaps
+
+    def first_s(self) -> Floats:
+        return self._figures[0]
+
+    def drawn(self) -> Ints:
+        return self._figures[1]
+
+    def longest_gap_s(self) -> Floats:
+        return self._figures[2]
+
+    def gaps(self) -> tuple[Floats, Ints]:
+        return self._figures[3]
+
+
 class RequestLog:
     """Records the outcome of every request, by its index among the arrivals, and every time between two tokens."""
 
@@ -42,11 +61,17 @@ class RequestLog:
         self.arrivals = arrivals
         self.end_s: Floats = np.full(count, np.nan)
         self._state: NDArray[np.int8] = np.full(count, -1, np.int8)
-        self._tokens = _native.TokenTimes(arrivals.output.tolist())
+        self._tokens: _native.TokenTimes | _Recorded = _native.TokenTimes(arrivals.output.tolist())
         self.ended = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        tokens = self._tokens
+        recorded = _Recorded(tokens.first_s(), tokens.drawn(), tokens.longest_gap_s(), tokens.gaps())
+        return {**vars(self), "_tokens": recorded}  # a log from another process is complete
 
     def draw(self, now_s: float, requests: Ints) -> list[int]:
         """Record a token for each of ``requests``. Returns the positions in it of those that are now complete."""
+        assert not isinstance(self._tokens, _Recorded)
         return self._tokens.draw(now_s, requests)
 
     @property
