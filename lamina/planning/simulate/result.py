@@ -220,9 +220,25 @@ class Result:
         return float(((ended > middle) & (ended <= last)).sum()) / (last - middle)
 
     @property
+    def growth(self) -> float:
+        """Share of the time by which waits grow, from the third to the last quarter of the arrivals: in a system that
+        gets so many more requests than it serves. About 0 if it serves all; 0 too if all arrive at once."""
+        arrival_s = self.log.arrivals.arrival_s
+        quarter = len(arrival_s) // 4
+        third, last = slice(-2 * quarter, -quarter), slice(-quarter, None)
+        finished = self.log.finished
+        if not quarter or arrival_s[-1] <= arrival_s[0] or not (finished[third].any() and finished[last].any()):
+            return 0.0
+        waits = self.log.first_s - arrival_s + np.nan_to_num(self.log.longest_gap_s)
+        grown = np.nanmean(waits[last]) - np.nanmean(waits[third])
+        return float(grown / (arrival_s[last].mean() - arrival_s[third].mean()))
+
+    @property
     def served_requests_s(self) -> float:
-        """What is sustained, or the rate of all arrivals if that is lower: more came in the second half by chance."""
-        return min(self.sustained_requests_s, self.offered_requests_s or math.inf)
+        """Requests per second that the system serves while others arrive: those that do, less those that only make
+        queues longer."""
+        offered = self.offered_requests_s
+        return offered / (1 + max(0.0, self.growth)) if offered else self.requests_s
 
     @property
     def ttft_s(self) -> Percentiles:

@@ -31,12 +31,9 @@ STEP_UP = 1.25
 TOLERANCE = 0.04
 """The search ends when the lowest rate that does not hold is within this share of the highest that does."""
 
-CONFIDENCE = 2.0
-"""Standard deviations within which chance explains that a queue is longer at the end of a run than in its middle."""
-
-SUSTAINED = 0.94
-"""Share of the offered requests that must finish while the second half arrives, besides what chance explains: with
-fewer, queues grow, which a run of a few minutes does not show in its percentiles."""
+UNSERVED = 0.06
+"""Share of the requests above which they count as more than a way serves: queues grow, which a run of a few minutes
+does not show in its percentiles."""
 
 MOST_REPLAYED = 1000
 """Requests of a trace whose prompts have something in common that plans are for: these are replayed in order. The load
@@ -196,7 +193,7 @@ class Course:
         log, gaps, slo = result.log, result.tbt_s.p99, self._slo
         return (
             log.count(State.FINISHED) == len(log.arrivals)
-            and _keeps_up(result)
+            and result.growth <= UNSERVED
             and result.ttft_s.p99 <= slo.ttft_s
             and result.stalled_s.p99 <= slo.ttft_s + slo.tbt_s
             and (math.isnan(gaps) or gaps <= slo.tbt_s)
@@ -263,16 +260,3 @@ def is_tie(one: Trial, other: Trial) -> bool:
     """Return whether the costs of two ways differ by less than the larger error of both."""
     ratio = one.usd_per_request / other.usd_per_request
     return max(ratio, 1 / ratio) - 1 <= max(one.error, other.error)
-
-
-def _keeps_up(result: Result) -> bool:
-    """Return whether requests end as fast as they arrive in the second half of a run, but for chance: the number of
-    requests in the system varies by about its root."""
-    arrival_s, end_s = result.log.arrivals.arrival_s, result.log.end_s
-    middle, last = float(arrival_s[len(arrival_s) // 2]), float(arrival_s[-1])
-    if last <= middle:
-        return True
-    arrived = int(((arrival_s > middle) & (arrival_s <= last)).sum())
-    ended = int(((end_s > middle) & (end_s <= last)).sum())
-    inside = int(((arrival_s <= middle) & (end_s > middle)).sum())
-    return ended >= SUSTAINED * arrived - CONFIDENCE * math.sqrt(2 * inside)
