@@ -25,8 +25,8 @@ from lamina.cli import (
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
 from lamina.cli.panels import PanelledCommand, PanelledGroup
-from lamina.config.environment import LOG_FORMAT, environment
 from lamina.core.errors import LaminaError, UserError
+from lamina.output import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    configure_logging()
 
 
 def main() -> NoReturn:
