@@ -30,6 +30,7 @@ REQUESTS_S = 0.5  # between two requests, on average
 FAULTS_S = 1.0  # between two faults, on average
 CALM_S = 240.0  # after the last fault, within which every request must end
 LONGEST = 160
+MOST_OPEN = 16  # requests: clients wait while there are so many
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def layout(seed: int) -> Layout:
     """Return the cluster that a seed has."""
     chance = random.Random(f"layout {seed}")
     computes, memories = chance.choice([1, 1, 2, 3]), chance.choice([1, 2, 2, 3])
-    partition: Partition = chance.choice(["auto", "auto", "token", "request"])
+    partition: Partition = chance.choice(["auto", "auto", "token", "request", "head"])
     longest = chance.choice([None, None, 40])
     config = EngineConfig(
         compute=f"cpu:{computes}",
@@ -215,7 +216,7 @@ class Simulation:
         self._raise_failure()
         if late := [one.name for one in self.sent if not one.finished]:
             raise Broken(f"{', '.join(late)} have not ended within {CALM_S:g} s without faults")
-        until = world.now + 60.0
+        until = world.now + 20.0
         world.run(lambda: world.now > until or self._is_over())
         self._raise_failure()
         check_quiet(self)
@@ -287,6 +288,8 @@ class Simulation:
             return
         chance = self._load
         self.world.call_later(chance.expovariate(1 / REQUESTS_S), self._request)
+        if self._open >= MOST_OPEN:
+            return
         prompt = list(chance.choice(self._prefixes)) if chance.random() < 0.5 else []
         prompt += self._tokens(chance.choice([1, 5, 20, 60]))
         limit = self.engine.max_model_len
@@ -315,7 +318,8 @@ class Simulation:
         self._open += 1
         self.world.tell(f"{sent.name} comes: {len(prompt)} tokens, {params.n} x {params.max_tokens}")
         if abort_at is not None:
-            self.world.call_later(abort_at, partial(self.engine.abort, sent.name))
+            for again in range(chance.choice([1, 2])):
+                self.world.call_later(abort_at + 0.01 * again, partial(self.engine.abort, sent.name))
 
     def _on_tokens(self, sent: Sent, update: TokenUpdate) -> None:
         try:
