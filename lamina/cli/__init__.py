@@ -17,6 +17,7 @@ from lamina.cli import (
     doctor,
     generate,
     launch,
+    models,
     plan,
     simulate,
     split,
@@ -25,8 +26,8 @@ from lamina.cli import (
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
 from lamina.cli.panels import PanelledCommand, PanelledGroup
-from lamina.config.environment import LOG_FORMAT, environment
 from lamina.core.errors import LaminaError, UserError
+from lamina.output import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ app.command(cls=PanelledCommand)(status.status)
 app.command(cls=PanelledCommand)(administer.scale)
 app.command(cls=PanelledCommand)(administer.down)
 app.command(cls=PanelledCommand)(worker.worker)
+app.command(cls=PanelledCommand)(models.models)
 app.command(cls=PanelledCommand)(split.split)
 app.command(cls=PanelledCommand)(plan.plan)
 app.command(cls=PanelledCommand)(simulate.simulate)
@@ -73,7 +75,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    configure_logging()
 
 
 def main() -> NoReturn:

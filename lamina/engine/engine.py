@@ -38,6 +38,7 @@ from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.text.defaults import sampling_defaults
@@ -102,6 +103,7 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
+            policy=find_policy(config.policy, config.slo_ttft_ms),
             prefix_cache=config.prefix_cache,
             overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
@@ -194,8 +196,9 @@ class Engine:
     def _request(
         self, request_id: str, text: str | None, tokens: list[int], params: SamplingParams, client: Client, seed: int
     ) -> Request:
-        self._scheduler.check(len(tokens), params)
+        self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
+        check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
@@ -206,7 +209,7 @@ class Engine:
             self._require_alive()
             if request_id in self._tracked:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            self._places.take(request_id, request.client, again)
+            self._places.reserve_place(request_id, request.client, again)
             self._tracked[request_id] = tracked
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
@@ -375,7 +378,7 @@ class Engine:
             self._touched[tracked] = None
             tracked.group = group
             if tracked.append(completion, draw):
-                self._scheduler.finish(group, completion)
+                self._scheduler.end_completion(group, completion)
         for sequence in done.undrawable:
             if sequence in drawn:
                 group, _ = drawn[sequence]
@@ -389,12 +392,12 @@ class Engine:
         if tracked.finished:
             self._touched[tracked] = None
             for one in group.completions:
-                self._scheduler.finish(group, one)
+                self._scheduler.end_completion(group, one)
 
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
-        for workers, part in self._members.recipients.of(plan, now):
+        for workers, part in self._members.recipients.select(plan, now):
             self._members.tell(workers, Step(part, self.topology.epoch))
 
     def _run_commands(self) -> None:
@@ -405,7 +408,7 @@ class Engine:
 
     def _add(self, tracked: TrackedRequest) -> None:
         try:
-            group = self._scheduler.add(tracked.request, tracked.drawn)
+            group = self._scheduler.submit(tracked.request, tracked.drawn)
         except RequestError as error:  # it could be served when it was submitted; a worker has been lost since
             tracked.end_all(FinishReason.ERROR, str(error))
             self._publish(tracked)
@@ -443,7 +446,7 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         with self._lock:
             self._tracked.pop(request_id, None)
-            self._places.leave(request_id)
+            self._places.free_place(request_id)
 
     def _check_workers(self) -> None:
         """Look for lost workers and for lack of progress. Raises LaminaError if the engine cannot go on."""

@@ -65,7 +65,7 @@ class Blocks:
         """Allow blocks to be overwritten again."""
         self._pinned.subtract(blocks)
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Take up to ``count`` blocks to write to: free ones, then the least recently used."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         for key, block in list(self._kept.items()) if len(taken) < count else ():
@@ -86,7 +86,7 @@ class Blocks:
         """Free blocks that were taken but not written."""
         self._free += blocks
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def discard_unreadable(self, keys: Sequence[bytes]) -> None:
         """Forget blocks that cannot be read."""
         self._free += [self._kept.pop(key) for key in keys if key in self._kept]
 
@@ -163,12 +163,12 @@ class Disks:
         self._coming: dict[int, _Coming] = {}  # by number
         self._arrived: list[_Coming] = []
         self._failed = set[str]()  # workers whose disks are not used any more
-        self.follow()
+        self.on_places_changed()
 
-    def lose(self, lost: Collection[str], *, ends_epoch: bool) -> list[Group]:
-        """Forget what these workers held; the end of an epoch also ends all transfers. Call ``follow`` afterwards.
+    def on_workers_lost(self, lost: Collection[str], *, ends_epoch: bool) -> list[Group]:
+        """Forget what these workers held; the end of an epoch also ends all transfers.
 
-        Returns the requests that no longer wait for blocks.
+        Call ``on_places_changed`` afterwards. Returns the requests that no longer wait for blocks.
         """
         for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
             copying = self._copying.pop(worker)
@@ -180,11 +180,11 @@ class Disks:
         queued = [coming.group for coming in ended if self._let_go(coming)]
         for coming in begun:
             if coming.fetch.worker not in lost:
-                self._prefixes.release(coming.fetch.child)
+                self._prefixes.free_unused(coming.fetch.child)
         self._wanted, self._coming, self._arrived = [], {}, []
         return queued
 
-    def follow(self) -> None:
+    def on_places_changed(self) -> None:
         """Adapt to the workers of the placement. Memory of compute workers has no disk."""
         counts = {
             worker: blocks_of(capacity, self._overcommit)
@@ -232,7 +232,7 @@ class Disks:
             disk, keys = self._disks[worker], keys_of(salt, ids, len(ids))
             places = [place for place in range(first, len(keys)) if keys[place] not in disk][:MOST_BLOCKS]
             leaf.copied = not places
-            blocks = disk.take(len(places))
+            blocks = disk.allocate_blocks(len(places))
             if not blocks:
                 continue
             places = places[: len(blocks)]
@@ -244,7 +244,7 @@ class Disks:
 
     # -- and back ----------------------------------------------------------------------------------------------------
 
-    def hold(self, group: Group) -> bool:
+    def fetch_for(self, group: Group) -> bool:
         """Fetch blocks of a request if the disks have some. False if there is nothing to wait for: queue it."""
         first = group.completions[0]
         if not any(map(len, self._disks.values())) or self._placement.splits(group.to_run):
@@ -272,7 +272,7 @@ class Disks:
 
     def _begin(self, group: Group, worker: str, salt: str, ids: Ids, keys: list[bytes]) -> None:
         start = len(ids) - len(keys) * BLOCK
-        base = self._prefixes.take(worker, salt, ids[:start]) if start else None
+        base = self._prefixes.pin(worker, salt, ids[:start]) if start else None
         for one in base[1].path() if base is not None else ():
             one.fixed += 1
         self._placement.reserve_on(worker, len(keys) * BLOCK)
@@ -295,7 +295,7 @@ class Disks:
         worker, tokens = coming.fetch.worker, len(coming.keys) * BLOCK
         self._disks[worker].unpin(coming.fetch.blocks)
         self._placement.will_release(worker, tokens)
-        self._placement.release(worker, tokens)
+        self._placement.free_slots(worker, tokens)
         if coming.base is not None:
             for one in coming.base[1].path():
                 one.fixed -= 1
@@ -337,12 +337,12 @@ class Disks:
             worker = coming.fetch.worker
             queued += [coming.group] if self._let_go(coming) else []
             if coming.failed:
-                self._disks[worker].drop(coming.keys)
+                self._disks[worker].discard_unreadable(coming.keys)
             else:
                 self.fetched += len(coming.keys) * BLOCK
                 fetch = coming.fetch
-                self._prefixes.adopt(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
-            self._prefixes.release(coming.fetch.child)
+                self._prefixes.keep_prefix(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
+            self._prefixes.free_unused(coming.fetch.child)
         wanted, self._wanted = self._wanted, []
         self._coming |= {coming.fetch.number: coming for coming in wanted}
         forks = [

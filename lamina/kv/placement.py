@@ -78,7 +78,7 @@ class Placement:
         self.left_in_all = sum(capacities.values())
         self._note_open()
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Place KV on the memory workers of ``topology`` from now on. Nothing may be reserved on any other."""
         self._take_over(topology.capacities)
         self.token_s = {}
@@ -372,14 +372,14 @@ class Placement:
         return short
 
     def will_release(self, worker: str, tokens: int) -> None:
-        """Announce that ``release`` will be called for ``tokens`` of this worker."""
+        """Announce that ``free_slots`` will be called for ``tokens`` of this worker."""
         self.returning[worker] += tokens
 
     def keep(self, worker: str, tokens: int) -> None:
         """Undo ``will_release``."""
         self.returning[worker] -= tokens
 
-    def release(self, worker: str, tokens: int) -> None:
+    def free_slots(self, worker: str, tokens: int) -> None:
         """Release ``tokens`` of ``worker`` that were announced."""
         if tokens > self.returning[worker] or tokens > self.reserved[worker]:
             raise AssertionError(
@@ -391,7 +391,7 @@ class Placement:
         self.left_in_all += tokens
         self._roomiest.clear()
 
-    def leave(self, worker: str, sequences: int) -> None:
+    def remove_growing(self, worker: str, sequences: int) -> None:
         """Note that this many sequences of a worker no longer grow there."""
         self.sequences[worker] -= sequences
         self._roomiest.clear()

@@ -62,15 +62,18 @@ class PrefixCache:
     def _new_tree(self, worker: str) -> PrefixTree:
         return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
 
-    def lose(self, places: Collection[str]) -> None:
-        """Forget the KV on these places, which is lost and which no request may share. Call ``follow`` next."""
+    def on_workers_lost(self, places: Collection[str]) -> None:
+        """Forget the KV on these places, which is lost and which no request may share.
+
+        Call ``on_places_changed`` next.
+        """
         self._branches.clear()  # their last tokens may be forgotten before the next plan
         for tree in self._trees.values():
-            tree.cut(places)
+            tree.remove_lost(places)
         for worker in self._placement.idle:
             self._placement.set_idle(worker, sum(tree.idle[worker] for tree in self._trees.values()))
 
-    def follow(self) -> None:
+    def on_places_changed(self) -> None:
         """Follow a change of the placement's places."""
         if self._enabled:
             # Requests no longer find the tree of a lost place; its remaining tokens are evicted like others.
@@ -153,7 +156,7 @@ class PrefixCache:
         if self._window:
             tree.checkpoints.use(node)
         self._shared[group], self._dealt[group] = (tree, node), node
-        self.hold(tree, node)
+        self.add_user(tree, node)
         for one in node.path():
             if one.worker != group.home:
                 for completion in group.completions:
@@ -185,7 +188,7 @@ class PrefixCache:
         """Tokens on a worker that would be idle without this request."""
         return sum(len(one.tokens) for one in self.path(group) if one.users == 1 and one.worker == worker)
 
-    def leave(self, group: Group) -> None:
+    def on_request_end(self, group: Group) -> None:
         """Note that a request has ended. Call ``let_go`` once its sequences are released."""
         self._dealt.pop(group, None)
         self._branches.pop(group, None)
@@ -207,11 +210,11 @@ class PrefixCache:
         for one in node.path():
             one.holders -= 1
             if not one.holders:
-                self._placement.release(one.worker, len(one.tokens))
+                self._placement.free_slots(one.worker, len(one.tokens))
                 self._add_idle(tree, one.worker, len(one.tokens))
-        tree.note(node)
+        tree.offer_for_eviction(node)
 
-    def hold(self, tree: PrefixTree, node: Node) -> None:
+    def add_user(self, tree: PrefixTree, node: Node) -> None:
         """Add a user of the tokens up to the end of ``node``."""
         for one in node.path():
             if not one.holders:
@@ -234,7 +237,7 @@ class PrefixCache:
         tree = self._shared[group][0]
         if stop < node.stop:
             node = tree.split(node, stop)
-        self.hold(tree, node)
+        self.add_user(tree, node)
         self._moving[node] = node.start
         return tree, node
 
@@ -254,7 +257,7 @@ class PrefixCache:
         del self._moving[node]
 
     def unpin(self, tree: PrefixTree, node: Node) -> None:
-        """Let go of tokens that ``begin_move`` or ``take`` keeps."""
+        """Let go of tokens that ``begin_move`` or ``pin`` keeps."""
         self._leave(node)
         self._let_go(tree, node)
 
@@ -283,17 +286,17 @@ class PrefixCache:
         tree = self._trees[worker]
         return tree, *tree.find(salt, ids)
 
-    def take(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
+    def pin(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
         """Keep these tokens, which the tree of a worker has, until ``unpin``. Returns the tree and their last node."""
         tree, node, _ = self.beginning(worker, salt, ids)
         assert node is not None
         if len(ids) < node.stop:
             node = tree.split(node, len(ids))
         tree.use(node)
-        self.hold(tree, node)
+        self.add_user(tree, node)
         return tree, node
 
-    def adopt(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
+    def keep_prefix(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
         """Add the tokens of a sequence that no request runs to the tree of a worker. The caller releases the sequence.
 
         Does nothing if the tree already has a beginning of them that is partly on other workers.
@@ -311,7 +314,7 @@ class PrefixCache:
         assert node is not None
         tree.use(node)
 
-    def release(self, sequence: int) -> None:
+    def free_unused(self, sequence: int) -> None:
         """Let the next plan release a sequence that no request runs."""
         self._released.append(sequence)
 
@@ -449,7 +452,7 @@ class PrefixCache:
         sequence = next(self._sequences)
         if beginning is not None:
             self._forks.append(Fork(beginning.any_sequence, sequence, beginning.stop))
-        leaf, superseded = tree.add(node, salt, tokens, sequence, segments)
+        leaf, superseded = tree.insert_leaf(node, salt, tokens, sequence, segments)
         self._forks.append(Fork(source, sequence, leaf.stop))
         if self._window:
             self._grown.add(tree)
@@ -479,7 +482,7 @@ class PrefixCache:
                 self.evicted[leaf.worker] += len(leaf.tokens)
             dropped[leaf.worker] += len(leaf.tokens)
             self._add_idle(tree, leaf.worker, -len(leaf.tokens))
-            parent = tree.remove(leaf)
+            parent = tree.remove_leaf(leaf)
             if parent is None:
                 return dropped
             if parent.sequence is not None or parent.holders or not self._window:
@@ -488,7 +491,7 @@ class PrefixCache:
         if parent.sequence is None:
             tree.give_sequence(parent, next(self._sequences))
             self._forks.append(Fork(sequence, parent.any_sequence, parent.stop))
-        tree.note(parent)
+        tree.offer_for_eviction(parent)
         parent.copied = parent.copied or leaf.copied
         self._kept.append(parent)
         return dropped

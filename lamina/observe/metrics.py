@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -79,7 +80,33 @@ class Timing:
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
+VLLM_NAMES = {
+    "lamina_requests_running": "vllm:num_requests_running",
+    "lamina_requests_waiting": "vllm:num_requests_waiting",
+    "lamina_kv_usage": "vllm:kv_cache_usage_perc",
+    "lamina_preemptions": "vllm:num_preemptions",
+    "lamina_prefix_cache_queries": "vllm:prefix_cache_queries",
+    "lamina_prefix_cache_hits": "vllm:prefix_cache_hits",
+    "lamina_prompt_tokens": "vllm:prompt_tokens",
+    "lamina_generated_tokens": "vllm:generation_tokens",
+    "lamina_completions": "vllm:request_success",
+    "lamina_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "lamina_time_between_tokens_seconds": "vllm:inter_token_latency_seconds",
+    "lamina_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+}
+"""Metrics that vLLM has with the same meaning, which its dashboards read, with the label ``model_name``."""
+
 __all__ = ["CONTENT_TYPE", "Metrics"]
+
+
+class _Collected:
+    """Metrics that have been collected, as what ``generate_latest`` reads."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 class Metrics:
@@ -95,15 +122,51 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        self._traffic_registry = CollectorRegistry(auto_describe=False)
         if MULTIPROCESS in os.environ:  # frontends count together, in files
-            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
+            MultiProcessCollector(self._traffic_registry)  # type: ignore[no-untyped-call]
             self.traffic = Traffic(CollectorRegistry())
         else:
-            self.traffic = Traffic(self._registry)
+            self.traffic = Traffic(self._traffic_registry)
 
     def text(self) -> bytes:
         """Return all metrics in the exposition format of ``CONTENT_TYPE``."""
-        return generate_latest(self._registry)
+        families = [*self._registry.collect(), *self._traffic_registry.collect()]
+        shared = [self._as_vllm(family) for family in families if family.name in VLLM_NAMES]
+        return generate_latest(_Collected([*families, *shared]))
+
+    def _as_vllm(self, family: Metric) -> Metric:
+        """Return a metric under vLLM's name."""
+        name = VLLM_NAMES[family.name]
+        copy = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            labels = {"model_name": self._engine.model_name, **sample.labels}
+            if (reason := labels.pop("finish_reason", None)) is not None:
+                labels["finished_reason"] = reason
+            copy.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+        return copy
+
+    def totals(self) -> dict[str, Any]:
+        """Return the server's counts of tokens and its cumulative latency histograms as JSON.
+
+        ``tokens`` has prompt and generated tokens; ``latency`` has, by name, pairs of an upper bound in seconds (None:
+        no bound) and the observations up to it.
+        """
+        samples = {
+            sample.name + sample.labels.get("le", ""): (sample.labels.get("le"), sample.value)
+            for family in self._traffic_registry.collect()
+            for sample in family.samples
+        }
+        latency = {
+            name: [
+                (None if bound == "+Inf" else float(bound), value)
+                for key, (bound, value) in samples.items()
+                if bound is not None and key.startswith(f"lamina_{name}_seconds_bucket")
+            ]
+            for name in ("time_to_first_token", "time_between_tokens")
+        }
+        tokens = {name: samples.get(f"lamina_{name}_tokens_total", (None, 0.0))[1] for name in ("prompt", "generated")}
+        return {"tokens": tokens, "latency": latency}
 
     def collect(self) -> Iterator[Metric]:
         """Implements Prometheus' collector interface."""
@@ -135,6 +198,12 @@ class Metrics:
             "lamina_kv_imbalance",
             "Token slots in use on the fullest memory worker over the mean of all.",
             imbalance(stats.memory),
+        )
+        workers_memory = stats.memory.values()
+        yield GaugeMetricFamily(
+            "lamina_kv_usage",
+            "Share of all token slots that requests use, from 0 to 1.",
+            sum(each.used for each in workers_memory) / max(1, sum(each.capacity for each in workers_memory)),
         )
         moved = CounterMetricFamily(
             "lamina_kv_moved_bytes", "KV that came from other memory workers while it was in use.", labels=["worker"]

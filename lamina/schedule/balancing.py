@@ -37,7 +37,7 @@ class Draining:
             for group, freed in self._residents.holders(worker).items():
                 if not self._moves.touches(group) and not self._send_away(group, worker, freed):
                     yield group
-            self._growth.leave(lane, worker)
+            self._growth.move_growth_off(lane, worker)
 
     def _send_away(self, group: Group, worker: str, freed: int) -> bool:
         """Move a request's next range off a worker, if one can move now. False if it is to be computed again.

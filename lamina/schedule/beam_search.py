@@ -177,7 +177,7 @@ class Beams:
         self._lanes[group.lane].chosen[group] = None
         self._ready.note_change(group.lane)
 
-    def begin(self, lane: Lane) -> Changes:
+    def join_step(self, lane: Lane) -> Changes:
         """Let those beams of the lane take part in the step that is being planned that know their next token.
 
         Sequences that have drawn their last token leave first.
@@ -235,7 +235,7 @@ class Beams:
                 self._placement.reserve_on(worker, tokens)
             else:
                 self._placement.will_release(worker, -tokens)
-                self._placement.release(worker, -tokens)
+                self._placement.free_slots(worker, -tokens)
         return True
 
 

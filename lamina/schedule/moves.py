@@ -288,11 +288,11 @@ class Moves:
         """Give back the copy on ``worker``."""
         self._admissions.given_back()
         self._placement.will_release(worker, move.tokens)
-        self._placement.release(worker, move.tokens)
+        self._placement.free_slots(worker, move.tokens)
         if move.tree is not None and move.node is not None:
             self._prefixes.unpin(move.tree, move.node)
 
-    def leave(self, group: Group, completion: Completion) -> None:
+    def on_completion_released(self, group: Group, completion: Completion) -> None:
         """A completion is released by the plan that is being made: nobody reads a range of its own any more, nor one of
         the prompt if it was the last to have it. The same plan must call ``released`` after this."""
         for move in self.in_progress:

@@ -1,13 +1,12 @@
 """Continuous batching: which tokens of which sequences run in the next step of a lane.
 
-A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort``, ``drop``,
-``use_lanes``, ``hold``, ``apply`` and ``change``, in the order they are called. It holds no clock, socket or tensor.
+A pure object: its state changes only by its methods, in the order they are called. It holds no clock, socket or tensor.
 
 A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
 the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
-forget it and its slots are free). ``drop`` releases it early: it waits again, and the tokens that it has, of the prompt
-and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index of
-the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
+forget it and its slots are free). ``preempt`` releases it early: it waits again, and the tokens that it has, of the
+prompt and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index
+of the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
 
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
 that is still being drawn. If a sequence has ended, its row is discarded.
@@ -17,6 +16,7 @@ and without moving what it has, where its segment is as long as one may be or it
 grow no more may move to another worker (``lamina.schedule.moves``).
 """
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -28,17 +28,19 @@ from lamina.core.types import Request, SamplingParams
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
 from lamina.kv.policies import Policy as BalancePolicy
-from lamina.kv.preemption import Policy, again, latest, resumed
+from lamina.kv.preemption import Victim, again, latest, resumed
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.residents import Residents
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.balancing import Balancing, Draining
+from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.growth import Growth
 from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
-from lamina.schedule.pace import Pace
+from lamina.schedule.pace import LEARN, Pace
+from lamina.schedule.policy import FIFO, Policy, rank_of
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.suspects import Hold, Holding
 from lamina.schedule.waiting import Seats
@@ -57,7 +59,8 @@ class Scheduler:
         lanes: int,
         attentions: int,
         kv_heads: int,
-        policy: Policy = latest,
+        policy: Policy = FIFO,
+        victim: Victim = latest,
         prefix_cache: bool = False,
         pace: Pace | None = None,
         overcommit: float = 1.0,
@@ -69,7 +72,8 @@ class Scheduler:
         Args:
             attentions: Number of attentions of the model.
             kv_heads: Number of KV heads of a whole segment.
-            policy: Whose KV is dropped when a memory worker runs out of slots.
+            policy: Order of the requests.
+            victim: Who is preempted when a memory worker runs out of slots.
             prefix_cache: Whether KV is kept for other requests that begin with the same tokens.
             pace: Bounds the time of steps in which sequences decode.
             overcommit: How many times its slots a memory worker and its disk hold.
@@ -84,6 +88,8 @@ class Scheduler:
         self._attentions = attentions
         self._kv_heads = kv_heads
         self._pace = pace
+        self._policy = policy
+        self._token_s = 0.0  # of a prompt, lately
         self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
@@ -93,10 +99,10 @@ class Scheduler:
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
         self._residents = Residents(placement, self.prefixes, lambda group: self._lanes[group.lane].held(group))
-        self._admissions = Admissions(limits, placement, self._residents, self.prefixes)
+        self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
         self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
         self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
-        self._growth = Growth(placement, self._residents, policy, self._lanes)
+        self._growth = Growth(placement, self._residents, policy, victim, self._lanes)
         self._draining = Draining(placement, self._residents, self.moves, self._growth)
         self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready)
         self._holding = Holding(self._admissions)
@@ -104,7 +110,10 @@ class Scheduler:
         self._steps = itertools.count(1)
 
     def _new_lane(self, number: int) -> Lane:
-        return Lane(self.placement.longest, number, self._pace, allowance=self.limits.max_num_batched_tokens)
+        policy = self._policy
+        prompts = PromptBatch(policy.first_share, None if policy.fair else functools.partial(rank_of, policy))
+        allowance = self.limits.max_num_batched_tokens
+        return Lane(self.placement.longest, number, self._pace, allowance=allowance, prompts=prompts)
 
     @property
     def waiting(self) -> int:
@@ -132,18 +141,27 @@ class Scheduler:
         """Numbers of the migrations in progress."""
         return self.moves.numbers
 
+    def advance(self, now: float) -> None:
+        """Let requests that wait become late. ``now``: seconds of any monotonic clock."""
+        self._admissions.advance(now, self._token_s)
+
+    def note_prompts(self, tokens: int, seconds: float) -> None:
+        """Record how long a step with this many tokens of prompts took."""
+        latest_s = seconds / tokens
+        self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
+
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""
         return len(self._lanes[lane].in_flight)
 
-    def check(self, prompt_length: int, params: SamplingParams) -> None:
+    def validate_request(self, prompt_length: int, params: SamplingParams) -> None:
         """Raises RequestError, with the figures, for a request that can never be served."""
-        self.limits.check(prompt_length, params, self.placement)
+        self.limits.validate_request(prompt_length, params, self.placement)
 
-    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+    def submit(self, request: Request, drawn: Drawn | None = None) -> Group:
         """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
-        self.check(length, request.params)
+        self.validate_request(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
@@ -152,10 +170,10 @@ class Scheduler:
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
-        if self.disks.hold(group):
+        if self.disks.fetch_for(group):
             self._ready.wake()
         else:
-            self._holding.add(group)
+            self._holding.enqueue_unless_held(group)
         return group
 
     def use_lanes(self, active: int, rotates: bool = False) -> None:
@@ -178,13 +196,13 @@ class Scheduler:
         """Return the completions of a request that still draw tokens; none if it has ended."""
         return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
 
-    def hold(self, hold: Hold) -> None:
-        """Let others wait. Those that may run again do once no step is in flight; to hold one that runs, ``apply``."""
+    def hold_back(self, hold: Hold) -> None:
+        """Let others wait. Those that may run again do once no step is in flight. ``end_epoch`` holds running ones."""
         known = [self._requests[one] for one in hold.held if one in self._requests]
         self._holding.use(hold, [group for group in known if group.lane < 0 and group not in self.disks.held])
         self._moving = True
 
-    def apply(self, topology: Topology) -> Remains:
+    def end_epoch(self, topology: Topology) -> Remains:
         """End the epoch: only the memory workers of ``topology`` hold KV from now on.
 
         No step in flight will complete, and no KV that moves will arrive: requests are as the steps that have completed
@@ -201,7 +219,7 @@ class Scheduler:
         recomputed = sum(group.computed for group in dropped)
         unknown = [group for own in self._lanes for group in own.dealt if not self._holding.may_run(group)]
         for group in dict.fromkeys([*unknown, *dropped]):
-            self.drop(group)
+            self.preempt(group)
         for own in self._lanes:
             own.shrink(self.placement)
             for owner in own.strike(lost):
@@ -213,14 +231,14 @@ class Scheduler:
 
     def _follow(self, topology: Topology, *, ends_epoch: bool) -> None:
         lost = self.placement.lost(topology)
-        for group in self.disks.lose(lost, ends_epoch=ends_epoch):
-            self._holding.add(group)
-        self.prefixes.lose(lost)
-        self.placement.apply(topology)
-        self.prefixes.follow()
-        self.disks.follow()
+        for group in self.disks.on_workers_lost(lost, ends_epoch=ends_epoch):
+            self._holding.enqueue_unless_held(group)
+        self.prefixes.on_workers_lost(lost)
+        self.placement.apply_topology(topology)
+        self.prefixes.on_places_changed()
+        self.disks.on_places_changed()
         self._residents.on_places_changed()
-        self._admissions.follow()
+        self._admissions.on_places_changed()
 
     def drain(self, worker: str) -> None:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
@@ -247,7 +265,7 @@ class Scheduler:
         """True if nothing is on a memory worker any more."""
         return self._residents.is_empty(worker)
 
-    def change(self, topology: Topology, deal_again: bool) -> None:
+    def change_members(self, topology: Topology, deal_again: bool) -> None:
         """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
 
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
@@ -295,7 +313,7 @@ class Scheduler:
         forks = own.forks()
         self.prefixes.keep_computed(lane, own.prompts_computed(), own.ran)
         released = self._release(own)
-        beams = self.beams.begin(own)
+        beams = self.beams.join_step(own)
         self._preempt(beams.preempted)
         self._growth.turn_over(own)
         self._preempt(self._draining.begin_moves(own))
@@ -309,7 +327,7 @@ class Scheduler:
         fits = self.placement.grow(own.decoding.workers)
         disks = self.disks.changes()
         for group in disks.queued:
-            self._holding.add(group)
+            self._holding.enqueue_unless_held(group)
         more_forks, more_released = self.prefixes.changes()
         forks += [*beams.forks, *more_forks, *disks.forks]
         released += [*beams.released, *more_released, *self.moves.released()]
@@ -342,7 +360,7 @@ class Scheduler:
         if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
             successor = self._withdraw(group)
             successor.gave_way = True
-            self._holding.add(successor)
+            self._holding.enqueue_unless_held(successor)
 
     def _release(self, lane: Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""
@@ -356,9 +374,9 @@ class Scheduler:
         """The room of one of a request's completions."""
         group.holders -= 1
         for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
-            self.placement.release(worker, tokens)  # the last one releases the prompt, which all share
+            self.placement.free_slots(worker, tokens)  # the last one releases the prompt, which all share
         completion.released = True
-        self.moves.leave(group, completion)
+        self.moves.on_completion_released(group, completion)
         self._admissions.given_back()
         if not group.holders:
             self.prefixes.let_go(group)
@@ -377,7 +395,7 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run
-            self._seats.change(group.lane, group.seats, group.request.client)
+            self._seats.add_sequences(group.lane, group.seats, group.request.client)
             self._ready.note_change(group.lane)
 
     def _admit(self, lane: Lane) -> list[Admission]:
@@ -400,10 +418,10 @@ class Scheduler:
         Returns, by sequence, the live completions that drew a token. Read-only; the same object as the last time if no
         sequence has joined or left the lane since.
 
-        The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
+        The caller appends each token to ``generated`` and calls ``end_completion`` for completions that have ended.
         """
         own = self._lanes[lane]
-        planned = own.take(step)
+        planned = own.pop_step(step)
         self._ready.note_completed(lane)
         if not planned.plan.runs:
             return {}
@@ -414,7 +432,7 @@ class Scheduler:
             self._retire(own)
         return planned.drawn(own.decoding.members)
 
-    def finish(self, group: Group, completion: Completion) -> None:
+    def end_completion(self, group: Group, completion: Completion) -> None:
         """A completion has ended, by itself or as its caller wants. After the last one the request's id is free."""
         self._end(group, completion)
         if not group.alive and self._requests.get(group.request.request_id) is group:
@@ -438,14 +456,14 @@ class Scheduler:
 
     def _preempt(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            self.drop(group)
+            self.preempt(group)
 
     def transferred(self, worker: str, number: int, complete: bool, error: str) -> None:
         """A worker has ended copy or fetch ``number`` of its disk. Arguments are those of ``Disks.done``."""
         self.disks.done(worker, number, complete, error)
         self._ready.wake()
 
-    def drop(self, group: Group) -> None:
+    def preempt(self, group: Group) -> None:
         """Give up the KV of a request, which waits again, ahead of all others. Does nothing if it waits or has ended.
 
         Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
@@ -474,13 +492,13 @@ class Scheduler:
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
-        self._seats.change(group.lane, -group.seats, group.request.client)
+        self._seats.add_sequences(group.lane, -group.seats, group.request.client)
         for worker, tokens in own.held(group).items():
             self.placement.will_release(worker, tokens)
-            self.placement.release(worker, tokens)
+            self.placement.free_slots(worker, tokens)
         for completion in group.completions:
-            self.placement.leave(completion.worker, 1)
-        self.prefixes.leave(group)
+            self.placement.remove_growing(completion.worker, 1)
+        self.prefixes.on_request_end(group)
         self.prefixes.let_go(group)
         group.share(0)
         self._residents.remove(group)
@@ -494,13 +512,13 @@ class Scheduler:
         completion.drawn = len(completion.generated)
         if group.lane >= 0:
             own = self._lanes[group.lane]
-            own.end(group, completion)
+            own.remove_completion(group, completion)
             self._seats.note_ended()
-            self.placement.leave(completion.worker, 1)
+            self.placement.remove_growing(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
             if not group.alive:
-                self.prefixes.leave(group)
+                self.prefixes.on_request_end(group)
             self._retire(own)
 
     def _retire(self, lane: Lane) -> None:

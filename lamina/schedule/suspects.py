@@ -179,12 +179,12 @@ class Holding:
             del self._parked[group]
             self._admissions.put_back(group)
 
-    def add(self, group: Group) -> None:
+    def enqueue_unless_held(self, group: Group) -> None:
         """Queue a request, unless it has the id of a held one."""
         if group.request.request_id in self._hold.held:
             self._parked[group] = None
         else:
-            self._admissions.add(group)
+            self._admissions.enqueue(group)
 
     def put_back(self, group: Group) -> None:
         """A request that was admitted before waits again, ahead of all others that do."""

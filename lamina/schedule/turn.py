@@ -12,11 +12,12 @@ from lamina.core.topology import Topology
 from lamina.core.types import Balance
 from lamina.kv.placement import Placement
 from lamina.kv.policies import POLICIES
-from lamina.kv.preemption import Policy, latest
+from lamina.kv.preemption import Victim, latest
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import Pace
+from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
 
@@ -37,7 +38,7 @@ class Answers:
         if plan.runs:
             self._awaited.setdefault(plan.lane, collections.deque()).append(plan.step)
 
-    def take(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
+    def pop_ready(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
         """Return the answers of this lane that are usable now that ``done`` has come for ``plan``, in the order of its
         steps.
 
@@ -65,16 +66,18 @@ class Turn:
     A round of its driver:
 
         for done in turn.in_order(answer):
-            drawn = turn.complete(done)  # tokens go to these; turn.scheduler.finish for those that end
+            drawn = turn.complete(done)  # tokens go to these; turn.scheduler.end_completion for those that end
         for plan in turn.plan(now):
             ...  # send it
 
-    If workers are lost, ``apply`` tells what remains, and no step is planned until ``begin_epoch``. If workers join, or
-    leave after they were drained, ``change``; if that changes the replicas, ``pause`` first until no step is in flight.
+    If workers are lost, ``end_epoch`` tells what remains, and no step is planned until ``begin_epoch``.
+
+    If workers join, or leave after they were drained, call ``change_members``; if that changes the replicas, call
+    ``pause`` first, until no step is in flight.
 
     Attributes:
-        scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
-            lanes are decided here alone.
+        scheduler: the requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are
+            called on it. Steps and lanes are decided here alone.
         in_flight: plans by step, until ``complete``.
         busy_s: time that compute workers have spent in slices so far.
     """
@@ -88,17 +91,21 @@ class Turn:
         attentions: int,
         kv_heads: int,
         plan_ahead: bool = True,
-        policy: Policy = latest,
+        policy: Policy = FIFO,
+        victim: Victim = latest,
         prefix_cache: bool = False,
         step_bound_s: float | None = None,
         balance: Balance = "off",
         overcommit: float = 1.0,
         window: int = 0,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
-        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``,
-        ``window``: as for ``Scheduler``. ``step_bound_s``: chunks of prompts are cut so that steps with sequences that
-        decode take no longer. ``balance``: what moves between memory workers."""
+        """Create a turn; other arguments are those of ``Scheduler``.
+
+        Args:
+            plan_ahead: Whether a lane may have its next step planned before the tokens of the running one are known.
+            step_bound_s: Prompts are cut into chunks so that steps with sequences that decode take no longer.
+            balance: Which KV moves between memory workers.
+        """
         self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas * pipeline.stages)
         self.scheduler = Scheduler(
             limits,
@@ -107,6 +114,7 @@ class Turn:
             attentions,
             kv_heads,
             policy,
+            victim,
             prefix_cache,
             self._pace,
             overcommit,
@@ -127,7 +135,7 @@ class Turn:
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
-    def apply(self, topology: Topology, deaths: Deaths = NONE) -> Remains:
+    def end_epoch(self, topology: Topology, deaths: Deaths = NONE) -> Remains:
         """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
 
         ``deaths``: of workers, which a request may have brought about. Returns what the workers keep; what others had
@@ -138,11 +146,11 @@ class Turn:
         struck = exposed(plans, owners, deaths, lambda plan: self._pipeline.replicas_of(plan.lane, plan.rotates))
         on_trial = self._suspects.searching and bool(struck)
         poison = self._suspects.note_death(struck, at_work(plans, owners))
-        self.scheduler.hold(self._suspects.hold)
+        self.scheduler.hold_back(self._suspects.hold)
         self.in_flight.clear()
         self._answers = Answers()
         self._follow(topology)
-        return dataclasses.replace(self.scheduler.apply(topology), poison=poison, on_trial=on_trial)
+        return dataclasses.replace(self.scheduler.end_epoch(topology), poison=poison, on_trial=on_trial)
 
     def _clear_suspects(self, ran: StepPlan | None = None) -> None:
         """Let those run that were held for suspects which a step has cleared, or which have ended."""
@@ -153,7 +161,7 @@ class Turn:
             self._suspects.note_run((group.request.request_id, one.index, at) for (group, one), at in found)
         self._suspects.prune(self.scheduler.alive)
         if self._suspects.hold != before:
-            self.scheduler.hold(self._suspects.hold)
+            self.scheduler.hold_back(self._suspects.hold)
 
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
@@ -164,13 +172,13 @@ class Turn:
             self._chooser = chooser(self._pipeline)
             self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
         elif self._chooser is not None:
-            self._chooser.apply(topology.capacities)
+            self._chooser.set_memory_workers(topology.capacities)
 
     def pause(self) -> None:
-        """Plan no step until ``change``: those in flight complete."""
+        """Plan no step until ``change_members``: those in flight complete."""
         self._paused = True
 
-    def change(self, topology: Topology) -> None:
+    def change_members(self, topology: Topology) -> None:
         """The members are those of ``topology`` from now on, within the epoch. Those that leave hold no KV any more.
 
         Raises ValueError if the replicas change while a step is in flight.
@@ -180,7 +188,7 @@ class Turn:
         self._paused = False
         replaced = topology.pipeline != self._pipeline
         self._follow(topology)
-        self.scheduler.change(topology, deal_again=replaced)
+        self.scheduler.change_members(topology, deal_again=replaced)
 
     def begin_epoch(self) -> None:
         """All members are ready for the next epoch: steps are planned again."""
@@ -191,7 +199,7 @@ class Turn:
         missing, or for a step of an epoch that has ended."""
         if answer.step not in self.in_flight:
             return []
-        return self._answers.take(self.in_flight[answer.step], answer)
+        return self._answers.pop_ready(self.in_flight[answer.step], answer)
 
     def complete(self, done: StepDone) -> Mapping[int, Owner]:
         """A step has run. Returns those that drew a token, by sequence, as ``Scheduler.complete`` does.
@@ -201,7 +209,9 @@ class Turn:
         plan = self.in_flight.pop(done.step)
         self.busy_s += done.busy_s
         if self._pace is not None and done.rows:
-            self._pace.note(plan, done.busy_s, done.waited_s)
+            self._pace.on_step_done(plan, done.busy_s, done.waited_s)
+        if plan.chunks and done.rows:
+            self.scheduler.note_prompts(sum(len(one.tokens) for one in plan.chunks), done.busy_s + done.waited_s)
         if self._suspects.searching:
             self._clear_suspects(plan)
         if self._balancing is not None and done.rows:
@@ -237,6 +247,7 @@ class Turn:
             chosen = self._chooser.choose(self._sequences, now)
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)
         scheduler, depth = self.scheduler, self._depth
+        scheduler.advance(now)
         for lane in scheduler.plannable(depth):
             while scheduler.in_flight(lane) < depth and (plan := scheduler.plan(lane)) is not None:
                 self._answers.expect(plan)

@@ -2,12 +2,14 @@
 
 import heapq
 import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from lamina.core.errors import OverloadedError
 from lamina.core.requests import Group
 from lamina.core.types import Client
+from lamina.schedule.policy import Policy, Rank, rank_of
 
 
 class Seats:
@@ -28,9 +30,9 @@ class Seats:
     def free_ended(self, lane: int, client: Client) -> None:
         """Free the seat of a sequence that has ended, and that no step in flight runs."""
         self.leaving -= 1
-        self.change(lane, -1, client)
+        self.add_sequences(lane, -1, client)
 
-    def change(self, lane: int, sequences: int, client: Client) -> None:
+    def add_sequences(self, lane: int, sequences: int, client: Client) -> None:
         """``client`` has ``sequences`` more in ``lane`` than before, or fewer if negative."""
         self.taken[lane] += sequences
         self.total += sequences
@@ -52,7 +54,7 @@ class Seats:
             heapq.heappop(self._fewest)
         return self._fewest[0][1]
 
-    def of(self, client: Client) -> tuple[int, int]:
+    def count_of_client(self, client: Client) -> tuple[int, int]:
         """Sequences of a client's account, and its own."""
         return self._accounts[client.account], self._clients[client]
 
@@ -62,7 +64,7 @@ class Seats:
         Max-min fairness between accounts, and within an account between its connections: another one gives way if it
         has more than this one would have then. So no exchange is undone at once.
         """
-        account, own = self.of(client)
+        account, own = self.count_of_client(client)
         giving = [
             other
             for other, taken in self._clients.items()
@@ -72,7 +74,7 @@ class Seats:
                 else self._accounts[other.account] > account + wanted
             )
         ]
-        return sorted(giving, key=self.of, reverse=True)
+        return sorted(giving, key=self.count_of_client, reverse=True)
 
 
 MAX_WAITING = 16384  # requests of one client that wait
@@ -87,7 +89,7 @@ class _Line:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: Group) -> None:
+    def enqueue(self, group: Group) -> None:
         self._groups[group] = None
 
     def __iter__(self) -> Iterator[Group]:
@@ -129,7 +131,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Group]:
         return itertools.chain.from_iterable(self._lines.values())
 
-    def add(self, group: Group) -> None:
+    def advance(self, now: float, token_s: float) -> None:
+        """Do nothing: no request becomes late."""
+
+    def enqueue(self, group: Group) -> None:
         """Queue a request behind those of its connection."""
         name = group.request.client[self._level]
         line = self._lines.get(name)
@@ -138,7 +143,7 @@ class WaitingQueue:
             line = self._lines[name] = _Line() if last else WaitingQueue(self._level + 1)
             self._joined += 1
             heapq.heappush(self._order, (self._now, self._joined, name))
-        line.add(group)
+        line.enqueue(group)
         self._length += 1
 
     def _next(self) -> "WaitingQueue | _Line":
@@ -184,6 +189,61 @@ class WaitingQueue:
             self._order.clear()
 
 
+class RankedQueue:
+    """Requests of all clients, ordered by a policy; those that are late go behind all others."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._keys: dict[Group, Rank] = {}
+        self._order: list[tuple[Rank, int, Group]] = []  # a heap; entries with another key than ``_keys`` are stale
+        self._deadlines: list[tuple[float, int, Group]] = []  # a heap, of requests that may become late
+        self._arrived: list[Group] = []  # since the time was last told
+        self._entries = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(sorted(self._keys, key=self._keys.__getitem__))
+
+    def enqueue(self, group: Group) -> None:
+        """Queue a request."""
+        self._arrived.append(group)
+        self._put(group, late=False)
+
+    def _put(self, group: Group, late: bool) -> None:
+        self._keys[group] = (late, *rank_of(self._policy, group))
+        heapq.heappush(self._order, (self._keys[group], next(self._entries), group))
+
+    def advance(self, now: float, token_s: float) -> None:
+        """Let requests become late. Arguments are those of ``Policy.start_by``."""
+        for group in self._arrived:
+            if group in self._keys and (start_by := self._policy.start_by(group, now, token_s)) < math.inf:
+                heapq.heappush(self._deadlines, (start_by, next(self._entries), group))
+        self._arrived.clear()
+        while self._deadlines and self._deadlines[0][0] < now:
+            *_, group = heapq.heappop(self._deadlines)
+            if group in self._keys:
+                self._put(group, late=True)
+
+    def first(self) -> Group:
+        """Return the request to admit next. The queue must not be empty."""
+        while self._keys.get(self._order[0][2]) != self._order[0][0]:
+            heapq.heappop(self._order)
+        return self._order[0][2]
+
+    def firsts(self) -> Iterator[Group]:
+        """Yield the request to admit next, if there is one."""
+        if self._keys:
+            yield self.first()
+
+    def pop(self, group: Group) -> None:
+        """Remove a request that is served."""
+        del self._keys[group]
+
+    remove = pop
+
+
 class Places:
     """Bounds how many requests of each client an engine holds.
 
@@ -203,7 +263,7 @@ class Places:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def take(self, request_id: str, client: Client, again: bool = False) -> None:
+    def reserve_place(self, request_id: str, client: Client, again: bool = False) -> None:
         """Take a place for a request. Raises OverloadedError, with the figures, if its client already holds its share.
 
         ``again``: the request had a place before the engine was restarted, and gets it whatever the share is now.
@@ -218,7 +278,7 @@ class Places:
         self._taken[client] = taken + 1
         self._free -= 1
 
-    def leave(self, request_id: str) -> None:
+    def free_place(self, request_id: str) -> None:
         """Free the place of a request, if it holds one."""
         client = self._clients.pop(request_id, None)
         if client is not None:

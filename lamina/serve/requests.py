@@ -1,18 +1,19 @@
 """One description of a generation, whichever API asked for it, and its making from the bodies of OpenAI's API."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lamina.core.errors import RequestError
-from lamina.core.types import SAMPLING_RANGES, SamplingParams, require_in_range
+from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs, require_in_range
 from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
+from lamina.serve.tools import ToolChoice, calls_parser, forced_schema
 from lamina.text.defaults import Defaults
-from lamina.text.grammars import compile_grammar
-from lamina.text.prompts import chat_prompt, encode_prompt
+from lamina.text.grammars import after_reasoning, compile_grammar
+from lamina.text.prompts import encode_chat, encode_prompt
+from lamina.text.tool_calls import AnswerParser, PlainText
 
 COMPLETION_TOKENS = 16
 """Limit of a completion that gives none, as OpenAI's and vLLM's."""
@@ -30,22 +31,37 @@ class GenerationRequest:
         params: Sampling parameters of all prompts.
         stream: Send the answer as a stream of events.
         usage: Which events have token counts.
+        scored: The completions repeat their prompts, with log-probabilities. The engine gets the first token of each
+            prompt, and is forced to draw the others.
         echo: For each prompt, the text to put before its completions; empty for none.
         ignored: Names of fields that have no meaning here.
+        make_parser: Makes what divides the text of one choice into content, reasoning and tool calls.
     """
 
     prompts: Sequence[list[int]]
     params: SamplingParams
     stream: bool = False
     usage: UsageReports = "none"
+    scored: bool = False
     echo: Sequence[str] = ()
     ignored: Sequence[str] = ()
+    make_parser: Callable[[], AnswerParser] = PlainText
 
-    def params_of_prompts(self, max_model_len: int) -> list[SamplingParams]:
-        """Return the parameters of each prompt: ``min_tokens`` is bounded by the context, as ``max_tokens`` is."""
-        rooms = [max_model_len - len(prompt) for prompt in self.prompts]
-        least = self.params.min_tokens
-        return [dataclasses.replace(self.params, min_tokens=r) if least > r > 0 else self.params for r in rooms]
+    def submissions(self, max_model_len: int) -> list[tuple[list[int], SamplingParams]]:
+        """Return the prompts as the engine gets them, each with its parameters.
+
+        ``min_tokens`` is bounded by the context, as ``max_tokens`` is.
+        """
+        return [self._submission(prompt, max_model_len - len(prompt)) for prompt in self.prompts]
+
+    def _submission(self, prompt: list[int], room: int) -> tuple[list[int], SamplingParams]:
+        params = self.params
+        least = min(params.min_tokens, room) if room > 0 else params.min_tokens
+        if not self.scored:
+            return prompt, params if least == params.min_tokens else replace(params, min_tokens=least)
+        forced = prompt[1:]
+        most = None if params.max_tokens is None else params.max_tokens + len(forced)
+        return prompt[:1], replace(params, forced_token_ids=forced, min_tokens=least + len(forced), max_tokens=most)
 
 
 def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -55,24 +71,43 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     """
     body = parse(CompletionBody, raw)
     require_model(engine, body.model)
-    if body.echo and body.logprobs is not None:
-        raise APIError(400, "logprobs of the prompt are not supported; leave out echo or logprobs", param="echo")
+    scored = bool(body.echo) and body.logprobs is not None
     _, limit = _limit(body)
     limit = COMPLETION_TOKENS if limit is None else limit
     params = _sampling_params(body, engine.sampling_defaults, {}, logprobs=body.logprobs, max_tokens=limit)
     tokenizer, longest = engine.tokenizer, engine.max_model_len
     prompts = [encode_prompt(tokenizer, p, longest) if isinstance(p, str) else p for p in body.prompt]
+    if scored:
+        _require_scorable(prompts, params, longest)
     skip = params.skip_special_tokens
     echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
-    return _generation(body, engine, prompts, params, echo)
+    if scored:
+        echo = [tokenizer.decode(prompt[:1], skip) for prompt in prompts]
+    return replace(_generation(body, engine, prompts, params, echo), scored=scored)
+
+
+def _require_scorable(prompts: Sequence[list[int]], params: SamplingParams, context: int) -> None:
+    """Raise APIError 400 if log-probabilities of the prompts cannot be reported."""
+    if params.presence_penalty or params.frequency_penalty or params.structured_outputs is not None:
+        message = "logprobs of the prompt are not supported with penalties or structured outputs; leave out echo"
+        raise APIError(400, message, param="echo")
+    if (longest := max(map(len, prompts))) >= context:
+        raise APIError(400, f"the prompt has {longest} tokens; at most {context - 1} fit (max_model_len {context})")
 
 
 def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
-    """Translate the body of a chat request. Raises APIError, RequestError.
+    """Translate the body of a chat request. Raises APIError, RequestError."""
+    return chat_generation(engine, parse(ChatBody, raw))
+
+
+def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> GenerationRequest:
+    """Translate a chat request. Raises APIError, RequestError.
 
     Without a limit, and if the model has no default, an answer may take the rest of the context.
+
+    Args:
+        clamped: A limit beyond the context means the rest of it, and is no error.
     """
-    body = parse(ChatBody, raw)
     require_model(engine, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -80,12 +115,55 @@ def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
     defaults, (_, limit) = engine.sampling_defaults, _limit(body)
     if limit is None and "max_tokens" in defaults:
         limit = max(int(defaults["max_tokens"]), _min_tokens(body))
-    params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, logprobs=logprobs, max_tokens=limit)
+    choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
+    text = _render(engine, body, body.tools if choice != "none" else [])
+    calls = _forced_calls(engine, body, choice, text)
+    api_names = {"logprobs": "top_logprobs"}
+    form = engine.tokenizer.chat_format
+    if choice != "none" and body.tools and calls is None and form.tools is None:
+        raise APIError(
+            400,
+            "the model's chat template does not show how it writes tool calls; start the server with "
+            '--tool-call-parser, or give tool_choice "required" or a function',
+            param="tools",
+        )
+    given: dict[str, Any] = {"logprobs": logprobs, "max_tokens": limit}
+    if form.needs_special(engine.tokenizer.special_texts.values(), bool(body.tools) and choice != "none"):
+        given["skip_special_tokens"] = False
+    params = _sampling_params(body, defaults, api_names, calls, **given)
+    parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
+    prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
+    return replace(_generation(body, engine, [prompt], params, clamped=clamped), make_parser=form.parser(text, parser))
+
+
+def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the prompt of a conversation. Raises APIError 400."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    continues = bool(body.continue_final_message)
+    prompts = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
+    if continues and prompts:
+        raise APIError(
+            400, "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
+        )
     try:
-        prompt = chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)
+        return engine.tokenizer.apply_chat_template(body.messages, prompts, tools or None, variables, continues)
     except RequestError as error:
         raise APIError(400, str(error), param="messages") from error
-    return _generation(body, engine, [prompt], params)
+
+
+def _forced_calls(engine: Runtime, body: ChatBody, choice: ToolChoice, prompt: str) -> StructuredOutputs | None:
+    """Return what an answer must match that has to call tools; None if it has not. Raises APIError 400."""
+    try:
+        schema = forced_schema(body.tools, choice, body.parallel_tool_calls is not False)
+    except RequestError as error:
+        raise APIError(400, str(error), param="tool_choice") from error
+    if schema is None:
+        return None
+    wanted = StructuredOutputs(json=schema)
+    form = engine.tokenizer.chat_format
+    return after_reasoning(wanted, form.tags[1]) if form.tags is not None and form.inside(prompt) else wanted
 
 
 def require_model(engine: Runtime, name: str | None) -> None:
@@ -97,12 +175,19 @@ def require_model(engine: Runtime, name: str | None) -> None:
 
 
 def _generation(
-    body: Body, engine: Runtime, prompts: Sequence[list[int]], params: SamplingParams, echo: Sequence[str] = ()
+    body: Body,
+    engine: Runtime,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    echo: Sequence[str] = (),
+    clamped: bool = False,
 ) -> GenerationRequest:
-    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together."""
+    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``."""
     name, limit = _limit(body)
     longest, context = max(map(len, prompts)), engine.max_model_len
-    if limit is not None and 0 < context - longest < limit:  # a prompt that leaves no room at all is refused as such
+    if (
+        limit is not None and not clamped and 0 < context - longest < limit
+    ):  # a prompt that leaves no room at all is refused as such
         raise APIError(
             400,
             f"{name} is {limit}, but the prompt has {longest} tokens, which leave room for {context - longest} "
@@ -112,7 +197,7 @@ def _generation(
     usage: UsageReports = "none"
     if (options := body.stream_options) is not None and options.include_usage:
         usage = "every" if options.continuous_usage_stats else "last"
-    return GenerationRequest(prompts, params, bool(body.stream), usage, echo, body.ignored)
+    return GenerationRequest(prompts, params, bool(body.stream), usage, echo=echo, ignored=body.ignored)
 
 
 def _limit(body: Body) -> tuple[str, int | None]:
@@ -159,21 +244,34 @@ def _require_grammar(params: SamplingParams, name: str) -> None:
         compile_grammar(params.structured_outputs)
     except RequestError as error:
         field, rest = str(error).split(maxsplit=1)
-        place = name if name in GUIDED else f"{name}.{'json_schema.schema' if name == 'response_format' else field}"
-        raise APIError(400, f"{place} {rest}", param=name) from error
+        within = {"structured_outputs": f".{field}", "response_format": ".json_schema.schema"}.get(name, "")
+        raise APIError(400, f"{name}{within} {rest}", param=name) from error
 
 
-def _sampling_params(body: Body, defaults: Defaults, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
+def _sampling_params(
+    body: Body,
+    defaults: Defaults,
+    api_names: Mapping[str, str],
+    calls: StructuredOutputs | None = None,
+    **given: Any,
+) -> SamplingParams:
     """Return the sampling parameters. Raises APIError 400 for values out of range.
 
     Args:
         defaults: The model's. They apply where the body has no value, but not to beam search.
         api_names: The API's names of parameters that have others in ``SamplingParams``.
+        calls: What the answer must match because it has to call tools.
         given: Values that come from fields of the endpoint.
     """
     api_names = {**api_names, "max_tokens": _limit(body)[0]}
     given = {**({} if body.sampling.get("use_beam_search") else defaults), **given, **body.sampling}
     structured, given["structured_outputs"] = _structured_outputs(body)
+    if calls is not None:
+        if given["structured_outputs"] is not None:
+            raise APIError(
+                400, f"tool_choice and {structured} both say what the answer must match", param="tool_choice"
+            )
+        structured, given["structured_outputs"] = "tools", calls
     longest = given["max_tokens"]
     if longest is not None and 0 < longest < _min_tokens(body):
         given["min_tokens"] = longest

@@ -93,7 +93,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError("no room"), ValueError("a bug")])
-@pytest.mark.parametrize("where", ["add", "plannable", "stop"])
+@pytest.mark.parametrize("where", ["submit", "plannable", "stop"])
 def test_whatever_ends_the_thread_is_recorded_and_answered(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str
 ) -> None:

@@ -119,7 +119,7 @@ class Dropping:
         holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
         beams = [group for group in holders if group.searches]
         if beams and self._chance.random() < 0.3:
-            engine._scheduler.drop(self._chance.choice(beams))
+            engine._scheduler.preempt(self._chance.choice(beams))
         if update.finished:
             self._ended.set()
 

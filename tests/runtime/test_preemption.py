@@ -80,7 +80,7 @@ def test_what_is_dropped_and_computed_again_gives_the_same_tokens(model: Path, s
     def drop(update: RequestUpdate) -> None:
         holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
         if holders and chance.random() < 0.1:
-            engine._scheduler.drop(chance.choice(holders))
+            engine._scheduler.preempt(chance.choice(holders))
 
     try:
         undisturbed = generate(engine, PARAMS)

@@ -164,7 +164,7 @@ def test_ten_thousand_moves() -> None:
 def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released() -> None:
     """Its sequence is gone, and the worker that it was on may have left. ``test_ten_thousand_moves`` found both."""
     under_test = scheduler({"memory0": 100}, limits=Limits(4, 64, 100), prefix_cache=True)
-    under_test.add(request("one", 20, max_tokens=8, n=2))
+    under_test.submit(request("one", 20, max_tokens=8, n=2))
     step(under_test)
     (group,) = under_test.requests
     first, second = group.completions
@@ -220,7 +220,7 @@ def test_speeds_that_balancing_has_learned_place_requests() -> None:
     assert speeds["memory1"] == pytest.approx(8 * speeds["memory0"])
     assert under_test.placement.fitting(10, 1) == [("memory0", 10)], "which holds 40 tokens already"
     members = tuple(Member(f"memory{index}", "memory", "cpu", "", 100) for index in range(2))
-    under_test.placement.apply(Topology(FIRST, members, Pipeline(1, 1)))
+    under_test.placement.apply_topology(Topology(FIRST, members, Pipeline(1, 1)))
     assert under_test.placement.fitting(10, 1) == [("memory1", 10)]
 
 
@@ -245,7 +245,7 @@ def test_pools_of_several_kinds_are_balanced_by_bandwidth(
 def settled(**settings: Any) -> Scheduler:
     """A request of 40 tokens on the first of two workers, which decodes."""
     under_test = scheduler({"memory0": 100, "memory1": 100}, limits=Limits(4, 64, 100), **settings)
-    under_test.add(request("long", 40, max_tokens=50, n=2))
+    under_test.submit(request("long", 40, max_tokens=50, n=2))
     step(under_test)
     step(under_test)
     return under_test
@@ -291,7 +291,7 @@ def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_st
     plan_of(under_test)
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 0 and under_test.moves.counts.refused == 1
     under_test.placement.will_release("memory1", 90)
-    under_test.placement.release("memory1", 90)
+    under_test.placement.free_slots("memory1", 90)
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
     under_test.migrated(step(under_test).migrations[0].number)
     assert step(under_test).switches

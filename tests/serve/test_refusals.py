@@ -42,7 +42,13 @@ USER = [{"role": "user", "content": "a"}]
         (COMPLETION, {"prompt": "a", "n": 1.5}, 400, "n", "n is 1.5; give an integer from 1"),
         (COMPLETION, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens", "max_tokens is 0"),
         (COMPLETION, {"prompt": "a", "logprobs": 21}, 400, "logprobs", "logprobs is 21; give an integer from 0 to 20"),
-        (COMPLETION, {"prompt": "a", "logprobs": 1, "echo": True}, 400, "echo", "leave out echo or logprobs"),
+        (
+            COMPLETION,
+            {"prompt": "a", "logprobs": 1, "echo": True, "presence_penalty": 1},
+            400,
+            "echo",
+            "not supported with penalties",
+        ),
         (COMPLETION, {"prompt": "a", "stop": [""]}, 400, "stop", "must be valid Unicode of 1 to 128 characters"),
         (COMPLETION, {"prompt": "a", "stop": [5] * 1000}, 400, "stop", "stop has 1000 strings; give at most 32"),
         (COMPLETION, {"prompt": "a", "stop": [5] * 10**6}, 400, None, "fields besides prompt have 2000001 bytes"),
@@ -78,7 +84,7 @@ USER = [{"role": "user", "content": "a"}]
         (CHAT, {"messages": []}, 400, "messages", "messages is empty"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0] has no content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "'image_url' is not"),
-        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools is not supported"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "missing required field `function`"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs to be true"),
     ],
 )

@@ -16,6 +16,7 @@ from lamina.core.types import Request, Segment
 from lamina.memory.slab import Slab
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import FIFO, Policy
 from tests.support.schedules import ATTENTIONS, LIMITS, client, request, scheduler
 
 MANY = Limits(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
@@ -234,6 +235,7 @@ class Cluster:
     prefix_cache = False
     overcommit = 1.0
     window = 0
+    policy: Policy = FIFO
 
     def __init__(
         self,
@@ -249,7 +251,9 @@ class Cluster:
         self.limits = limits
         self.memories = [MemoryModel(f"memory{index}", capacity) for index in range(memories)]
         capacities = {memory.name: capacity for memory in self.memories}
-        self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache, self.overcommit, self.window)
+        self.scheduler = scheduler(
+            capacities, lanes, limits, longest, self.prefix_cache, self.overcommit, self.window, self.policy
+        )
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self.unservable = set[int]()  # requests that the workers left cannot hold
@@ -304,7 +308,7 @@ class Cluster:
         """Drop the KV of a request that has some."""
         holders = [group for memory in self.memories for group in self.scheduler.holders(memory.name)]
         if holders:
-            self.scheduler.drop(holders[number % len(holders)])
+            self.scheduler.preempt(holders[number % len(holders)])
 
     def migrate(self) -> None:
         """Complete the oldest migration, whether its sequence still exists or not."""
@@ -320,7 +324,7 @@ class Cluster:
                 self.scheduler.abort(str(index))
 
     def submit(self, index: int, made: Request) -> None:
-        self.groups[index] = self.scheduler.add(made)
+        self.groups[index] = self.scheduler.submit(made)
 
     def prompt(self, index: int) -> list[int]:
         return list(range(self.requests[index][0]))
@@ -344,7 +348,7 @@ class Cluster:
         name = group.request.request_id
         if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3][completion.index]):
             self.lengths.setdefault(name, []).append(len(completion.generated))
-            self.scheduler.finish(group, completion)
+            self.scheduler.end_completion(group, completion)
 
     def plan(self, lane: int) -> None:
         """Begin all steps that a lane may have in flight."""

@@ -31,6 +31,7 @@ from lamina.planning.simulate.arrivals import Arrivals, Ints
 from lamina.planning.simulate.deployment import Deployment, Fault
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
+from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
 
@@ -141,7 +142,8 @@ class Simulation:
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
-            policy=POLICIES[deployment.victim],
+            policy=find_policy(deployment.policy, deployment.slo_ttft_ms),
+            victim=POLICIES[deployment.victim],
             step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
             prefix_cache=self._shares,
             balance=deployment.balance,
@@ -207,13 +209,13 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
         try:
-            self._scheduler.check(prompt, params)  # before making its tokens, which may exceed the memory
+            self._scheduler.validate_request(prompt, params)  # before making its tokens, which may exceed the memory
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
         request = Request(str(index), None, self._prompt(index, prompt), params)
         begun = self._clock()
-        group = self._scheduler.add(request)
+        group = self._scheduler.submit(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
         completion.generated = _Drawn(self._log, index, self._answer(index))
@@ -268,7 +270,7 @@ class Simulation:
                 owners = list(drawn.values())
                 for place in ended:
                     group, completion = owners[place]
-                    self._scheduler.finish(group, completion)
+                    self._scheduler.end_completion(group, completion)
                     index = int(group.request.request_id)
                     self._live.remove(index)
                     self._log.end(index, State.FINISHED, now)
