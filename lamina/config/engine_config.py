@@ -37,7 +37,11 @@ class EngineConfig:
 
     model: Annotated[
         str | os.PathLike[str] | None,
-        Meaning("Hugging Face model directory; the default is the bundled small model.", group="Model", common=True),
+        Meaning(
+            "Hugging Face model: a directory, or OWNER/NAME[@REVISION] to download. Default: the bundled small model.",
+            group="Model",
+            common=True,
+        ),
     ] = None
     _: KW_ONLY
     served_model_name: Annotated[
