@@ -210,7 +210,7 @@ def test_a_request_that_fits_no_memory_pool_is_an_error_with_the_figures() -> No
 
 def plan(line: str) -> str:
     """The output of `lamina plan LINE`."""
-    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
+    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).stdout
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +279,7 @@ def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]
         words = shlex.split(way["simulate"])
         assert words[0] == "lamina"
         done = CliRunner().invoke(app, [*words[1:], "--json"], catch_exceptions=False)
-        repeated = json.loads(done.output)
+        repeated = json.loads(done.stdout)
         for name in ("tokens_s", "ttft_s", "tbt_s", "steps", "usd_per_hour"):
             assert repeated[name] == way["simulated"][name], (way["way"], name)
         assert repeated["served_requests_s"] == way["requests_s"] <= repeated["offered_requests_s"]
