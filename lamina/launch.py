@@ -24,6 +24,7 @@ from lamina.control.secret import Secret, configured
 from lamina.control.sockets import ANY, ControlServer
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Role, Topology
+from lamina.core.types import ChatSettings
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
 from lamina.models import directory
@@ -108,7 +109,7 @@ def launch(
             "listen admits workers of other machines that have the cluster's secret: give secret_file and copy that "
             "file to the other machines, or set LAMINA_SECRET"
         )
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(model, _chat_settings(config))
     sampling_defaults(model, config.generation_config)  # raises before anything is started
     receivers = [] if on_trace is None else [on_trace]
     if config.trace is not None:
@@ -171,6 +172,17 @@ def _engine(
             )
 
     return Engine(config, model, tokenizer, limits, control, workers, cluster, on_trace, save)
+
+
+def _chat_settings(config: EngineConfig) -> ChatSettings:
+    """Raises ConfigError if the template cannot be read."""
+    template = None
+    if config.chat_template is not None:
+        try:
+            template = Path(config.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"chat_template {config.chat_template} cannot be read: {error}") from error
+    return ChatSettings(template, config.tool_call_parser, config.reasoning_parser)
 
 
 def _take_over(

@@ -117,6 +117,22 @@ def start_logging() -> None:
     logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
 
 
+_TALKATIVE = ("torch.utils.flop_counter", "torch.utils._pytree", "torchao")
+"""Loggers that warn, while they are imported, of what nothing here uses: a missing triton, kernels of other GPUs, and
+torch's own deprecations in torchao."""
+
+
+def quiet_imports() -> None:
+    """Keep warnings that torch and torchao log while they are imported off the user's screen; errors are shown.
+
+    A logger whose level is set already keeps it.
+    """
+    for name in _TALKATIVE:
+        logger = logging.getLogger(name)
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)
+
+
 @atexit.register
 def drain() -> None:
     """Wait ``DRAIN_S`` at most for output to be written. A process that ends without ``atexit`` calls this itself."""

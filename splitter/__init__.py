@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 if __name__ != "lamina.splitter":
     raise ImportError(f"import this package as lamina.splitter, not {__name__}: a second copy would not share types")
 
+from lamina.output import quiet_imports
 from lamina.splitter.split_model import Crossing, Cut, Slice, SliceOutput, SplitModel, Weight, as_numpy
+
+quiet_imports()
 
 if TYPE_CHECKING:
     from lamina.splitter.assemble import split

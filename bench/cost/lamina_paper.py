@@ -10,11 +10,11 @@ import numpy as np
 
 from bench.cost.page import Section, axes, legend_above, show
 from bench.cost.published import Comparison
+from bench.cost.published_times import read_operators
 from lamina.planning.plan import hardware, homogeneous, model_shapes, prices, workload
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.planner import Goals, Partition, Plan, Planner, Pools
-from lamina.planning.profiling.published_times import read_operators
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 CONTEXTS = (512, 1024, 2048, 4096)

@@ -16,8 +16,7 @@ from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.simulate import Arrivals, Deployment, State, System
 from lamina.planning.simulate.arrivals import Ints
-from lamina.planning.simulate.baseline_instance import Batch, Instance, Running, blocks_of
-from lamina.planning.simulate.baseline_prefixes import BLOCK
+from lamina.planning.simulate.baseline_instance import BLOCK, Batch, Instance, Running, blocks_of
 from lamina.planning.simulate.baselines import BaselineSimulation
 
 MOST_BUSY = 0.9
@@ -109,10 +108,10 @@ class Lender(Instance):
             return False
         return super()._next_has_room()
 
-    def seconds(self, batch: Batch) -> float:
+    def step_seconds(self, batch: Batch) -> float:
         """A step: attention to KV elsewhere runs beside that to KV here. Copies that decode keep pace, and attend once
         a step for each that borrows; beside a prompt, as often as these decode, for at most ``OUTPUT`` tokens."""
-        seconds = super().seconds(batch)
+        seconds = super().step_seconds(batch)
         if batch.decoding:
             rows, tokens = len(batch.decoding), sum(one.cached + 1 for one in batch.decoding)
             away = Counter[Lender]()

@@ -143,14 +143,14 @@ def unshared(prefix_cache: bool, length: int) -> float:
     slab = Slab[int](capacity)
     begun = time.process_time()
     for number, prompt in enumerate(prompts):
-        scheduler.add(Request(str(number), None, prompt, PARAMS))
+        scheduler.submit(Request(str(number), None, prompt, PARAMS))
     while scheduler.running or scheduler.waiting:
         while scheduler.in_flight(0) < 2 and (plan := scheduler.plan(0)) is not None:
             _apply(slab, plan)
         for group, completion in list(scheduler.complete(0).values()):
             completion.generated.append(draw.randrange(3, VOCABULARY))
             if len(completion.generated) == ANSWER:
-                scheduler.finish(group, completion)
+                scheduler.end_completion(group, completion)
     return (time.process_time() - begun) / len(prompts)
 
 

@@ -99,7 +99,10 @@ def _ready(summary: str, url: str) -> None:
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)
     print_text(
         f"{summary}\n"
+        f"Chat in a browser: {url}/  Live view of both pools: {url}/dashboard\n"
         f"  curl {url}/v1/completions -H 'Content-Type: application/json' \\\n"
-        f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n\n""",
+        f"""    -d '{{"prompt": "def fibonacci(n):", "max_tokens": 48}}'\n"""
+        f"""  python -c "from openai import OpenAI; c = OpenAI(base_url='{url}/v1', api_key='-'); print(\n"""
+        """    c.completions.create(model=c.models.list().data[0].id, prompt='def f(n):').choices[0].text)"\n\n""",
     )
     output().print("[dim]Ctrl-C stops it.[/]")

@@ -79,10 +79,6 @@ def plan(
             help="Do not plan: show for which prompts and outputs two kinds cost less than one, and draw an SVG.",
         ),
     ] = None,
-    validate: Annotated[
-        Path | None, typer.Option(help="Do not plan: print the cost model's errors against a CSV of measurements.")
-    ] = None,
-    kind: Annotated[str | None, typer.Option(help="With --validate: the hardware that was measured.")] = None,
     measure: Annotated[
         Path | None,
         typer.Option(
@@ -92,7 +88,7 @@ def plan(
 ) -> None:
     """Find the cheapest pools that serve a model.
 
-    With --validate or --measure: check the cost model against measurements, or measure this machine for it.
+    With --measure: measure this machine for the cost model.
     """
     from lamina.cli import plan_profile
 
@@ -104,13 +100,8 @@ def plan(
     from lamina.planning.plan.fit_store import ProfileStore
 
     catalogue = catalogue_of.load(hardware)
-    if validate is not None:
-        plan_profile.validate(validate, model, kind, catalogue)
-        return
     if model is None:
         raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
-    if kind is not None:
-        raise ConfigError("--kind is for --validate only; name the hardware to plan for with --compute and --memory")
     if compute is None or memory is None:
         raise ConfigError("give --compute and --memory, such as --compute h100 --memory h20")
     if context is not None and (trace is not None or prompt is not None or output is not None):

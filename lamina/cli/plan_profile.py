@@ -1,61 +1,9 @@
-"""`lamina plan --validate` and `--measure`: the cost model against measurements, and a profile of this machine."""
+"""`lamina plan --measure`: a profile of this machine for the cost model."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lamina.config.engine_config import check_writable
 from lamina.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from lamina.planning.plan.hardware import Catalogue, Hardware
-
-
-def validate(file: Path, model: str | None, kind: str | None, catalogue: "Catalogue") -> None:
-    """Print the cost model's errors against a CSV of measurements of ``kind``, by band. Raises ConfigError."""
-    from rich.table import Table
-
-    from lamina.cli.console import print_table
-    from lamina.planning.plan import model_shapes
-    from lamina.planning.plan.cost import CostModel, Fits
-    from lamina.planning.profiling.validate import SHAPELESS, errors, needs_model
-
-    if kind is None:
-        raise ConfigError("--validate needs --kind KIND: the hardware that the file was measured on")
-    if needs_model(file) and model is None:
-        raise ConfigError("--validate of a layer's operators needs --model: the model that was measured")
-    entry = catalogue[kind]
-    shape = model_shapes.find(model) if needs_model(file) and model else SHAPELESS
-    table = Table(
-        title=f"Predicted against measured: {file.name} on {entry.kind}",
-        caption="Relative errors of single measurements; bias: median with its sign, negative where predictions are "
-        f"too fast. {_fitted_to(entry)}",
-        caption_justify="left",
-    )
-    table.add_column("operator")
-    table.add_column("band")
-    for heading in ("measured", "median error", "95th percentile", "bias"):
-        table.add_column(heading, justify="right")
-    for row in errors(file, CostModel(shape, entry, Fits.load(entry))):
-        table.add_row(
-            row.operator,
-            row.band,
-            str(row.count),
-            f"{row.median:.1%}",
-            f"{row.p95:.1%}",
-            f"{row.bias:+.1%}",
-            style="bold" if row.is_total else None,
-            end_section=row.is_total,
-        )
-    print_table(table)
-
-
-def _fitted_to(entry: "Hardware") -> str:
-    """What the predictions for a kind were fitted to."""
-    from lamina.planning.plan.fit_store import packaged_fit
-
-    names = ("gemm", "decode", "prefill", "pcie" if entry.link.startswith("PCIe") else "nvlink")
-    sources = dict.fromkeys(packaged_fit(name, entry.like or entry.kind).source for name in names)
-    return f"Fitted to {', '.join(sources)}."
 
 
 def measure(file: Path) -> None:

@@ -165,7 +165,7 @@ def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | N
         market.require(named)
         return market
     market = prices.load(prices.DEFAULT)
-    return market if all(map(market.has, named)) else None
+    return market if all(map(market.lists, named)) else None
 
 
 def _arrivals(

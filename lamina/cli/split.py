@@ -37,14 +37,12 @@ def split(
     Lists the slices, the tensors that cross each cut, and bytes per token.
     """
     from lamina.cli.console import print_table
-    from lamina.compute.quick_start import quiet_imports
     from lamina.config.engine_config import check_writable
     from lamina.models.directory import find_config
     from lamina.observe.progress import waiting
 
     if output is not None:
         check_writable("--output", output)
-    quiet_imports()
     place = find_config(model)  # errors come before the slow imports
     with waiting("Importing transformers and splitting the model"):
         from lamina.models.configuration import load_config, resolve_dtype

@@ -6,13 +6,10 @@ import os
 import sys
 from typing import NoReturn
 
-from lamina.output import drain
+from lamina.output import drain, quiet_imports
 
 _UNUSED = ("PIL", "scipy", "sklearn")
 _UNUSED_ON_CPU = ("triton", "torchao")
-_TALKATIVE = ("torch.utils.flop_counter", "torch.utils._pytree", "torchao")
-"""Loggers that warn, while they are imported, of what nothing here uses: a missing triton, kernels of other GPUs, and
-torch's own deprecations in torchao."""
 
 
 def before_imports(device: str = "cpu") -> None:
@@ -26,12 +23,6 @@ def before_imports(device: str = "cpu") -> None:
     for package in (*_UNUSED, *(_UNUSED_ON_CPU if device == "cpu" else ())):
         sys.modules.setdefault(package, None)  # type: ignore[arg-type]  # None makes an import fail
     quiet_imports()
-
-
-def quiet_imports() -> None:
-    """Keep warnings that torch and torchao log while they are imported off the user's screen; errors are shown."""
-    for name in _TALKATIVE:
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def once_set_up() -> None:

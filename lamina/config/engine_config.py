@@ -22,6 +22,8 @@ from lamina.core.types import (
     Pipelining,
     Polling,
     Quantization,
+    ReasoningParserName,
+    ToolCallParser,
     TransportName,
 )
 
@@ -127,6 +129,18 @@ class EngineConfig:
             "max_new_tokens from the model's generation_config.json, none takes nothing from it.",
             group="Model",
         ),
+    ] = "auto"
+    chat_template: Annotated[
+        str | None,
+        Meaning("File with a Jinja template for chats. Default: the model's own template.", group="Model"),
+    ] = None
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        Meaning("Form of the tool calls in answers. auto goes by the chat template.", group="Model"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParserName,
+        Meaning("Form of the reasoning in answers. auto goes by the chat template.", group="Model"),
     ] = "auto"
     max_num_seqs: Annotated[
         int,

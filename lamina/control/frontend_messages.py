@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from lamina.core.types import Client, FinishReason, SamplingParams
+from lamina.core.types import ChatSettings, Client, FinishReason, SamplingParams
 
 READY, ALIVE = b"!", b"."  # what a frontend says to the supervisor, in a pipe
 ALIVE_S = 1.0
@@ -43,6 +43,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
         requests, answers: addresses of the engine's sockets.
         supervisor_pid: the process to end with.
         sampling_defaults: parameters of requests that give none.
+        chat: what the settings say about chats.
         seed: from which those of requests without one are drawn.
     """
 
@@ -56,6 +57,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     vocab_size: int
     seed: int = 0
     model_aliases: tuple[str, ...] = ()
+    chat: ChatSettings = ChatSettings()
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

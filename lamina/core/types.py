@@ -66,6 +66,25 @@ Partition = Literal["auto", "request", "head", "token"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 """How a user names what weights of linear layers become when they are loaded: none leaves them as they are."""
 
+ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3"]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral"]
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """What the settings say about chats.
+
+    Attributes:
+        template: The text of a Jinja template in place of the model's; None: the model's.
+        tool_call_parser: Form of tool calls in answers; auto: by the template.
+        reasoning_parser: Form of reasoning in answers; auto: by the template.
+    """
+
+    template: str | None = None
+    tool_call_parser: ToolCallParser = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
+
+
 LoadFormat = Literal["auto", "dummy"]
 GenerationConfig = Literal["auto", "none"]
 Pipelining = Literal["auto", "fixed", "rotational"]

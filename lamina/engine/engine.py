@@ -111,7 +111,7 @@ class Engine:
         self._scheduler = self._turn.scheduler
         if cluster.missing:  # lost with the last engine, to be started again
             whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology.local, ranks)
-            self._scheduler.placement.promised = whole.total
+            self._scheduler.placement.promise(whole.total)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
         element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
@@ -194,7 +194,7 @@ class Engine:
     def _request(
         self, request_id: str, text: str | None, tokens: list[int], params: SamplingParams, client: Client, seed: int
     ) -> Request:
-        self._scheduler.check(len(tokens), params)
+        self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
@@ -206,7 +206,7 @@ class Engine:
             self._require_alive()
             if request_id in self._tracked:
                 raise RequestError(f"request id {request_id!r} is in use; give each request its own")
-            self._places.take(request_id, request.client, again)
+            self._places.reserve_place(request_id, request.client, again)
             self._tracked[request_id] = tracked
             self._commands.append(lambda: self._add(tracked))
         self._control.wake()
@@ -375,7 +375,7 @@ class Engine:
             self._touched[tracked] = None
             tracked.group = group
             if tracked.append(completion, draw):
-                self._scheduler.finish(group, completion)
+                self._scheduler.end_completion(group, completion)
         for sequence in done.undrawable:
             if sequence in drawn:
                 group, _ = drawn[sequence]
@@ -389,12 +389,12 @@ class Engine:
         if tracked.finished:
             self._touched[tracked] = None
             for one in group.completions:
-                self._scheduler.finish(group, one)
+                self._scheduler.end_completion(group, one)
 
     def _send(self, plan: StepPlan, now: float) -> None:
         check_placements(plan, self.cluster.shards)
         self._members.watch.began(plan)
-        for workers, part in self._members.recipients.of(plan, now):
+        for workers, part in self._members.recipients.select(plan, now):
             self._members.tell(workers, Step(part, self.topology.epoch))
 
     def _run_commands(self) -> None:
@@ -405,7 +405,7 @@ class Engine:
 
     def _add(self, tracked: TrackedRequest) -> None:
         try:
-            group = self._scheduler.add(tracked.request, tracked.drawn)
+            group = self._scheduler.submit(tracked.request, tracked.drawn)
         except RequestError as error:  # it could be served when it was submitted; a worker has been lost since
             tracked.end_all(FinishReason.ERROR, str(error))
             self._publish(tracked)
@@ -443,7 +443,7 @@ class Engine:
     def _forget(self, request_id: str) -> None:
         with self._lock:
             self._tracked.pop(request_id, None)
-            self._places.leave(request_id)
+            self._places.free_place(request_id)
 
     def _check_workers(self) -> None:
         """Look for lost workers and for lack of progress. Raises LaminaError if the engine cannot go on."""
@@ -453,11 +453,11 @@ class Engine:
                 self._take(sender, message)
         if lost := members.lost():
             self._lacks_memory = True
-            placement.promised = placement.possible  # requests wait for the successors of those that are lost
+            placement.promise(placement.possible)  # requests wait for the successors of those that are lost
             if (poison := members.on_workers_lost(lost)) is not None:
                 self._end_request(poison, FinishReason.ERROR, poisonous(lost), suspect=True)
         if placement.promised and not members.memory_starts:  # these have joined, or it may take long
-            placement.promised = 0
+            placement.promise(0)
         if self._lacks_memory and not members.memory_grows:  # they have, or never will
             self._lacks_memory = False
             self._end_stranded()

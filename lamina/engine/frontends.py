@@ -158,6 +158,7 @@ class Frontends:
             engine.vocab_size,
             engine.new_seed(),
             tuple(engine.model_aliases),
+            engine.tokenizer.chat_settings,
         )
 
     def on_frontend_exit(self, name: str) -> None:

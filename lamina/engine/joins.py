@@ -180,9 +180,8 @@ class Joins:
 
     @property
     def is_linking(self) -> bool:
-        """True while a joiner is being linked with all members: none of them may leave."""
-        current = self._current
-        return current is not None and current.stage is Stage.LINKING
+        """True from when a joiner is being linked with all members until it has entered: none of them may leave."""
+        return self._current is not None
 
     @property
     def linked(self) -> Joiner | None:

@@ -176,14 +176,15 @@ class Members:
     def _note_stored(self, worker: str, message: Stored) -> None:
         if message.error:
             log.warning("the disk of %s failed: %s; it takes no more KV", worker, message.error)
-        disks = self._turn.scheduler.disks
-        disks.done(worker, message.number, message.complete, message.error)
-        if disks.missed[worker] > self.usage[worker].capacity and worker not in self._behind:
+        scheduler = self._turn.scheduler
+        scheduler.transferred(worker, message.number, message.complete, message.error)
+        missed = scheduler.disks.missed(worker)
+        if missed > self.usage[worker].capacity and worker not in self._behind:
             self._behind.add(worker)
             log.warning(
                 "the disk of %s is too slow: %d tokens of prefixes were forgotten before it had them",
                 worker,
-                disks.missed[worker],
+                missed,
             )
 
     def tell(self, workers: Sequence[str], message: ToWorker) -> None:
@@ -232,7 +233,7 @@ class Members:
         self._record.on_workers_lost(lost.keys())
         self._control.apply_topology(topology)
         self.watch.apply_topology(topology)
-        remains = self._turn.apply(topology, deaths)
+        remains = self._turn.end_epoch(topology, deaths)
         if pools is not None:
             pools.on_workers_lost(lost, topology, free=remains.on_trial)
         self.usage = {name: usage for name, usage in self.usage.items() if name in topology.names}
@@ -249,7 +250,7 @@ class Members:
             remains.dropped,
             remains.recomputed,
         )
-        self.recipients.apply(topology, remains.kept)
+        self.recipients.end_epoch(topology, remains.kept)
         for worker, kept in remains.kept.items():
             self.tell([worker], EndEpoch(topology, kept))
         self.tell([name for name in topology.computes if name not in remains.kept], EndEpoch(topology))
@@ -268,8 +269,8 @@ class Members:
         self.topology = topology
         self._control.apply_topology(topology)
         self.watch.apply_topology(topology)
-        self._turn.change(topology)
-        self.recipients.change(topology)
+        self._turn.change_members(topology)
+        self.recipients.change_members(topology)
         fresh = {name: MemoryStats(0, capacity, 0) for name, capacity in topology.capacities.items()}
         self.usage = {name: self.usage.get(name, usage) for name, usage in fresh.items()}
         self._changes += 1

@@ -287,7 +287,8 @@ class Pools:
             following = self._joined(joiner.member)
             if self._may_adopt(following):
                 self._enter(joiner, following)
-        for name in () if self._joins.is_linking else self._leaves.ready:
+        # While a pool has no worker, those of the other one stay: a topology has members of both roles when one leaves.
+        for name in self._leaves.ready if self.topology.serves and not self._joins.is_linking else ():
             following = self._left(name)
             if self._may_adopt(following):
                 others = following.names

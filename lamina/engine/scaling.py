@@ -50,7 +50,7 @@ class Scaling:
             elif self._refused.get(role, 0.0) <= now:
                 load = self._load(role, pools, busy)
                 self._note(role, load=load.demand, why=load.why)
-                if change := scaler.change(load, now):
+                if change := scaler.decide(load, now):
                     self._resize(role, change, load, pools, now)
 
     def _load(self, role: Role, pools: Pools, busy: float) -> Load:

@@ -13,7 +13,7 @@ they are fetched.
 
 import collections
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from lamina.core.requests import Group, Ids, ids_of
@@ -65,7 +65,7 @@ class Blocks:
         """Allow blocks to be overwritten again."""
         self._pinned.subtract(blocks)
 
-    def take(self, count: int) -> list[int]:
+    def allocate_blocks(self, count: int) -> list[int]:
         """Take up to ``count`` blocks to write to: free ones, then the least recently used."""
         taken = [self._free.pop() for _ in range(min(count, len(self._free)))]
         for key, block in list(self._kept.items()) if len(taken) < count else ():
@@ -86,7 +86,7 @@ class Blocks:
         """Free blocks that were taken but not written."""
         self._free += blocks
 
-    def drop(self, keys: Sequence[bytes]) -> None:
+    def discard_unreadable(self, keys: Sequence[bytes]) -> None:
         """Forget blocks that cannot be read."""
         self._free += [self._kept.pop(key) for key in keys if key in self._kept]
 
@@ -114,13 +114,29 @@ class _Coming:
     failed: bool = False
 
 
+@dataclass(frozen=True)
+class DiskChanges:
+    """What the next plan does about disks.
+
+    Attributes:
+        forks: of resident prefixes, which ``fetches`` extend.
+        spills: copies to disks.
+        fetches: copies from disks.
+        queued: requests that no longer wait for blocks.
+    """
+
+    forks: list[Fork]
+    spills: list[Spill]
+    fetches: list[Fetch]
+    queued: list[Group]
+
+
 class Disks:
     """The disks of all memory workers. Does nothing without blocks.
 
     Attributes:
         spilled, fetched: tokens so far.
         held: requests that wait for blocks.
-        missed: by worker, tokens that were evicted before they were copied.
     """
 
     def __init__(
@@ -129,23 +145,15 @@ class Disks:
         prefixes: PrefixCache,
         sequences: Iterator[int],
         overcommit: float,
-        moving: Callable[[Collection[Node]], bool],
-        queue: Callable[[Group], None],
-        wake: Callable[[], None],
     ) -> None:
-        """``sequences``: numbers for new sequences. ``moving``: whether any of these nodes is being moved to another
-        worker. ``queue`` is called with a request that no longer waits for blocks. ``wake`` is called when ``changes``
-        has something for a plan."""
+        """``sequences``: numbers for new sequences. ``overcommit``: how many times its slots a worker and its disk
+        hold."""
         self.spilled = self.fetched = 0
         self.held: dict[Group, None] = {}
-        self.missed = collections.Counter[str]()
         self._placement = placement
         self._prefixes = prefixes
         self._sequences = sequences
         self._overcommit = overcommit
-        self._moving = moving
-        self._queue = queue
-        self._wake = wake
         self._number = 0
         self._disks: dict[str, Blocks] = {}
         # Leaves in the order in which they were cached, with the number of blocks at their start already examined.
@@ -155,24 +163,28 @@ class Disks:
         self._coming: dict[int, _Coming] = {}  # by number
         self._arrived: list[_Coming] = []
         self._failed = set[str]()  # workers whose disks are not used any more
-        self.follow()
-        prefixes.on_kept, prefixes.on_evicted = self.note_kept, self.note_evicted
+        self.on_places_changed()
 
-    def lose(self, lost: Collection[str], *, ends_epoch: bool) -> None:
-        """Forget what these workers held; the end of an epoch also ends all transfers. Call ``follow`` afterwards."""
+    def on_workers_lost(self, lost: Collection[str], *, ends_epoch: bool) -> list[Group]:
+        """Forget what these workers held; the end of an epoch also ends all transfers.
+
+        Call ``on_places_changed`` afterwards. Returns the requests that no longer wait for blocks.
+        """
         for worker in [worker for worker in self._copying if ends_epoch or worker in lost]:
             copying = self._copying.pop(worker)
             self._disks[worker].give_back(copying.spill.blocks)
         if not ends_epoch:
-            return
+            return []
         begun = [*self._coming.values(), *self._arrived]
-        for coming in [*begun, *self._wanted]:
-            self._let_go(coming)
-            if coming in begun and coming.fetch.worker not in lost:
-                self._prefixes.release(coming.fetch.child)
+        ended = [*begun, *self._wanted]
+        queued = [coming.group for coming in ended if self._let_go(coming)]
+        for coming in begun:
+            if coming.fetch.worker not in lost:
+                self._prefixes.free_unused(coming.fetch.child)
         self._wanted, self._coming, self._arrived = [], {}, []
+        return queued
 
-    def follow(self) -> None:
+    def on_places_changed(self) -> None:
         """Adapt to the workers of the placement. Memory of compute workers has no disk."""
         counts = {
             worker: blocks_of(capacity, self._overcommit)
@@ -181,24 +193,23 @@ class Disks:
         }
         self._disks = {worker: self._disks.get(worker) or Blocks(n) for worker, n in counts.items() if n > 0}
         self._uncopied = {worker: self._uncopied.get(worker) or collections.deque() for worker in self._disks}
+        self._note_kept()
         known = {leaf for queue in self._uncopied.values() for leaf, _ in queue}
         known |= {copying.leaf for copying in self._copying.values()}
         for leaf in self._prefixes.ends() if self._disks else ():
             if not leaf.copied and leaf not in known:  # the rest of a leaf whose end was lost
-                self.note_kept(leaf)
+                self._queue_copy(leaf)
 
     # -- to the disk -------------------------------------------------------------------------------------------------
 
-    def note_kept(self, leaf: Node) -> None:
-        """Called when a prefix has been cached."""
+    def _queue_copy(self, leaf: Node) -> None:
         worker = leaf.home
         if worker in self._uncopied and worker not in self._failed:
             self._uncopied[worker].append((leaf, 0))
 
-    def note_evicted(self, leaf: Node) -> None:
-        """Called when a prefix is evicted."""
-        if leaf.home in self._disks and not leaf.copied:
-            self.missed[leaf.worker] += len(leaf.tokens)
+    def _note_kept(self) -> None:
+        for leaf in self._prefixes.pop_kept():
+            self._queue_copy(leaf)
 
     def _copies(self, worker: str) -> list[Spill]:
         """Return the next copy of a worker: empty or one, if it is due."""
@@ -215,13 +226,13 @@ class Disks:
             if leaf.sequence is None:
                 continue  # evicted, or now the beginning of another leaf
             if leaf.home != worker:
-                self.note_kept(leaf)  # it has moved
+                self._queue_copy(leaf)  # it has moved
                 continue
             salt, ids = leaf.whole()
             disk, keys = self._disks[worker], keys_of(salt, ids, len(ids))
             places = [place for place in range(first, len(keys)) if keys[place] not in disk][:MOST_BLOCKS]
             leaf.copied = not places
-            blocks = disk.take(len(places))
+            blocks = disk.allocate_blocks(len(places))
             if not blocks:
                 continue
             places = places[: len(blocks)]
@@ -233,7 +244,7 @@ class Disks:
 
     # -- and back ----------------------------------------------------------------------------------------------------
 
-    def hold(self, group: Group) -> bool:
+    def fetch_for(self, group: Group) -> bool:
         """Fetch blocks of a request if the disks have some. False if there is nothing to wait for: queue it."""
         first = group.completions[0]
         if not any(map(len, self._disks.values())) or self._placement.splits(group.to_run):
@@ -246,7 +257,7 @@ class Disks:
                 continue
             _, node, found = self._prefixes.beginning(worker, salt, ids)
             path = [] if node is None else list(node.path())
-            if any(one.worker != worker for one in path) or self._moving(path):
+            if any(one.worker != worker for one in path) or self._prefixes.is_moving(path):
                 continue
             resident = min(found // BLOCK, len(keys))
             stop = (resident + disk.run(keys, resident)) * BLOCK
@@ -261,7 +272,7 @@ class Disks:
 
     def _begin(self, group: Group, worker: str, salt: str, ids: Ids, keys: list[bytes]) -> None:
         start = len(ids) - len(keys) * BLOCK
-        base = self._prefixes.take(worker, salt, ids[:start]) if start else None
+        base = self._prefixes.pin(worker, salt, ids[:start]) if start else None
         for one in base[1].path() if base is not None else ():
             one.fixed += 1
         self._placement.reserve_on(worker, len(keys) * BLOCK)
@@ -270,24 +281,26 @@ class Disks:
         fetch = Fetch(self._number, worker, next(self._sequences), start, blocks, group.heads)
         self._wanted.append(_Coming(group, salt, ids, keys, base, fetch))
         self.held[group] = None
-        self._wake()
+
+    def missed(self, worker: str) -> int:
+        """Return how many tokens were evicted from a worker with a disk before they were copied."""
+        return self._prefixes.evicted[worker] if worker in self._disks else 0
 
     def abandon(self, group: Group) -> bool:
         """Note that a request has ended. True if it was waiting for blocks, which are fetched all the same."""
         return self.held.pop(group, 0) is None
 
-    def _let_go(self, coming: _Coming) -> None:
-        """End a fetch, successful or not: release its slots, and queue its request."""
+    def _let_go(self, coming: _Coming) -> bool:
+        """End a fetch, successful or not: release its slots. Returns whether its request waits for it."""
         worker, tokens = coming.fetch.worker, len(coming.keys) * BLOCK
         self._disks[worker].unpin(coming.fetch.blocks)
         self._placement.will_release(worker, tokens)
-        self._placement.release(worker, tokens)
+        self._placement.free_slots(worker, tokens)
         if coming.base is not None:
             for one in coming.base[1].path():
                 one.fixed -= 1
             self._prefixes.unpin(*coming.base)
-        if self.abandon(coming.group):
-            self._queue(coming.group)
+        return self.abandon(coming.group)
 
     # -- both --------------------------------------------------------------------------------------------------------
 
@@ -303,36 +316,33 @@ class Disks:
         if error:
             self._failed.add(worker)
             self._uncopied[worker].clear()
-        self._wake()
 
     def _note_copied(self, copying: _Copying, complete: bool) -> None:
         worker = copying.spill.worker
         del self._copying[worker]
         if not complete:
             self._disks[worker].give_back(copying.spill.blocks)
-            self.note_kept(copying.leaf)  # it may have moved
+            self._queue_copy(copying.leaf)  # it may have moved
             return
         self.spilled += len(copying.keys) * BLOCK
         self._disks[worker].put(copying.keys, copying.spill.blocks)
         if worker not in self._failed:
             self._uncopied[worker].appendleft((copying.leaf, copying.following))
 
-    def changes(self) -> tuple[list[Fork], list[Spill], list[Fetch]]:
-        """Return the next plan's forks of resident prefixes, copies to disks, and fetches that extend the forks.
-
-        Caches fetched blocks. Call it before ``PrefixCache.changes``.
-        """
+    def changes(self) -> DiskChanges:
+        """Return what the next plan does. Caches fetched blocks. Call it before ``PrefixCache.changes``."""
         arrived, self._arrived = self._arrived, []
+        queued: list[Group] = []
         for coming in arrived:
             worker = coming.fetch.worker
-            self._let_go(coming)
+            queued += [coming.group] if self._let_go(coming) else []
             if coming.failed:
-                self._disks[worker].drop(coming.keys)
+                self._disks[worker].discard_unreadable(coming.keys)
             else:
                 self.fetched += len(coming.keys) * BLOCK
                 fetch = coming.fetch
-                self._prefixes.adopt(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
-            self._prefixes.release(coming.fetch.child)
+                self._prefixes.keep_prefix(worker, coming.salt, coming.ids, fetch.child, fetch.heads)
+            self._prefixes.free_unused(coming.fetch.child)
         wanted, self._wanted = self._wanted, []
         self._coming |= {coming.fetch.number: coming for coming in wanted}
         forks = [
@@ -340,5 +350,6 @@ class Disks:
             for coming in wanted
             if coming.base is not None
         ]
+        self._note_kept()
         spills = [spill for worker in self._disks for spill in self._copies(worker)]
-        return forks, spills, [coming.fetch for coming in wanted]
+        return DiskChanges(forks, spills, [coming.fetch for coming in wanted], queued)

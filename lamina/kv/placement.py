@@ -78,7 +78,7 @@ class Placement:
         self.left_in_all = sum(capacities.values())
         self._note_open()
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         """Place KV on the memory workers of ``topology`` from now on. Nothing may be reserved on any other."""
         self._take_over(topology.capacities)
         self.token_s = {}
@@ -312,7 +312,7 @@ class Placement:
             raise ValueError(f"{tokens} tokens do not fit {worker}, which has {self.left(worker)} left")
         self.reserved[worker] += tokens
         self.left_in_all -= tokens
-        self.note_crowded(worker)
+        self._note_crowded(worker)
         self._roomiest.clear()
 
     def is_empty(self, worker: str) -> bool:
@@ -323,10 +323,26 @@ class Placement:
         """Idle slots of a worker that must be evicted; negative: free slots."""
         return self.reserved[worker] + self.idle[worker] - self.capacities[worker]
 
-    def note_crowded(self, worker: str) -> None:
-        """Call this after the reserved or idle slots of a worker have changed."""
+    def add_idle(self, worker: str, tokens: int) -> None:
+        """Change the idle slots of a worker by ``tokens``."""
+        self.idle[worker] += tokens
+        self._note_crowded(worker)
+
+    def _note_crowded(self, worker: str) -> None:
         if self.excess(worker) > 0:
             self.crowded.add(worker)
+
+    def set_idle(self, worker: str, tokens: int) -> None:
+        """Replace the number of idle slots of a worker, some of which are lost."""
+        self.idle[worker] = tokens
+
+    def set_speeds(self, token_s: Mapping[str, float]) -> None:
+        """Place requests by the seconds that each worker takes to read a token; without any, by room."""
+        self.token_s = token_s
+
+    def promise(self, tokens: int) -> None:
+        """Accept requests of up to ``tokens`` tokens although fewer slots are there: replacements start. 0: not so."""
+        self.promised = tokens
 
     def fits(self, change: Mapping[str, int]) -> bool:
         """True if these additional tokens (negative: fewer) fit on each worker."""
@@ -341,7 +357,7 @@ class Placement:
         for worker, tokens in rows.items():
             reserved[worker] += tokens
             self.left_in_all -= tokens
-            self.note_crowded(worker)
+            self._note_crowded(worker)
         self._roomiest.clear()
         return True
 
@@ -356,10 +372,14 @@ class Placement:
         return short
 
     def will_release(self, worker: str, tokens: int) -> None:
-        """Announce that ``release`` will be called for ``tokens`` of this worker."""
+        """Announce that ``free_slots`` will be called for ``tokens`` of this worker."""
         self.returning[worker] += tokens
 
-    def release(self, worker: str, tokens: int) -> None:
+    def keep(self, worker: str, tokens: int) -> None:
+        """Undo ``will_release``."""
+        self.returning[worker] -= tokens
+
+    def free_slots(self, worker: str, tokens: int) -> None:
         """Release ``tokens`` of ``worker`` that were announced."""
         if tokens > self.returning[worker] or tokens > self.reserved[worker]:
             raise AssertionError(
@@ -371,7 +391,7 @@ class Placement:
         self.left_in_all += tokens
         self._roomiest.clear()
 
-    def leave(self, worker: str, sequences: int) -> None:
+    def remove_growing(self, worker: str, sequences: int) -> None:
         """Note that this many sequences of a worker no longer grow there."""
         self.sequences[worker] -= sequences
         self._roomiest.clear()

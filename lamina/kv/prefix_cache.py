@@ -37,8 +37,7 @@ class PrefixCache:
     Attributes:
         queried: tokens that admitted requests looked up.
         hit: how many of them were found.
-        is_moving: tells whether tokens of any of these nodes are being copied to another worker.
-        on_kept, on_evicted: called with each leaf that is added to a tree or removed from it.
+        evicted: by worker, tokens that were evicted before a disk had them.
     """
 
     def __init__(self, placement: Placement, sequences: Iterator[int], enabled: bool = True, window: int = 0) -> None:
@@ -56,23 +55,25 @@ class PrefixCache:
         self._branches: dict[Group, int] = {}  # tokens in the tree that requests recompute
         self._forks: list[Fork] = []
         self._released: list[int] = []
-        self.is_moving: Callable[[Collection[Node]], bool] = _nothing_moves
-        self.on_kept: Callable[[Node], None] = _ignore
-        self.on_evicted: Callable[[Node], None] = _ignore
+        self._moving: dict[Node, int] = {}  # the last node of each range that moves, with the range's first token
+        self._kept: list[Node] = []  # leaves added since ``pop_kept``
+        self.evicted = Counter[str]()
 
     def _new_tree(self, worker: str) -> PrefixTree:
         return PrefixTree(self._window, most_rows(self._placement.capacities[worker]))
 
-    def lose(self, places: Collection[str]) -> None:
-        """Forget the KV on these places, which is lost and which no request may share. Call ``follow`` next."""
-        self._branches.clear()  # their last tokens may be forgotten before the next plan
-        idle = self._placement.idle
-        for tree in self._trees.values():
-            tree.cut(places)
-        for worker in idle:
-            idle[worker] = sum(tree.idle[worker] for tree in self._trees.values())
+    def on_workers_lost(self, places: Collection[str]) -> None:
+        """Forget the KV on these places, which is lost and which no request may share.
 
-    def follow(self) -> None:
+        Call ``on_places_changed`` next.
+        """
+        self._branches.clear()  # their last tokens may be forgotten before the next plan
+        for tree in self._trees.values():
+            tree.remove_lost(places)
+        for worker in self._placement.idle:
+            self._placement.set_idle(worker, sum(tree.idle[worker] for tree in self._trees.values()))
+
+    def on_places_changed(self) -> None:
         """Follow a change of the placement's places."""
         if self._enabled:
             # Requests no longer find the tree of a lost place; its remaining tokens are evicted like others.
@@ -155,7 +156,7 @@ class PrefixCache:
         if self._window:
             tree.checkpoints.use(node)
         self._shared[group], self._dealt[group] = (tree, node), node
-        self.hold(tree, node)
+        self.add_user(tree, node)
         for one in node.path():
             if one.worker != group.home:
                 for completion in group.completions:
@@ -187,7 +188,7 @@ class PrefixCache:
         """Tokens on a worker that would be idle without this request."""
         return sum(len(one.tokens) for one in self.path(group) if one.users == 1 and one.worker == worker)
 
-    def leave(self, group: Group) -> None:
+    def on_request_end(self, group: Group) -> None:
         """Note that a request has ended. Call ``let_go`` once its sequences are released."""
         self._dealt.pop(group, None)
         self._branches.pop(group, None)
@@ -209,39 +210,54 @@ class PrefixCache:
         for one in node.path():
             one.holders -= 1
             if not one.holders:
-                self._placement.release(one.worker, len(one.tokens))
+                self._placement.free_slots(one.worker, len(one.tokens))
                 self._add_idle(tree, one.worker, len(one.tokens))
-        tree.note(node)
+        tree.offer_for_eviction(node)
 
-    def hold(self, tree: PrefixTree, node: Node) -> None:
+    def add_user(self, tree: PrefixTree, node: Node) -> None:
         """Add a user of the tokens up to the end of ``node``."""
         for one in node.path():
             if not one.holders:
                 self._add_idle(tree, one.worker, -len(one.tokens))
                 self._placement.reserve_on(one.worker, len(one.tokens))
             elif not one.users:
-                self._placement.returning[one.worker] -= len(one.tokens)
+                self._placement.keep(one.worker, len(one.tokens))
             one.holders += 1
             one.users += 1
 
     def _add_idle(self, tree: PrefixTree, worker: str, tokens: int) -> None:
         tree.idle[worker] += tokens
-        self._placement.idle[worker] += tokens
-        self._placement.note_crowded(worker)
+        self._placement.add_idle(worker, tokens)
 
     # -- ranges that move ---------------------------------------------------------------------------------------
 
-    def pin(self, group: Group, node: Node, stop: int) -> tuple[PrefixTree, Node]:
-        """Keep the tokens up to ``stop`` of a node that a request shares until ``unpin``. Splits the node there, and
-        returns the upper part."""
+    def begin_move(self, group: Group, node: Node, stop: int) -> tuple[PrefixTree, Node]:
+        """Keep the tokens up to ``stop`` of a node that a request shares, which are copied to another worker, until
+        ``unpin``. Splits the node there, and returns the upper part."""
         tree = self._shared[group][0]
         if stop < node.stop:
             node = tree.split(node, stop)
-        self.hold(tree, node)
+        self.add_user(tree, node)
+        self._moving[node] = node.start
         return tree, node
 
+    def is_moving(self, nodes: Collection[Node]) -> bool:
+        """Return whether tokens of any of these nodes are being copied to another worker."""
+        return any(one in nodes for node, start in self._moving.items() for one in node.path() if one.start >= start)
+
+    def end_move(self, tree: PrefixTree, node: Node, worker: str) -> tuple[dict[Group, int], dict[int, int | None]]:
+        """Place the range that ends with ``node`` on ``worker``, where all of it is now. Returns its ``sharers``."""
+        start = self._moving.pop(node)
+        sharers = self.sharers(tree, node, start)
+        tree.move(node, start, worker)
+        return sharers
+
+    def cancel_move(self, node: Node) -> None:
+        """Leave the range that ends with ``node`` where it is."""
+        del self._moving[node]
+
     def unpin(self, tree: PrefixTree, node: Node) -> None:
-        """Undo ``pin``."""
+        """Let go of tokens that ``begin_move`` or ``pin`` keeps."""
         self._leave(node)
         self._let_go(tree, node)
 
@@ -270,17 +286,17 @@ class PrefixCache:
         tree = self._trees[worker]
         return tree, *tree.find(salt, ids)
 
-    def take(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
+    def pin(self, worker: str, salt: str, ids: Ids) -> tuple[PrefixTree, Node]:
         """Keep these tokens, which the tree of a worker has, until ``unpin``. Returns the tree and their last node."""
         tree, node, _ = self.beginning(worker, salt, ids)
         assert node is not None
         if len(ids) < node.stop:
             node = tree.split(node, len(ids))
         tree.use(node)
-        self.hold(tree, node)
+        self.add_user(tree, node)
         return tree, node
 
-    def adopt(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
+    def keep_prefix(self, worker: str, salt: str, ids: Ids, sequence: int, heads: tuple[int, int]) -> None:
         """Add the tokens of a sequence that no request runs to the tree of a worker. The caller releases the sequence.
 
         Does nothing if the tree already has a beginning of them that is partly on other workers.
@@ -294,15 +310,20 @@ class PrefixCache:
             here = [Segment(sequence, worker, heads, (0, None))]
             node = self._add(tree, node, salt, ids[found:], sequence, here, node)
             self._add_idle(tree, worker, len(ids) - found)
-            self.on_kept(node)
+            self._kept.append(node)
         assert node is not None
         tree.use(node)
 
-    def release(self, sequence: int) -> None:
+    def free_unused(self, sequence: int) -> None:
         """Let the next plan release a sequence that no request runs."""
         self._released.append(sequence)
 
     # -- prefixes that are kept ---------------------------------------------------------------------------------
+
+    def pop_kept(self) -> list[Node]:
+        """Return the leaves that were added to trees since the last call."""
+        kept, self._kept = self._kept, []
+        return kept
 
     def keep_computed(self, lane: int, prompts: Iterable[Group], ran: Callable[[Completion], int]) -> None:
         """Keep what requests of a lane have computed: whole ``prompts``, and prefixes that the tree has and that a
@@ -339,7 +360,7 @@ class PrefixCache:
                 one.users = one.holders = 1
         self._shared[group] = tree, leaf
         tree.use(leaf)
-        self.on_kept(leaf)
+        self._kept.append(leaf)
         group.unshared = group.prompt_length - stop
         group.ids = None
 
@@ -393,11 +414,11 @@ class PrefixCache:
             if one.start >= found:
                 self._add_idle(tree, one.worker, len(one.tokens))
         tree.use(leaf)
-        self.on_kept(leaf)
+        self._kept.append(leaf)
 
     def _brings(self, node: Node | None, completion: Completion) -> bool:
         """True if the tree's KV for the tokens up to ``node`` and the completion's are interchangeable."""
-        moving = self._window and node is not None and self.is_moving(list(node.path()))
+        moving = self._window and node is not None and self.is_moving([*node.path()])
         return not moving and alike(node, completion)
 
     def keepable(self, group: Group, completion: Completion) -> int:
@@ -431,7 +452,7 @@ class PrefixCache:
         sequence = next(self._sequences)
         if beginning is not None:
             self._forks.append(Fork(beginning.any_sequence, sequence, beginning.stop))
-        leaf, superseded = tree.add(node, salt, tokens, sequence, segments)
+        leaf, superseded = tree.insert_leaf(node, salt, tokens, sequence, segments)
         self._forks.append(Fork(source, sequence, leaf.stop))
         if self._window:
             self._grown.add(tree)
@@ -457,10 +478,11 @@ class PrefixCache:
         sequence, dropped = leaf.any_sequence, Counter[str]()
         self._released.append(sequence)
         while True:
-            self.on_evicted(leaf)
+            if leaf.home is not None and not leaf.copied:
+                self.evicted[leaf.worker] += len(leaf.tokens)
             dropped[leaf.worker] += len(leaf.tokens)
             self._add_idle(tree, leaf.worker, -len(leaf.tokens))
-            parent = tree.remove(leaf)
+            parent = tree.remove_leaf(leaf)
             if parent is None:
                 return dropped
             if parent.sequence is not None or parent.holders or not self._window:
@@ -469,9 +491,9 @@ class PrefixCache:
         if parent.sequence is None:
             tree.give_sequence(parent, next(self._sequences))
             self._forks.append(Fork(sequence, parent.any_sequence, parent.stop))
-        tree.note(parent)
+        tree.offer_for_eviction(parent)
         parent.copied = parent.copied or leaf.copied
-        self.on_kept(parent)
+        self._kept.append(parent)
         return dropped
 
     def _give_up_checkpoints(self) -> None:
@@ -484,11 +506,3 @@ class PrefixCache:
                     tree.take_sequence(node)
                 else:
                     self._drop(tree, node)
-
-
-def _nothing_moves(nodes: Collection[Node]) -> bool:
-    return False
-
-
-def _ignore(leaf: Node) -> None:
-    """Used while nothing observes the cache."""

@@ -209,7 +209,7 @@ class PrefixTree:
         upper.children[node.key] = node
         return upper
 
-    def add(
+    def insert_leaf(
         self, node: Node | None, salt: str, tokens: Ids, sequence: int, segments: Sequence[Segment]
     ) -> tuple[Node, int | None]:
         """Add a leaf with ``sequence``, which has these ``segments``, below ``node``; None: below the salt.
@@ -262,7 +262,7 @@ class PrefixTree:
         if not self.held_on[workers]:
             del self.held_on[workers]
 
-    def remove(self, leaf: Node) -> Node | None:
+    def remove_leaf(self, leaf: Node) -> Node | None:
         """Remove a leaf. Returns its parent if that becomes a leaf, which needs a sequence unless it has one."""
         node, parent = leaf, leaf.parent
         assert parent is not None and not leaf.children
@@ -273,7 +273,7 @@ class PrefixTree:
             del parent.children[node.key]
         return parent if parent.stop and not parent.children else None
 
-    def cut(self, lost: Collection[str]) -> None:
+    def remove_lost(self, lost: Collection[str]) -> None:
         """Forget the tokens of ``lost`` workers, and all tokens after them. No request may use these.
 
         The sequence of a removed leaf goes to its parent if the parent needs one.
@@ -285,11 +285,11 @@ class PrefixTree:
                 continue
             self.idle[leaf.worker] -= len(leaf.tokens)
             sequence = leaf.sequence
-            parent = self.remove(leaf)
+            parent = self.remove_leaf(leaf)
             if parent is not None:
                 if parent.sequence is None and sequence is not None:
                     self.give_sequence(parent, sequence)
-                self.note(parent)
+                self.offer_for_eviction(parent)
                 leaves.append(parent)
 
     def below(self, node: Node) -> Iterator[Node]:
@@ -306,9 +306,9 @@ class PrefixTree:
         now = next(self._uses)
         for one in node.path():
             one.used = now
-        self.note(node)
+        self.offer_for_eviction(node)
 
-    def note(self, node: Node) -> None:
+    def offer_for_eviction(self, node: Node) -> None:
         """Make a node a candidate for eviction if it is an idle leaf now."""
         if not node.children and not node.holders:
             heapq.heappush(self._oldest, (node.used, next(self._tickets), node))

@@ -90,7 +90,7 @@ class StripedPlacement(Placement):
         names = topology.names
         return {place for place, parts in self._parts.items() if not all(worker in names for worker, _ in parts)}
 
-    def apply(self, topology: Topology) -> None:
+    def apply_topology(self, topology: Topology) -> None:
         self._leaving &= topology.names
         places = self._follow(topology.capacities)
         self._take_over(places)
@@ -273,6 +273,6 @@ class StripedPlacement(Placement):
         self.reserved[worker] += tokens
         self._note_taken()
 
-    def release(self, worker: str, tokens: int) -> None:
-        super().release(worker, tokens)
+    def free_slots(self, worker: str, tokens: int) -> None:
+        super().free_slots(worker, tokens)
         self.left_in_all = self._left_of_all()

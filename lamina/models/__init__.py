@@ -1,5 +1,9 @@
 """Reads Hugging Face model directories: configuration, tokenizer, chat template and weights.
 
-``directory`` and ``tokenizer`` import neither torch nor transformers, so that the engine starts fast; ``config`` and
+``directory`` imports neither torch nor transformers, so that the engine starts fast; ``configuration`` and
 ``weights`` do.
 """
+
+from lamina.output import quiet_imports
+
+quiet_imports()

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -95,15 +96,38 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        self._traffic_registry = CollectorRegistry(auto_describe=False)
         if MULTIPROCESS in os.environ:  # frontends count together, in files
-            MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
+            MultiProcessCollector(self._traffic_registry)  # type: ignore[no-untyped-call]
             self.traffic = Traffic(CollectorRegistry())
         else:
-            self.traffic = Traffic(self._registry)
+            self.traffic = Traffic(self._traffic_registry)
 
     def text(self) -> bytes:
         """Return all metrics in the exposition format of ``CONTENT_TYPE``."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._traffic_registry)
+
+    def totals(self) -> dict[str, Any]:
+        """Return the server's counts of tokens and its cumulative latency histograms as JSON.
+
+        ``tokens`` has prompt and generated tokens; ``latency`` has, by name, pairs of an upper bound in seconds (None:
+        no bound) and the observations up to it.
+        """
+        samples = {
+            sample.name + sample.labels.get("le", ""): (sample.labels.get("le"), sample.value)
+            for family in self._traffic_registry.collect()
+            for sample in family.samples
+        }
+        latency = {
+            name: [
+                (None if bound == "+Inf" else float(bound), value)
+                for key, (bound, value) in samples.items()
+                if bound is not None and key.startswith(f"lamina_{name}_seconds_bucket")
+            ]
+            for name in ("time_to_first_token", "time_between_tokens")
+        }
+        tokens = {name: samples.get(f"lamina_{name}_tokens_total", (None, 0.0))[1] for name in ("prompt", "generated")}
+        return {"tokens": tokens, "latency": latency}
 
     def collect(self) -> Iterator[Metric]:
         """Implements Prometheus' collector interface."""

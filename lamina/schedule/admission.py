@@ -86,9 +86,9 @@ class Admissions:
         """True if no waiting request fits, and nothing has been released since that was found."""
         return self._exhausted and len(self) > 0
 
-    def add(self, group: Group) -> None:
+    def enqueue(self, group: Group) -> None:
         """Queue a request."""
-        self._queue.add(group)
+        self._queue.enqueue(group)
         if self._queue.first() is group:
             self._exhausted = False
 
@@ -114,7 +114,7 @@ class Admissions:
             self._exhausted = False
 
         def shares(group: Group) -> tuple[int, ...]:
-            return tuple(taken + len(group.completions) for taken in seats.of(group.request.client))
+            return tuple(taken + len(group.completions) for taken in seats.count_of_client(group.request.client))
 
         if self._preferred is not None:
             neediest = self._preferred.group
@@ -145,7 +145,7 @@ class Admissions:
         """Room or seats have been released."""
         self._exhausted = False
 
-    def follow(self) -> None:
+    def on_places_changed(self) -> None:
         """The places of the placement have changed."""
         self._exhausted = False
         if self._reserved is not None and not self._reserved.workers <= self._placement.capacities.keys():

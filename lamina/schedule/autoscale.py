@@ -83,7 +83,7 @@ class Autoscaler:
         self.bounds, self._windows = bounds, windows
         self._seen = collections.deque[_Seen]()
 
-    def change(self, load: Load, now: float) -> int:
+    def decide(self, load: Load, now: float) -> int:
         """Workers that are to join now; -1: one is to leave. ``now``: seconds of a monotonic clock."""
         least, most = self.bounds
         self._seen.append(_Seen(now, load.enough, load.plenty))

@@ -1,7 +1,7 @@
 """Which KV moves: what a policy wishes, and all KV of workers that leave. Pure."""
 
 import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lamina.core.requests import Group
 from lamina.core.segments import by_worker, holding
@@ -24,41 +24,42 @@ class Draining:
         residents: Residents,
         moves: Moves,
         growth: Growth,
-        drop: Callable[[Group], None],
     ) -> None:
-        """``drop`` gives up the KV of a request, which is then admitted elsewhere."""
         self._placement = placement
         self._residents = residents
         self._moves = moves
         self._growth = growth
-        self._drop = drop
 
-    def follow(self, lane: Lane) -> None:
-        """Begin what can begin with the plan that is being made for a lane."""
+    def begin_moves(self, lane: Lane) -> Iterator[Group]:
+        """Begin what can begin with the plan that is being made for a lane. Yields the requests whose KV cannot move:
+        the caller preempts each before it asks for the next."""
         for worker in sorted(self._placement.closed):
             for group, freed in self._residents.holders(worker).items():
-                if not self._moves.touches(group):
-                    self._send_away(group, worker, freed)
-            self._growth.leave(lane, worker)
+                if not self._moves.touches(group) and not self._send_away(group, worker, freed):
+                    yield group
+            self._growth.move_growth_off(lane, worker)
 
-    def _send_away(self, group: Group, worker: str, freed: int) -> None:
-        """Move a request's next range off a worker, or drop the request. ``freed``: what only it has there."""
+    def _send_away(self, group: Group, worker: str, freed: int) -> bool:
+        """Move a request's next range off a worker, if one can move now. False if it is to be computed again.
+
+        ``freed``: slots that only this request has there.
+        """
         movable = self._placement.moves and not group.searches and worker not in self._placement.local
         if not movable or group.computed <= CHEAP:
-            self._drop(group)
-            return
+            return False
         part = self._moves.movable(group, worker)
         if part is None:
-            return
+            return True
         tokens = part.stop - part.start
         targets = self._targets(max(freed, tokens))
         if not targets:
-            self._drop(group)
-        elif part.completion is None or holding(part.completion.segments, part.start).tokens[1] == part.stop:
+            return False
+        if part.completion is None or holding(part.completion.segments, part.start).tokens[1] == part.stop:
             grows = group.alive[0].worker
             target = grows if targets.get(grows, 0) >= tokens else next(iter(targets))
             self._moves.try_move(group, worker, target, min(tokens, targets[target]))
         # Else it grows there until its lane's next plan, or steps in flight have yet to write the last tokens.
+        return True
 
     def _targets(self, tokens: int) -> dict[str, int]:
         """Return the room of workers that together hold so many more tokens, most first; empty if there are none."""
@@ -76,11 +77,10 @@ LEARN = 0.3  # weight of the latest measurement
 
 
 class Balancing:
-    """Lets ``moves`` follow ``policy``."""
+    """Begins the moves that a policy wants."""
 
     def __init__(self, policy: Policy, moves: Moves, placement: Placement) -> None:
         self._policy, self._moves, self._placement, self._lanes = policy, moves, placement, moves.lanes
-        moves.before_plan = self.follow
         self._steps = 0
         self._looked = 0
         self._wishes: list[tuple[Wish, Group]] = []
@@ -109,10 +109,10 @@ class Balancing:
 
     @property
     def due(self) -> bool:
-        """True if ``follow`` will look at all requests again."""
+        """True if ``begin_moves`` will look at all requests again."""
         return self._steps >= self._looked + LOOK_STEPS
 
-    def follow(self) -> None:
+    def begin_moves(self) -> None:
         """Begin moves that the policy wants, if the bound allows more."""
         if self.due:
             self._looked = self._steps
@@ -142,7 +142,7 @@ class Balancing:
         view = self.view(list(groups.values()))
         self._reads = {worker: float(load.reads) for worker, load in view.loads.items()}
         known = self._token_s.keys() >= view.loads.keys() and len(view.loads) == len(self._placement.capacities)
-        self._placement.token_s = {worker: self._token_s[worker] for worker in view.loads} if known else {}
+        self._placement.set_speeds({worker: self._token_s[worker] for worker in view.loads} if known else {})
         self._wishes = []
         for wish in self._policy.wishes(view):
             targets = tuple(one for one in wish.targets if (wish.request, one) not in self._came)

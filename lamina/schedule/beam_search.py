@@ -4,7 +4,7 @@ import collections
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.core.errors import RequestError
@@ -145,11 +145,12 @@ def continued(tokens: Sequence[list[int]], choice: Choice) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Changes:
-    """What the next plan says of beams."""
+    """What the next plan says of beams. ``preempted``: requests whose beams have no room to continue."""
 
     forks: list[Fork] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
     admitted: list[Admission] = field(default_factory=list)
+    preempted: list[Group] = field(default_factory=list)
 
 
 class Beams:
@@ -162,16 +163,13 @@ class Beams:
         sequences: Iterator[int],
         lanes: Sequence[Lane],
         ready: Readiness,
-        drop: Callable[[Group], None],
     ) -> None:
-        """``sequences``: numbers of new sequences. ``lanes``: all of them, also those added later. ``drop`` gives up
-        the KV of a request."""
+        """``sequences``: numbers of new sequences. ``lanes``: all of them, also those added later."""
         self._placement = placement
         self._residents = residents
         self._sequences = sequences
         self._lanes = lanes
         self._ready = ready
-        self._drop = drop
 
     def choose(self, group: Group, choice: Choice) -> None:
         """The continuations of all beams of a request have been compared."""
@@ -179,7 +177,7 @@ class Beams:
         self._lanes[group.lane].chosen[group] = None
         self._ready.note_change(group.lane)
 
-    def begin(self, lane: Lane) -> Changes:
+    def join_step(self, lane: Lane) -> Changes:
         """Let those beams of the lane take part in the step that is being planned that know their next token.
 
         Sequences that have drawn their last token leave first.
@@ -197,8 +195,7 @@ class Beams:
         return changes
 
     def _follow(self, group: Group, choice: Choice, changes: Changes, lane: Lane) -> None:
-        """Let the beams of a request continue as chosen. If these are on other workers, which have no room, its KV is
-        dropped."""
+        """Let the beams of a request continue as chosen. If their workers have no room, the request is preempted."""
         position = group.kept(group.completions[0])
         numbers = [
             one.sequence if parent == place else next(self._sequences)
@@ -210,7 +207,7 @@ class Beams:
             for parent, number in zip(parents, numbers, strict=True)
         ]
         if not self._reserve(group, segments):
-            self._drop(group)
+            changes.preempted.append(group)
             return
         forks = [(parent.sequence, number) for parent, number in zip(parents, numbers, strict=True)]
         changes.forks.extend(Fork(parent, number, position) for parent, number in forks if parent != number)
@@ -238,7 +235,7 @@ class Beams:
                 self._placement.reserve_on(worker, tokens)
             else:
                 self._placement.will_release(worker, -tokens)
-                self._placement.release(worker, -tokens)
+                self._placement.free_slots(worker, -tokens)
         return True
 
 

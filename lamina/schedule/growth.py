@@ -20,7 +20,7 @@ to slots that the sequences there do not need for the next ``AHEAD`` tokens, as 
 could not hold every request; if some of those are lost too, requests that are too long for the rest end in an error.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 from lamina.core.requests import Completion, Group
 from lamina.core.segments import grown, holding
@@ -32,7 +32,7 @@ from lamina.schedule.lane import Lane
 
 
 class Growth:
-    """Finds decoding sequences a memory worker with free slots, and drops KV if no worker has any."""
+    """Finds decoding sequences a memory worker with free slots, or requests to preempt if no worker has any."""
 
     def __init__(
         self,
@@ -40,14 +40,12 @@ class Growth:
         residents: Residents,
         policy: Policy,
         lanes: Sequence[Lane],
-        drop: Callable[[Group], None],
     ) -> None:
-        """``policy``: whose KV is dropped; ``drop`` does it. ``lanes``: all of them, also those added later."""
+        """``policy``: whose KV is dropped. ``lanes``: all of them, also those added later."""
         self._placement = placement
         self._residents = residents
         self._policy = policy
         self._lanes = lanes
-        self._drop = drop
 
     def turn_over(self, lane: Lane) -> None:
         """Let sequences whose segments have ended go on in the next one."""
@@ -73,15 +71,13 @@ class Growth:
         lane.grown.append(new)
         return True
 
-    def leave(self, lane: Lane, worker: str) -> None:
+    def move_growth_off(self, lane: Lane, worker: str) -> None:
         """Let the sequences of this lane that would grow on a worker go on elsewhere, as far as others have room."""
         if worker in lane.decoding.workers:
             self._spread(lane, worker, len(lane.decoding.on(worker)))
 
-    def make_way(self, lane: Lane) -> bool:
-        """Let sequences of this lane continue elsewhere where memory workers are about to run out of slots; drop KV if
-        no worker has room. True if the lane was stalled and is not any more."""
-        self._find_slots(lane)
+    def note_stall(self, lane: Lane) -> bool:
+        """Record whether the lane's next tokens fit. True if the lane was stalled and is not any more."""
         stalled = self._placement.stalled
         before = lane.number in stalled
         if not self._placement.fits(lane.decoding.workers):
@@ -90,7 +86,11 @@ class Growth:
         stalled.discard(lane.number)
         return before
 
-    def _find_slots(self, lane: Lane) -> None:
+    def find_slots(self, lane: Lane) -> Iterator[Group]:
+        """Let sequences of this lane continue elsewhere where memory workers are about to run out of slots.
+
+        Yields requests to preempt if no worker has room: the caller preempts each before it asks for the next.
+        """
         placement, needed = self._placement, lane.decoding.workers
         for worker, tokens in placement.shortages(needed).items():
             lacking = tokens - AHEAD * self._spread(lane, worker, -(-tokens // AHEAD))
@@ -98,10 +98,9 @@ class Growth:
                 continue
             holders = {group: freed for group, freed in self._residents.holders(worker).items() if freed}
             if len(holders) > 1:
-                for group in victims(holders, lacking, self._policy):
-                    self._drop(group)
+                yield from victims(holders, lacking, self._policy)
             elif placement.left(worker) + placement.returning[worker] < needed.get(worker, 0):
-                self._squeeze(lane, worker)
+                yield from self._squeeze(lane, worker)
 
     def _spread(self, lane: Lane, worker: str, sequences: int) -> int:
         """Let up to so many sequences of this lane that grow on a worker go on elsewhere. Returns how many do."""
@@ -110,24 +109,24 @@ class Growth:
         chosen = lane.decoding.on(worker)[-sequences:]
         return sum(self._grow(lane, *owner, self._placement.next_worker(worker)) for owner in chosen)
 
-    def _squeeze(self, lane: Lane, worker: str) -> None:
-        """The only request on a worker has filled it, and no other worker has room to spare: use the last slots of all;
-        if there are none, drop the KV of others."""
+    def _squeeze(self, lane: Lane, worker: str) -> list[Group]:
+        """Use the last slots of all workers for the only request on a worker, which it has filled. Returns requests to
+        preempt if there are none."""
         placement, needed = self._placement, lane.decoding.workers
         for group, completion in lane.decoding.on(worker):
             if needed.get(worker, 0) <= placement.left(worker):
-                return
+                return []
             others = [one for one in placement.capacities if one != worker and one not in placement.closed]
             spare = {one: placement.left(one) - needed.get(one, 0) for one in others}
             best = max(spare, key=lambda one: spare[one], default=worker)
             if spare.get(best, 0) <= 0 or not self._grow(lane, group, completion, best):
                 break
         else:
-            return
-        if not any(placement.returning.values()):
-            running = (group for own in self._lanes for group in own.running if group.alive)
-            holders = {
-                group: sum(self._lanes[group.lane].held(group).values()) for group in running if group not in lane.dealt
-            }
-            for group in victims(holders, AHEAD * needed[worker], self._policy):
-                self._drop(group)
+            return []
+        if any(placement.returning.values()):
+            return []
+        running = (group for own in self._lanes for group in own.running if group.alive)
+        holders = {
+            group: sum(self._lanes[group.lane].held(group).values()) for group in running if group not in lane.dealt
+        }
+        return victims(holders, AHEAD * needed[worker], self._policy)

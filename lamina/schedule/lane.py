@@ -64,7 +64,7 @@ class Lane:
     def __post_init__(self) -> None:
         self.decoding = DecodeBatch(self.longest)
 
-    def take(self, step: int | None) -> Planned:
+    def pop_step(self, step: int | None) -> Planned:
         """Remove a step that has completed from those in flight. None: the oldest."""
         planned = self.in_flight[0]
         if step is not None and planned.plan.step != step:
@@ -176,7 +176,7 @@ class Lane:
         self.finished = [owner for owner in self.finished if not owner[1].retired]
         return [group for group, _ in retired]
 
-    def end(self, group: Group, completion: Completion) -> None:
+    def remove_completion(self, group: Group, completion: Completion) -> None:
         """A completion has ended: no step that is planned from now on runs it."""
         self.decoding.leave(completion.sequence)
         self.prompts.discard(completion)
@@ -270,7 +270,7 @@ class Lane:
                 kept = group.slots(completion, completion.own)
                 for worker, tokens in reserved.items():
                     placement.will_release(worker, tokens - kept.get(worker, 0))
-                    placement.release(worker, tokens - kept.get(worker, 0))
+                    placement.free_slots(worker, tokens - kept.get(worker, 0))
 
 
 def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], bool]) -> None:
@@ -284,7 +284,7 @@ def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], b
         own.clear()
     for group in groups:
         group.lane, group.until = seats.emptiest, 0
-        seats.change(group.lane, group.seats, group.request.client)
+        seats.add_sequences(group.lane, group.seats, group.request.client)
         own = lanes[group.lane]
         own.take_over(group, group in dealt, not may_run(group))
         if group in prompts_run:

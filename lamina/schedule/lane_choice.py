@@ -108,7 +108,7 @@ class LaneChooser:
         """Record that a memory worker has spent ``seconds`` in total on attention."""
         self._attention[worker] = self._completed, seconds
 
-    def apply(self, workers: Collection[str]) -> None:
+    def set_memory_workers(self, workers: Collection[str]) -> None:
         """Drop what is known of memory workers other than ``workers``."""
         for figures in (self._attention, self._attention_before, self._attention_per_step):
             for worker in figures.keys() - set(workers):

@@ -30,7 +30,7 @@ class Limits:
         """Sequences that all lanes together decode at once; each needs a row of its own in its lane's step."""
         return min(self.max_num_seqs * self.replicas, self.max_num_batched_tokens * self.row_lanes)
 
-    def check(self, prompt_length: int, params: SamplingParams, placement: Placement) -> None:
+    def validate_request(self, prompt_length: int, params: SamplingParams, placement: Placement) -> None:
         """Raises RequestError, with the figures, for a request that can never be served."""
         limit = self.max_model_len
         if prompt_length == 0:

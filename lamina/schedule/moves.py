@@ -14,7 +14,7 @@ what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from lamina.core.requests import Completion, Group
@@ -25,6 +25,7 @@ from lamina.kv.placement import AHEAD, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
 from lamina.kv.residents import Residents
+from lamina.schedule.admission import Admissions
 from lamina.schedule.lane import Lane
 
 TOKENS_PER_STEP = 16  # on average: moves of so many cost decoding nothing (Infinite-LLM, Figure 12)
@@ -82,11 +83,7 @@ class Moved:
 
 
 class Moves:
-    """The moves in progress.
-
-    ``on_end`` is called when slots come back with one, ``before_plan`` when moves may begin. ``tokens_per_step``: the
-    bound, on average.
-    """
+    """The moves in progress. ``tokens_per_step``: the bound, on average."""
 
     def __init__(
         self,
@@ -95,14 +92,14 @@ class Moves:
         residents: Residents,
         lanes: Sequence[Lane],
         sequences: Iterator[int],
+        admissions: Admissions,
     ) -> None:
-        """``lanes``: all of them, also those added later. ``sequences``: numbers of carriers."""
+        """``lanes``: all of them, also those added later. ``sequences``: numbers of carriers. ``admissions``: told of
+        slots that come back with the end of a move."""
         self.counts = Moved()
-        self.on_end: Callable[[], None] = _nothing
-        self.before_plan: Callable[[], None] = _nothing
         self._placement = placement
         self._prefixes = prefixes
-        prefixes.is_moving = self.touches_any
+        self._admissions = admissions
         self._residents = residents
         self.lanes = lanes
         self._sequences, self._numbers = sequences, itertools.count(1)
@@ -125,12 +122,10 @@ class Moves:
 
     def touches(self, group: Group) -> bool:
         """True if some tokens of a request are moving."""
-        path = self._prefixes.path(group) if self._moves else []
-        return self.touches_any(path) or any(move.group is group for move in self._moves.values())
-
-    def touches_any(self, nodes: Collection[Node]) -> bool:
-        """True if some of these tokens of the prefix cache are moving."""
-        return any(one in nodes for move in self._moves.values() for one in _nodes(move))
+        if not self._moves:
+            return False
+        own = any(move.group is group for move in self._moves.values())
+        return own or self._prefixes.is_moving(self._prefixes.path(group))
 
     # -- the beginning ------------------------------------------------------------------------------------------
 
@@ -192,7 +187,7 @@ class Moves:
         numbers = next(self._numbers), next(self._sequences)
         move = Move(*numbers, group, source, target, part.start, stop, part.completion)
         if part.node is not None:
-            move.tree, move.node = self._prefixes.pin(group, part.node, stop)
+            move.tree, move.node = self._prefixes.begin_move(group, part.node, stop)
         self._placement.reserve_on(target, move.tokens)
         self._moves[move.number] = move
         self._begun.append(move)
@@ -231,7 +226,6 @@ class Moves:
             self.counts.moves += 1
             self.counts.tokens += move.tokens
             self.counts.by_worker[move.target] = self.counts.by_worker.get(move.target, 0) + move.tokens
-        self.before_plan()
         return switches
 
     def _is_pointless(self, move: Move) -> bool:
@@ -245,8 +239,7 @@ class Moves:
         """Place the sequences that share a range at its target. Returns what the workers are told."""
         groups, cached = {move.group: move.stop}, dict[int, int | None]()
         if move.tree is not None and move.node is not None:
-            groups, cached = self._prefixes.sharers(move.tree, move.node, move.start)
-            move.tree.move(move.node, move.start, move.target)
+            groups, cached = self._prefixes.end_move(move.tree, move.node, move.target)
         told = [Segment(one, move.target, move.group.heads, (move.start, stop)) for one, stop in cached.items()]
         for group, stop in groups.items():
             known = group.completions if group.forked else group.completions[:1]
@@ -293,13 +286,13 @@ class Moves:
 
     def _forget(self, move: Move, worker: str) -> None:
         """Give back the copy on ``worker``."""
-        self.on_end()
+        self._admissions.given_back()
         self._placement.will_release(worker, move.tokens)
-        self._placement.release(worker, move.tokens)
+        self._placement.free_slots(worker, move.tokens)
         if move.tree is not None and move.node is not None:
             self._prefixes.unpin(move.tree, move.node)
 
-    def leave(self, group: Group, completion: Completion) -> None:
+    def on_completion_released(self, group: Group, completion: Completion) -> None:
         """A completion is released by the plan that is being made: nobody reads a range of its own any more, nor one of
         the prompt if it was the last to have it. The same plan must call ``released`` after this."""
         for move in self.in_progress:
@@ -312,6 +305,8 @@ class Moves:
 
     def _cancel(self, move: Move) -> None:
         del self._moves[move.number]
+        if move.node is not None:
+            self._prefixes.cancel_move(move.node)
         self._forget(move, move.target)
         self.counts.cancelled += 1
         if move in self._begun:
@@ -327,15 +322,6 @@ class Moves:
             self._forget(move, move.source)
         self._switched.clear()
         self._released.clear()
-
-
-def _nothing() -> None:
-    """Used while nothing waits for slots."""
-
-
-def _nodes(move: Move) -> list[Node]:
-    """Return the nodes of the prefix cache that move: one at first, which may have been split since."""
-    return [] if move.node is None else [one for one in move.node.path() if one.start >= move.start]
 
 
 def _parent(move: Move) -> int:

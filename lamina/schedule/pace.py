@@ -33,7 +33,7 @@ class StepTimes:
         self._products, self._sums = np.zeros((3, 3)), np.zeros(3)  # of steps with prompts, the latest most
         self._parts: npt.NDArray[np.float64] | None = None
 
-    def note(self, tokens: int, pairs: float, seconds: float) -> None:
+    def add_sample(self, tokens: int, pairs: float, seconds: float) -> None:
         """A step has taken so long."""
         if not tokens:
             before = seconds if self._alone is None else self._alone
@@ -45,7 +45,7 @@ class StepTimes:
         self._sums = FORGET * self._sums + row * seconds
         self._parts = None
 
-    def seconds(self, tokens: int, pairs: float) -> float:
+    def predict(self, tokens: int, pairs: float) -> float:
         """Return the prediction; 0 if nothing is known."""
         if self._parts is None:
             self._parts = self._solve()
@@ -94,11 +94,15 @@ class Pace:
         self._latest: dict[int, _Latest] = {}  # by lane
         self._steps = 0
 
-    def note(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
+    def set_replicas(self, replicas: int) -> None:
+        """Bound steps for so many replicas, each stage counted, from now on."""
+        self.replicas = replicas
+
+    def on_step_done(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
         """A step has run: ``busy_s`` in slices, ``waited_s`` for attention."""
         tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         pairs = sum(_pairs(chunk.start, len(chunk.tokens)) for chunk in plan.chunks)
-        self._times.note(tokens, pairs, busy_s + waited_s)
+        self._times.add_sample(tokens, pairs, busy_s + waited_s)
         self._steps += 1
         self._latest[plan.lane] = _Latest(self._steps, busy_s, bool(plan.decoding.sequences))
 
@@ -121,7 +125,7 @@ class Pace:
 
     def _seconds(self, prompts: PromptBatch, budget: int) -> float:
         split = [(one.cached, tokens) for one, tokens in prompts.split(budget).items()]
-        return self._times.seconds(
+        return self._times.predict(
             sum(tokens for _, tokens in split), sum(_pairs(start, tokens) for start, tokens in split)
         )
 

@@ -69,7 +69,7 @@ class Recipients:
         self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
         self._carriers = set[int]()  # of moves in progress
 
-    def apply(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
+    def end_epoch(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
         """A new epoch: compute workers know of no sequence any more, and requests of which nothing is ``kept`` (tokens
         by worker and sequence) are forgotten. Of cached prefixes, what is kept stays.
 
@@ -100,14 +100,14 @@ class Recipients:
                 self._segments[one] = forked(self._segments[one], one, lengths[one])
                 self._homes[one] = list(dict.fromkeys(segment.worker for segment in self._segments[one]))
 
-    def change(self, topology: Topology) -> None:
+    def change_members(self, topology: Topology) -> None:
         """The members are those of ``topology`` from now on, within the epoch. Those that left hold no KV any more."""
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._untold = {worker: untold for worker, untold in self._untold.items() if worker in topology.names}
         self._knowing = {one: workers & topology.names for one, workers in self._knowing.items()}
         self._holding = {one: workers & topology.names for one, workers in self._holding.items()}
 
-    def of(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
+    def select(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
         """Return the workers to send something to, and what: the next plan, whole or the part that concerns them.
 
         ``now``: seconds of any monotonic clock.

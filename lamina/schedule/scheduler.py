@@ -1,13 +1,12 @@
 """Continuous batching: which tokens of which sequences run in the next step of a lane.
 
-A pure object: its state changes only by ``add``, ``plan``, ``complete``, ``migrated``, ``finish``, ``abort``, ``drop``,
-``use_lanes``, ``hold``, ``apply`` and ``change``, in the order they are called. It holds no clock, socket or tensor.
+A pure object: its state changes only by its methods, in the order they are called. It holds no clock, socket or tensor.
 
 A request runs in one lane. Its life: waiting -> dealt to a lane (KV reserved) -> admitted (the lane's next plan tells
 the workers) -> prompt chunks -> its other completions forked -> one token a step -> finished -> released (the workers
-forget it and its slots are free). ``drop`` releases it early: it waits again, and the tokens that it has, of the prompt
-and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index of
-the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
+forget it and its slots are free). ``preempt`` releases it early: it waits again, and the tokens that it has, of the
+prompt and generated, run as a prompt does. Draws depend on the logits, the request's seed, the completion and the index
+of the token alone, so the request continues with the tokens that it would have drawn, up to the rounding of KV types.
 
 A lane's steps may be planned ahead: while a step runs, the next one assumes that every sequence continues, with a token
 that is still being drawn. If a sequence has ended, its row is discarded.
@@ -18,7 +17,7 @@ grow no more may move to another worker (``lamina.schedule.moves``).
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from lamina.core.errors import RequestError
 from lamina.core.requests import Completion, Drawn, Group, Owner
@@ -27,11 +26,12 @@ from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
+from lamina.kv.policies import Policy as BalancePolicy
 from lamina.kv.preemption import Policy, again, latest, resumed
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.residents import Residents
 from lamina.schedule.admission import Admissions, giving
-from lamina.schedule.balancing import Draining
+from lamina.schedule.balancing import Balancing, Draining
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.growth import Growth
 from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept
@@ -61,11 +61,20 @@ class Scheduler:
         pace: Pace | None = None,
         overcommit: float = 1.0,
         window: int = 0,
+        balance: BalancePolicy | None = None,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment; all lanes are used at first. ``policy``: whose
-        KV is dropped when a memory worker runs out of slots. ``prefix_cache``: whether KV is kept for other requests
-        that begin with the same tokens. ``pace`` bounds the time of steps in which sequences decode. ``overcommit``:
-        how many times its slots a memory worker and its disk hold. ``window``: the largest of layers that forget."""
+        """Create a scheduler that uses all lanes at first.
+
+        Args:
+            attentions: Number of attentions of the model.
+            kv_heads: Number of KV heads of a whole segment.
+            policy: Whose KV is dropped when a memory worker runs out of slots.
+            prefix_cache: Whether KV is kept for other requests that begin with the same tokens.
+            pace: Bounds the time of steps in which sequences decode.
+            overcommit: How many times its slots a memory worker and its disk hold.
+            window: The largest window of layers that forget tokens; 0 if none does.
+            balance: Which KV moves between memory workers.
+        """
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -83,15 +92,14 @@ class Scheduler:
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
         self._residents = Residents(placement, self.prefixes, lambda group: self._lanes[group.lane].held(group))
-        self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences)
-        self._growth = Growth(placement, self._residents, policy, self._lanes, self.drop)
-        self._draining = Draining(placement, self._residents, self.moves, self._growth, self.drop)
-        self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready, self.drop)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes)
-        self._holding = Holding(self._admissions, self.drop)
-        moving, queue = self.moves.touches_any, self._holding.add
-        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit, moving, queue, self._ready.wake)
-        self.moves.on_end = self._admissions.given_back
+        self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
+        self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
+        self._growth = Growth(placement, self._residents, policy, self._lanes)
+        self._draining = Draining(placement, self._residents, self.moves, self._growth)
+        self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready)
+        self._holding = Holding(self._admissions)
+        self.disks = Disks(placement, self.prefixes, self._sequences, overcommit)
         self._steps = itertools.count(1)
 
     def _new_lane(self, number: int) -> Lane:
@@ -127,14 +135,14 @@ class Scheduler:
         """Planned steps of a lane that have not completed."""
         return len(self._lanes[lane].in_flight)
 
-    def check(self, prompt_length: int, params: SamplingParams) -> None:
+    def validate_request(self, prompt_length: int, params: SamplingParams) -> None:
         """Raises RequestError, with the figures, for a request that can never be served."""
-        self.limits.check(prompt_length, params, self.placement)
+        self.limits.validate_request(prompt_length, params, self.placement)
 
-    def add(self, request: Request, drawn: Drawn | None = None) -> Group:
+    def submit(self, request: Request, drawn: Drawn | None = None) -> Group:
         """Queue a request, which goes on from what it has ``drawn``. Raises RequestError if it can never be served."""
         length = len(request.prompt_token_ids)
-        self.check(length, request.params)
+        self.validate_request(length, request.params)
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is in use; give each request its own")
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
@@ -143,8 +151,10 @@ class Scheduler:
         heads, expand = (0, self._kv_heads), self.placement.expand
         group = Group(request, most, completions, next(self._arrivals), heads=heads, expand=expand)
         self._requests[request.request_id] = group
-        if not self.disks.hold(group):
-            self._holding.add(group)
+        if self.disks.fetch_for(group):
+            self._ready.wake()
+        else:
+            self._holding.enqueue_unless_held(group)
         return group
 
     def use_lanes(self, active: int, rotates: bool = False) -> None:
@@ -167,13 +177,13 @@ class Scheduler:
         """Return the completions of a request that still draw tokens; none if it has ended."""
         return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
 
-    def hold(self, hold: Hold) -> None:
-        """Let others wait. Those that may run again do once no step is in flight; to hold one that runs, ``apply``."""
+    def hold_back(self, hold: Hold) -> None:
+        """Let others wait. Those that may run again do once no step is in flight. ``end_epoch`` holds running ones."""
         known = [self._requests[one] for one in hold.held if one in self._requests]
         self._holding.use(hold, [group for group in known if group.lane < 0 and group not in self.disks.held])
         self._moving = True
 
-    def apply(self, topology: Topology) -> Remains:
+    def end_epoch(self, topology: Topology) -> Remains:
         """End the epoch: only the memory workers of ``topology`` hold KV from now on.
 
         No step in flight will complete, and no KV that moves will arrive: requests are as the steps that have completed
@@ -190,7 +200,7 @@ class Scheduler:
         recomputed = sum(group.computed for group in dropped)
         unknown = [group for own in self._lanes for group in own.dealt if not self._holding.may_run(group)]
         for group in dict.fromkeys([*unknown, *dropped]):
-            self.drop(group)
+            self.preempt(group)
         for own in self._lanes:
             own.shrink(self.placement)
             for owner in own.strike(lost):
@@ -202,13 +212,14 @@ class Scheduler:
 
     def _follow(self, topology: Topology, *, ends_epoch: bool) -> None:
         lost = self.placement.lost(topology)
-        self.disks.lose(lost, ends_epoch=ends_epoch)
-        self.prefixes.lose(lost)
-        self.placement.apply(topology)
-        self.prefixes.follow()
-        self.disks.follow()
+        for group in self.disks.on_workers_lost(lost, ends_epoch=ends_epoch):
+            self._holding.enqueue_unless_held(group)
+        self.prefixes.on_workers_lost(lost)
+        self.placement.apply_topology(topology)
+        self.prefixes.on_places_changed()
+        self.disks.on_places_changed()
         self._residents.on_places_changed()
-        self._admissions.follow()
+        self._admissions.on_places_changed()
 
     def drain(self, worker: str) -> None:
         """Place nothing more on a memory worker, and move away or drop what is there, plan by plan."""
@@ -235,7 +246,7 @@ class Scheduler:
         """True if nothing is on a memory worker any more."""
         return self._residents.is_empty(worker)
 
-    def change(self, topology: Topology, deal_again: bool) -> None:
+    def change_members(self, topology: Topology, deal_again: bool) -> None:
         """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
 
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
@@ -278,22 +289,28 @@ class Scheduler:
             self._move()
         own = self._lanes[lane]
         switches = self.moves.switches()
+        if self.balancing is not None:
+            self.balancing.begin_moves()
         forks = own.forks()
         self.prefixes.keep_computed(lane, own.prompts_computed(), own.ran)
         released = self._release(own)
-        beams = self.beams.begin(own)
+        beams = self.beams.join_step(own)
+        self._preempt(beams.preempted)
         self._growth.turn_over(own)
-        self._draining.follow(own)
-        if self._growth.make_way(own):
+        self._preempt(self._draining.begin_moves(own))
+        self._preempt(self._growth.find_slots(own))
+        if self._growth.note_stall(own):
             self._admissions.given_back()
         self._share_seats()
         self._deal()
-        self._holding.make_way(self._all_running)
+        self._preempt(self._holding.in_the_way(self._all_running))
         admitted = beams.admitted + self._admit(own)
         fits = self.placement.grow(own.decoding.workers)
-        disk_forks, spills, fetches = self.disks.changes()
+        disks = self.disks.changes()
+        for group in disks.queued:
+            self._holding.enqueue_unless_held(group)
         more_forks, more_released = self.prefixes.changes()
-        forks += [*beams.forks, *more_forks, *disk_forks]
+        forks += [*beams.forks, *more_forks, *disks.forks]
         released += [*beams.released, *more_released, *self.moves.released()]
         migrations = self.moves.begun()
         rows, chunks, prompted = (
@@ -302,7 +319,7 @@ class Scheduler:
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, chunks, rows, migrations
-        others = switches, spills, fetches
+        others = switches, disks.spills, disks.fetches
         if not (any(changes[:4]) or rows.sequences or migrations or grown_here or any(others)):
             # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.has_ended:
@@ -324,7 +341,7 @@ class Scheduler:
         if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
             successor = self._withdraw(group)
             successor.gave_way = True
-            self._holding.add(successor)
+            self._holding.enqueue_unless_held(successor)
 
     def _release(self, lane: Lane) -> list[int]:
         """Release finished completions; their slots are free once this plan is applied."""
@@ -338,9 +355,9 @@ class Scheduler:
         """The room of one of a request's completions."""
         group.holders -= 1
         for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
-            self.placement.release(worker, tokens)  # the last one releases the prompt, which all share
+            self.placement.free_slots(worker, tokens)  # the last one releases the prompt, which all share
         completion.released = True
-        self.moves.leave(group, completion)
+        self.moves.on_completion_released(group, completion)
         self._admissions.given_back()
         if not group.holders:
             self.prefixes.let_go(group)
@@ -359,7 +376,7 @@ class Scheduler:
             own = self._lanes[group.lane]
             own.running[group] = own.dealt[group] = None
             own.allowance -= group.to_run
-            self._seats.change(group.lane, group.seats, group.request.client)
+            self._seats.add_sequences(group.lane, group.seats, group.request.client)
             self._ready.note_change(group.lane)
 
     def _admit(self, lane: Lane) -> list[Admission]:
@@ -382,10 +399,10 @@ class Scheduler:
         Returns, by sequence, the live completions that drew a token. Read-only; the same object as the last time if no
         sequence has joined or left the lane since.
 
-        The caller appends each token to ``generated`` and calls ``finish`` for completions that have ended.
+        The caller appends each token to ``generated`` and calls ``end_completion`` for completions that have ended.
         """
         own = self._lanes[lane]
-        planned = own.take(step)
+        planned = own.pop_step(step)
         self._ready.note_completed(lane)
         if not planned.plan.runs:
             return {}
@@ -396,7 +413,7 @@ class Scheduler:
             self._retire(own)
         return planned.drawn(own.decoding.members)
 
-    def finish(self, group: Group, completion: Completion) -> None:
+    def end_completion(self, group: Group, completion: Completion) -> None:
         """A completion has ended, by itself or as its caller wants. After the last one the request's id is free."""
         self._end(group, completion)
         if not group.alive and self._requests.get(group.request.request_id) is group:
@@ -418,7 +435,16 @@ class Scheduler:
         for completion in group.completions:
             self._end(group, completion)
 
-    def drop(self, group: Group) -> None:
+    def _preempt(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.preempt(group)
+
+    def transferred(self, worker: str, number: int, complete: bool, error: str) -> None:
+        """A worker has ended copy or fetch ``number`` of its disk. Arguments are those of ``Disks.done``."""
+        self.disks.done(worker, number, complete, error)
+        self._ready.wake()
+
+    def preempt(self, group: Group) -> None:
         """Give up the KV of a request, which waits again, ahead of all others. Does nothing if it waits or has ended.
 
         Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
@@ -447,13 +473,13 @@ class Scheduler:
         own = self._lanes[group.lane]
         del own.dealt[group], own.running[group]
         own.allowance += group.to_run
-        self._seats.change(group.lane, -group.seats, group.request.client)
+        self._seats.add_sequences(group.lane, -group.seats, group.request.client)
         for worker, tokens in own.held(group).items():
             self.placement.will_release(worker, tokens)
-            self.placement.release(worker, tokens)
+            self.placement.free_slots(worker, tokens)
         for completion in group.completions:
-            self.placement.leave(completion.worker, 1)
-        self.prefixes.leave(group)
+            self.placement.remove_growing(completion.worker, 1)
+        self.prefixes.on_request_end(group)
         self.prefixes.let_go(group)
         group.share(0)
         self._residents.remove(group)
@@ -467,19 +493,18 @@ class Scheduler:
         completion.drawn = len(completion.generated)
         if group.lane >= 0:
             own = self._lanes[group.lane]
-            own.end(group, completion)
-            self._seats.leaving += 1
-            self.placement.leave(completion.worker, 1)
+            own.remove_completion(group, completion)
+            self._seats.note_ended()
+            self.placement.remove_growing(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
             if not group.alive:
-                self.prefixes.leave(group)
+                self.prefixes.on_request_end(group)
             self._retire(own)
 
     def _retire(self, lane: Lane) -> None:
         """Let the next plan release finished completions that no step in flight runs."""
         for group in lane.retire():
             self._ready.note_change(group.lane)
-            self._seats.change(group.lane, -1, group.request.client)
-            self._seats.leaving -= 1
+            self._seats.free_ended(group.lane, group.request.client)
             self._admissions.given_back()

@@ -155,10 +155,8 @@ def rows(plan: StepPlan) -> Iterable[tuple[int, int]]:
 class Holding:
     """Keeps requests that are held out of the queue. Those with KV keep it, and their seats, unless others need it."""
 
-    def __init__(self, admissions: Admissions, drop: Callable[[Group], None]) -> None:
-        """``drop`` gives up the KV of a request, and puts it back here."""
+    def __init__(self, admissions: Admissions) -> None:
         self._admissions = admissions
-        self._drop = drop
         self._hold = Hold()
         self._parked: dict[Group, None] = {}  # without KV
 
@@ -181,12 +179,12 @@ class Holding:
             del self._parked[group]
             self._admissions.put_back(group)
 
-    def add(self, group: Group) -> None:
+    def enqueue_unless_held(self, group: Group) -> None:
         """Queue a request, unless it has the id of a held one."""
         if group.request.request_id in self._hold.held:
             self._parked[group] = None
         else:
-            self._admissions.add(group)
+            self._admissions.enqueue(group)
 
     def put_back(self, group: Group) -> None:
         """A request that was admitted before waits again, ahead of all others that do."""
@@ -202,11 +200,9 @@ class Holding:
         else:
             self._admissions.remove(group)
 
-    def make_way(self, running: Iterable[Group]) -> None:
-        """Drop the KV of those that are held if nothing runs because of it: what may run does not fit beside it."""
+    def in_the_way(self, running: Iterable[Group]) -> list[Group]:
+        """Return the held requests among those ``running``, if nothing can run because of their KV."""
         if not self._hold.active or not self._admissions.full:
-            return
+            return []
         alive = [group for group in running if group.alive]
-        if not any(map(self.may_run, alive)):
-            for group in alive:
-                self._drop(group)
+        return [] if any(map(self.may_run, alive)) else alive

@@ -13,7 +13,6 @@ from lamina.core.types import Balance
 from lamina.kv.placement import Placement
 from lamina.kv.policies import POLICIES
 from lamina.kv.preemption import Policy, latest
-from lamina.schedule.balancing import Balancing
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
@@ -38,7 +37,7 @@ class Answers:
         if plan.runs:
             self._awaited.setdefault(plan.lane, collections.deque()).append(plan.step)
 
-    def take(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
+    def pop_ready(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
         """Return the answers of this lane that are usable now that ``done`` has come for ``plan``, in the order of its
         steps.
 
@@ -66,16 +65,18 @@ class Turn:
     A round of its driver:
 
         for done in turn.in_order(answer):
-            drawn = turn.complete(done)  # tokens go to these; turn.scheduler.finish for those that end
+            drawn = turn.complete(done)  # tokens go to these; turn.scheduler.end_completion for those that end
         for plan in turn.plan(now):
             ...  # send it
 
-    If workers are lost, ``apply`` tells what remains, and no step is planned until ``begin_epoch``. If workers join, or
-    leave after they were drained, ``change``; if that changes the replicas, ``pause`` first until no step is in flight.
+    If workers are lost, ``end_epoch`` tells what remains, and no step is planned until ``begin_epoch``.
+
+    If workers join, or leave after they were drained, call ``change_members``; if that changes the replicas, call
+    ``pause`` first, until no step is in flight.
 
     Attributes:
-        scheduler: the requests: ``check``, ``add``, ``finish``, ``abort`` and ``migrated`` are called on it. Steps and
-            lanes are decided here alone.
+        scheduler: the requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are
+            called on it. Steps and lanes are decided here alone.
         in_flight: plans by step, until ``complete``.
         busy_s: time that compute workers have spent in slices so far.
     """
@@ -112,6 +113,7 @@ class Turn:
             self._pace,
             overcommit,
             window,
+            POLICIES[balance]() if balance in POLICIES and placement.moves else None,
         )
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = 0.0
@@ -123,13 +125,11 @@ class Turn:
         self._answers = Answers()
         self._suspects = Suspects()
         self._chooser = chooser(pipeline)
-        self._balancing: Balancing | None = None
-        if balance in POLICIES and placement.moves:
-            self._balancing = Balancing(POLICIES[balance](), self.scheduler.moves, placement)
+        self._balancing = self.scheduler.balancing
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
-    def apply(self, topology: Topology, deaths: Deaths = NONE) -> Remains:
+    def end_epoch(self, topology: Topology, deaths: Deaths = NONE) -> Remains:
         """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
 
         ``deaths``: of workers, which a request may have brought about. Returns what the workers keep; what others had
@@ -140,11 +140,11 @@ class Turn:
         struck = exposed(plans, owners, deaths, lambda plan: self._pipeline.replicas_of(plan.lane, plan.rotates))
         on_trial = self._suspects.searching and bool(struck)
         poison = self._suspects.note_death(struck, at_work(plans, owners))
-        self.scheduler.hold(self._suspects.hold)
+        self.scheduler.hold_back(self._suspects.hold)
         self.in_flight.clear()
         self._answers = Answers()
         self._follow(topology)
-        return dataclasses.replace(self.scheduler.apply(topology), poison=poison, on_trial=on_trial)
+        return dataclasses.replace(self.scheduler.end_epoch(topology), poison=poison, on_trial=on_trial)
 
     def _clear_suspects(self, ran: StepPlan | None = None) -> None:
         """Let those run that were held for suspects which a step has cleared, or which have ended."""
@@ -155,24 +155,24 @@ class Turn:
             self._suspects.note_run((group.request.request_id, one.index, at) for (group, one), at in found)
         self._suspects.prune(self.scheduler.alive)
         if self._suspects.hold != before:
-            self.scheduler.hold(self._suspects.hold)
+            self.scheduler.hold_back(self._suspects.hold)
 
     def _follow(self, topology: Topology) -> None:
         self._serves = topology.serves
         if self._pace is not None:
-            self._pace.replicas = topology.pipeline.replicas * topology.pipeline.stages
+            self._pace.set_replicas(topology.pipeline.replicas * topology.pipeline.stages)
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
             self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
         elif self._chooser is not None:
-            self._chooser.apply(topology.capacities)
+            self._chooser.set_memory_workers(topology.capacities)
 
     def pause(self) -> None:
-        """Plan no step until ``change``: those in flight complete."""
+        """Plan no step until ``change_members``: those in flight complete."""
         self._paused = True
 
-    def change(self, topology: Topology) -> None:
+    def change_members(self, topology: Topology) -> None:
         """The members are those of ``topology`` from now on, within the epoch. Those that leave hold no KV any more.
 
         Raises ValueError if the replicas change while a step is in flight.
@@ -182,7 +182,7 @@ class Turn:
         self._paused = False
         replaced = topology.pipeline != self._pipeline
         self._follow(topology)
-        self.scheduler.change(topology, deal_again=replaced)
+        self.scheduler.change_members(topology, deal_again=replaced)
 
     def begin_epoch(self) -> None:
         """All members are ready for the next epoch: steps are planned again."""
@@ -193,7 +193,7 @@ class Turn:
         missing, or for a step of an epoch that has ended."""
         if answer.step not in self.in_flight:
             return []
-        return self._answers.take(self.in_flight[answer.step], answer)
+        return self._answers.pop_ready(self.in_flight[answer.step], answer)
 
     def complete(self, done: StepDone) -> Mapping[int, Owner]:
         """A step has run. Returns those that drew a token, by sequence, as ``Scheduler.complete`` does.
@@ -203,7 +203,7 @@ class Turn:
         plan = self.in_flight.pop(done.step)
         self.busy_s += done.busy_s
         if self._pace is not None and done.rows:
-            self._pace.note(plan, done.busy_s, done.waited_s)
+            self._pace.on_step_done(plan, done.busy_s, done.waited_s)
         if self._suspects.searching:
             self._clear_suspects(plan)
         if self._balancing is not None and done.rows:

@@ -21,7 +21,16 @@ class Seats:
         self._clients = Counter[Client]()
         self._fewest = [(0, lane) for lane in range(lanes)]  # a heap of (taken, lane); some are out of date
 
-    def change(self, lane: int, sequences: int, client: Client) -> None:
+    def note_ended(self) -> None:
+        """Record that a sequence has ended, which steps in flight may still run: its seat is leaving."""
+        self.leaving += 1
+
+    def free_ended(self, lane: int, client: Client) -> None:
+        """Free the seat of a sequence that has ended, and that no step in flight runs."""
+        self.leaving -= 1
+        self.add_sequences(lane, -1, client)
+
+    def add_sequences(self, lane: int, sequences: int, client: Client) -> None:
         """``client`` has ``sequences`` more in ``lane`` than before, or fewer if negative."""
         self.taken[lane] += sequences
         self.total += sequences
@@ -43,7 +52,7 @@ class Seats:
             heapq.heappop(self._fewest)
         return self._fewest[0][1]
 
-    def of(self, client: Client) -> tuple[int, int]:
+    def count_of_client(self, client: Client) -> tuple[int, int]:
         """Sequences of a client's account, and its own."""
         return self._accounts[client.account], self._clients[client]
 
@@ -53,7 +62,7 @@ class Seats:
         Max-min fairness between accounts, and within an account between its connections: another one gives way if it
         has more than this one would have then. So no exchange is undone at once.
         """
-        account, own = self.of(client)
+        account, own = self.count_of_client(client)
         giving = [
             other
             for other, taken in self._clients.items()
@@ -63,7 +72,7 @@ class Seats:
                 else self._accounts[other.account] > account + wanted
             )
         ]
-        return sorted(giving, key=self.of, reverse=True)
+        return sorted(giving, key=self.count_of_client, reverse=True)
 
 
 MAX_WAITING = 16384  # requests of one client that wait
@@ -78,7 +87,7 @@ class _Line:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: Group) -> None:
+    def enqueue(self, group: Group) -> None:
         self._groups[group] = None
 
     def __iter__(self) -> Iterator[Group]:
@@ -120,7 +129,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Group]:
         return itertools.chain.from_iterable(self._lines.values())
 
-    def add(self, group: Group) -> None:
+    def enqueue(self, group: Group) -> None:
         """Queue a request behind those of its connection."""
         name = group.request.client[self._level]
         line = self._lines.get(name)
@@ -129,7 +138,7 @@ class WaitingQueue:
             line = self._lines[name] = _Line() if last else WaitingQueue(self._level + 1)
             self._joined += 1
             heapq.heappush(self._order, (self._now, self._joined, name))
-        line.add(group)
+        line.enqueue(group)
         self._length += 1
 
     def _next(self) -> "WaitingQueue | _Line":
@@ -194,7 +203,7 @@ class Places:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def take(self, request_id: str, client: Client, again: bool = False) -> None:
+    def reserve_place(self, request_id: str, client: Client, again: bool = False) -> None:
         """Take a place for a request. Raises OverloadedError, with the figures, if its client already holds its share.
 
         ``again``: the request had a place before the engine was restarted, and gets it whatever the share is now.
@@ -209,7 +218,7 @@ class Places:
         self._taken[client] = taken + 1
         self._free -= 1
 
-    def leave(self, request_id: str) -> None:
+    def free_place(self, request_id: str) -> None:
         """Free the place of a request, if it holds one."""
         client = self._clients.pop(request_id, None)
         if client is not None:

@@ -47,6 +47,7 @@ def main() -> None:
 
 
 async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:
+    tokenizer.chat_settings = bootstrap.chat
     engine = await RemoteEngine.connect(bootstrap, tokenizer)
     alive = asyncio.create_task(_say_alive())
     try:

@@ -3,63 +3,24 @@
 import asyncio
 import functools
 import time
-from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import lamina
-from lamina.engine.stats import EngineStats, imbalance
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
-from lamina.serve import admin, http_errors
-from lamina.serve.answers import chat_choice, completion_choice
+from lamina.serve import admin, http_errors, pages
 from lamina.serve.fields import IgnoredLog
-from lamina.serve.generation import AnswerFormat, respond
+from lamina.serve.generation import respond
 from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
+from lamina.serve.openai_answers import ChatWriter, CompletionWriter
 from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
+from lamina.serve.placement import placement_of
 from lamina.serve.request_log import RequestLog
 from lamina.serve.requests import read_chat, read_completion, require_model
-
-
-def placement_of(stats: EngineStats) -> dict[str, Any]:
-    """Return the placement of KV as JSON. Counts are in tokens, which are slots, but for ``moved_bytes``."""
-    placement = stats.placement
-    return {
-        "workers": {
-            worker: {
-                "capacity": memory.capacity,
-                "used": memory.used,
-                "cached": memory.cached,
-                "moved_bytes": placement.moved.get(worker, 0),
-                "largest_requests": dict(placement.held.get(worker, {})),
-            }
-            for worker, memory in stats.memory.items()
-        },
-        "imbalance": round(imbalance(stats.memory), 3),
-        "moves": {
-            "in_progress": [
-                {"source": source, "target": target, "tokens": tokens} for source, target, tokens in placement.moving
-            ],
-            "completed": placement.moves,
-            "refused": placement.refused,
-            "cancelled": placement.cancelled,
-        },
-        "prefix_cache": {"queried": stats.prefix_queries, "hit": stats.prefix_hits},
-    }
-
-
-COMPLETION = AnswerFormat("text_completion", "text_completion", "cmpl", completion_choice, completion_choice, None)
-CHAT = AnswerFormat(
-    "chat.completion",
-    "chat.completion.chunk",
-    "chatcmpl",
-    lambda piece: chat_choice(piece, "message"),
-    lambda piece: chat_choice(piece, "delta"),
-    {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None},
-)
 
 
 def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
@@ -79,14 +40,14 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
         """Continue one or several prompts."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, COMPLETION, wanted)
+        return await respond(request, engine, metrics.traffic, CompletionWriter, wanted)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, CHAT, wanted)
+        return await respond(request, engine, metrics.traffic, ChatWriter, wanted)
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
@@ -127,6 +88,7 @@ def create_app(engine: Runtime, owner: int | None = None) -> ASGIApp:
         """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
+    pages.install(app, engine, metrics)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
     return RequestLog(app)  # around all else, so that it also sees answers to unexpected errors

@@ -18,6 +18,7 @@ from lamina.serve.fields import (
 )
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import cut_fields, decode_field, decode_plain
+from lamina.serve.tools import ToolChoice, decode_tools
 from lamina.text.prompts import Prompt
 
 MOST_BYTES_BESIDES = 64 * 1024
@@ -99,9 +100,17 @@ class ChatBody(Body, kw_only=True):
 
     unsupported = UNSUPPORTED_CHAT
     required = "messages"
-    large: ClassVar = {"messages": decode_messages}
+    large: ClassVar = {"messages": decode_messages, "tools": decode_tools}
 
     messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 

@@ -62,30 +62,34 @@ _EITHER: dict[str, Sequence[Any]] = {
     "best_of": (1,),
     "suffix": ("",),
     "prompt_embeds": (),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "moderation": (),
-    "reasoning_effort": (),
     "thinking_token_budget": (),
-    "include_reasoning": (True,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
-UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (True,)}
+_CHAT: dict[str, Sequence[Any]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
+}
+"""Fields of chats, as completions may have them."""
+
+UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | _CHAT | {"add_special_tokens": (True,)}
 UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (False,), "echo": (False,)}
 
 

@@ -1,14 +1,11 @@
-"""Runs one HTTP request on the engine and writes its answer, at once or as a stream; used by both endpoints."""
+"""Runs one HTTP request on the engine and writes its answer, at once or as a stream; whichever API it came through."""
 
 import asyncio
 import hashlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import AsyncIterator, Callable, Iterator
 
-import msgspec
 from fastapi import Request
 from starlette.background import BackgroundTask
 from starlette.responses import Response, StreamingResponse
@@ -18,26 +15,19 @@ from lamina.core.types import Client
 from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
 from lamina.observe.metrics import Timing, Traffic
-from lamina.serve.answers import MOST_POSITIONS, Json, Piece, Sent, Usage, envelope
 from lamina.serve.fields import ignored_header
 from lamina.serve.http_errors import APIError, as_api_error, first_line
 from lamina.serve.intake import unless_disconnected
+from lamina.serve.openai_answers import AnswerWriter
+from lamina.serve.pieces import MOST_POSITIONS, Piece, Sent, Usage
 from lamina.serve.requests import GenerationRequest
 
 MOST_UNREAD = 65536
 """Tokens of a stream that are buffered for a client that does not read; about 300 bytes each with 20 logprobs."""
 
 
-@dataclass(frozen=True)
-class AnswerFormat:
-    """The format of one endpoint's answers."""
-
-    answer: Literal["text_completion", "chat.completion"]
-    chunk: Literal["text_completion", "chat.completion.chunk"]
-    id_prefix: str
-    answer_choice: Callable[[Piece], Json]
-    chunk_choice: Callable[[Piece], Json]
-    opening: Json | None  # first delta of each choice of a stream, if any
+MakeWriter = Callable[[GenerationRequest, str], AnswerWriter]
+"""Makes the writer of one answer, with the model's name."""
 
 
 class Generation:
@@ -46,18 +36,15 @@ class Generation:
     def __init__(
         self,
         engine: Runtime,
-        form: AnswerFormat,
+        writer: AnswerWriter,
         wanted: GenerationRequest,
         outputs: AsyncOutputs,
         timing: Timing,
     ) -> None:
-        self._engine = engine
-        self._form = form
-        self._wanted = wanted
+        self._writer = writer
         self._outputs = outputs
         self._sent = Sent(engine.tokenizer, wanted.params.n, wanted.echo)
         self._timing = timing
-        self._id = f"{form.id_prefix}-{uuid.uuid4().hex}"
         self._usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
 
     async def answer(self, request: Request) -> Response:
@@ -91,9 +78,7 @@ class Generation:
     async def _whole(self, gathered: dict[int, RequestUpdate]) -> AsyncIterator[bytes]:
         """Yield the answer's JSON, choice by choice: with logprobs it is much larger than the tokens it is made
         from."""
-        answer = envelope(self._form.answer, self._id, self._engine.model_name)
-        yield msgspec.json.encode(answer)[:-1] + b',"choices":['
-        between = b""
+        yield self._writer.begin_answer()
         for place, prompt in enumerate(sorted(gathered)):
             if place % MOST_POSITIONS == MOST_POSITIONS - 1:
                 await asyncio.sleep(0)  # let other requests run, and hear of a client that has left
@@ -101,23 +86,21 @@ class Generation:
             pieces = self._sent.advance(prompt, update, most=1 + update.tokens)
             # Long encoding runs in a thread, so that the event loop stays responsive.
             long = update.tokens > MOST_POSITIONS
-            while choice := await asyncio.to_thread(self._encoded, pieces) if long else self._encoded(pieces):
-                yield between + choice
-                between = b","
-        yield b'],"usage":' + msgspec.json.encode(self._usage.body()) + b"}"
+            while (choice := await asyncio.to_thread(self._next, pieces) if long else self._next(pieces)) is not None:
+                yield choice
+        yield self._writer.end_answer(self._usage)
 
-    def _encoded(self, pieces: Iterator[Piece]) -> bytes:
-        """Return the next piece as JSON; empty after the last."""
+    def _next(self, pieces: Iterator[Piece]) -> bytes | None:
+        """Return the next piece as JSON; None after the last."""
         piece = next(pieces, None)
-        return b"" if piece is None else msgspec.json.encode(self._form.answer_choice(piece))
+        return None if piece is None else self._writer.write_choice(piece)
 
     async def _events(self) -> AsyncIterator[bytes]:
-        form = self._form
+        writer = self._writer
         async with self._outputs:
             try:
-                if form.opening is not None:
-                    choices = len(self._wanted.prompts) * self._wanted.params.n
-                    yield self._chunk([{"index": i, **form.opening} for i in range(choices)])
+                if opening := writer.begin_stream(self._usage):
+                    yield opening
                 async for prompt, update in self._outputs:
                     self._timing.observe(prompt, update)
                     self._usage.count(prompt, update)
@@ -126,24 +109,14 @@ class Generation:
                     # One event for all completions, unless many tokens are buffered for a slow client.
                     long = update.tokens > MOST_POSITIONS
                     at_once = 1 if long else len(update.completions)
-                    while choices_ := [form.chunk_choice(piece) for piece in itertools.islice(pieces, at_once)]:
-                        yield self._chunk(choices_)
+                    while batch := list(itertools.islice(pieces, at_once)):
+                        if events := writer.write_events(batch, self._usage):
+                            yield events
                         if long:
                             await asyncio.sleep(0)  # let other requests run
-                if self._wanted.usage != "none":
-                    yield self._chunk([], self._usage.body())
+                yield writer.end_stream(self._usage)
             except (LaminaError, APIError) as error:
-                yield _event(as_api_error(error).body())
-            yield b"data: [DONE]\n\n"
-
-    def _chunk(self, choices: Sequence[Json], counts: Json | None = None) -> bytes:
-        chunk = envelope(self._form.chunk, self._id, self._engine.model_name)
-        chunk["choices"] = choices
-        if self._wanted.usage == "every":
-            chunk["usage"] = self._usage.body()
-        elif self._wanted.usage == "last":
-            chunk["usage"] = counts
-        return _event(chunk)
+                yield writer.fail_stream(as_api_error(error))
 
     def figures(self) -> str:
         """Tokens and finish reasons, for the log."""
@@ -151,7 +124,7 @@ class Generation:
 
 
 async def respond(
-    request: Request, engine: Runtime, traffic: Traffic, form: AnswerFormat, wanted: GenerationRequest
+    request: Request, engine: Runtime, traffic: Traffic, make_writer: MakeWriter, wanted: GenerationRequest
 ) -> Response:
     """Run ``wanted`` and answer, at once or as a stream.
 
@@ -162,7 +135,7 @@ async def respond(
     params = wanted.params_of_prompts(engine.max_model_len)
     timing = Timing(traffic)
     outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, wanted.prompts, params, _client(request), most_unread)
-    generation = Generation(engine, form, wanted, outputs, timing)
+    generation = Generation(engine, make_writer(wanted, engine.model_name), wanted, outputs, timing)
     request.state.figures = generation.figures
     response = generation.stream() if wanted.stream else await generation.answer(request)
     response.headers.update(ignored_header(wanted.ignored))
@@ -182,7 +155,3 @@ def _client(request: Request) -> Client:
 def _check(update: RequestUpdate) -> None:
     if update.error is not None:
         raise APIError(503, first_line(update.error), code="engine_failed")
-
-
-def _event(data: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -27,6 +27,7 @@ from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
 from lamina.serve.chat_messages import MOST_MESSAGES
 from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT
 from lamina.serve.requests import GUIDED
+from lamina.serve.tools import MOST_TOOLS
 from lamina.text.chat_template import MAY_LACK_CONTENT
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
@@ -127,6 +128,23 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 _CONTENT = [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]
+_TOOL = {
+    "type": "object",
+    "required": ["type", "function"],
+    "properties": {
+        "type": {"const": "function"},
+        "function": {
+            "type": "object",
+            "required": ["name"],
+            "properties": {
+                "name": {"type": "string", "minLength": 1},
+                "description": {"type": ["string", "null"]},
+                "parameters": {"type": ["object", "null"]},
+                "strict": {"type": ["boolean", "null"]},
+            },
+        },
+    },
+}
 _TOOL_CALL = {
     "type": "object",
     "required": ["function"],
@@ -208,6 +226,8 @@ def body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
         properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
     for name in sorted(WITHOUT_EFFECT):
         properties[name] = {"description": "Has no effect."}
+    if "tools" in kind.large:
+        properties["tools"] = {"anyOf": [{"type": "array", "items": _TOOL, "maxItems": MOST_TOOLS}, {"type": "null"}]}
     properties[kind.required] = _prompt(engine) if kind is CompletionBody else _messages()
     together = [{"anyOf": branches} for branches in _TOGETHER[kind]]
     return {"type": "object", "required": [kind.required], "properties": properties, "allOf": together}, parts

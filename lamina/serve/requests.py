@@ -1,18 +1,19 @@
 """One description of a generation, whichever API asked for it, and its making from the bodies of OpenAI's API."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lamina.core.errors import RequestError
-from lamina.core.types import SAMPLING_RANGES, SamplingParams, require_in_range
+from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs, require_in_range
 from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
+from lamina.serve.tools import ToolChoice, calls_parser, forced_schema
 from lamina.text.defaults import Defaults
-from lamina.text.grammars import compile_grammar
-from lamina.text.prompts import chat_prompt, encode_prompt
+from lamina.text.grammars import after_reasoning, compile_grammar
+from lamina.text.prompts import encode_chat, encode_prompt
+from lamina.text.tool_calls import AnswerParser, PlainText
 
 COMPLETION_TOKENS = 16
 """Limit of a completion that gives none, as OpenAI's and vLLM's."""
@@ -32,6 +33,7 @@ class GenerationRequest:
         usage: Which events have token counts.
         echo: For each prompt, the text to put before its completions; empty for none.
         ignored: Names of fields that have no meaning here.
+        make_parser: Makes what divides the text of one choice into content, reasoning and tool calls.
     """
 
     prompts: Sequence[list[int]]
@@ -40,12 +42,13 @@ class GenerationRequest:
     usage: UsageReports = "none"
     echo: Sequence[str] = ()
     ignored: Sequence[str] = ()
+    make_parser: Callable[[], AnswerParser] = PlainText
 
     def params_of_prompts(self, max_model_len: int) -> list[SamplingParams]:
         """Return the parameters of each prompt: ``min_tokens`` is bounded by the context, as ``max_tokens`` is."""
         rooms = [max_model_len - len(prompt) for prompt in self.prompts]
         least = self.params.min_tokens
-        return [dataclasses.replace(self.params, min_tokens=r) if least > r > 0 else self.params for r in rooms]
+        return [replace(self.params, min_tokens=r) if least > r > 0 else self.params for r in rooms]
 
 
 def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -80,12 +83,55 @@ def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
     defaults, (_, limit) = engine.sampling_defaults, _limit(body)
     if limit is None and "max_tokens" in defaults:
         limit = max(int(defaults["max_tokens"]), _min_tokens(body))
-    params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, logprobs=logprobs, max_tokens=limit)
+    choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
+    text = _render(engine, body, body.tools if choice != "none" else [])
+    calls = _forced_calls(engine, body, choice, text)
+    api_names = {"logprobs": "top_logprobs"}
+    form = engine.tokenizer.chat_format
+    if choice != "none" and body.tools and calls is None and form.tools is None:
+        raise APIError(
+            400,
+            "the model's chat template does not show how it writes tool calls; start the server with "
+            '--tool-call-parser, or give tool_choice "required" or a function',
+            param="tools",
+        )
+    given: dict[str, Any] = {"logprobs": logprobs, "max_tokens": limit}
+    if form.needs_special(engine.tokenizer.special_texts.values(), bool(body.tools) and choice != "none"):
+        given["skip_special_tokens"] = False
+    params = _sampling_params(body, defaults, api_names, calls, **given)
+    parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
+    prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
+    return replace(_generation(body, engine, [prompt], params), make_parser=form.parser(text, parser))
+
+
+def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the prompt of a conversation. Raises APIError 400."""
+    variables = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", body.reasoning_effort)
+    continues = bool(body.continue_final_message)
+    prompts = body.add_generation_prompt if body.add_generation_prompt is not None else not continues
+    if continues and prompts:
+        raise APIError(
+            400, "continue_final_message needs add_generation_prompt to be false", param="continue_final_message"
+        )
     try:
-        prompt = chat_prompt(engine.tokenizer, body.messages, engine.max_model_len)
+        return engine.tokenizer.apply_chat_template(body.messages, prompts, tools or None, variables, continues)
     except RequestError as error:
         raise APIError(400, str(error), param="messages") from error
-    return _generation(body, engine, [prompt], params)
+
+
+def _forced_calls(engine: Runtime, body: ChatBody, choice: ToolChoice, prompt: str) -> StructuredOutputs | None:
+    """Return what an answer must match that has to call tools; None if it has not. Raises APIError 400."""
+    try:
+        schema = forced_schema(body.tools, choice, body.parallel_tool_calls is not False)
+    except RequestError as error:
+        raise APIError(400, str(error), param="tool_choice") from error
+    if schema is None:
+        return None
+    wanted = StructuredOutputs(json=schema)
+    form = engine.tokenizer.chat_format
+    return after_reasoning(wanted, form.tags[1]) if form.tags is not None and form.inside(prompt) else wanted
 
 
 def require_model(engine: Runtime, name: str | None) -> None:
@@ -159,21 +205,34 @@ def _require_grammar(params: SamplingParams, name: str) -> None:
         compile_grammar(params.structured_outputs)
     except RequestError as error:
         field, rest = str(error).split(maxsplit=1)
-        place = name if name in GUIDED else f"{name}.{'json_schema.schema' if name == 'response_format' else field}"
-        raise APIError(400, f"{place} {rest}", param=name) from error
+        within = {"structured_outputs": f".{field}", "response_format": ".json_schema.schema"}.get(name, "")
+        raise APIError(400, f"{name}{within} {rest}", param=name) from error
 
 
-def _sampling_params(body: Body, defaults: Defaults, api_names: Mapping[str, str], **given: Any) -> SamplingParams:
+def _sampling_params(
+    body: Body,
+    defaults: Defaults,
+    api_names: Mapping[str, str],
+    calls: StructuredOutputs | None = None,
+    **given: Any,
+) -> SamplingParams:
     """Return the sampling parameters. Raises APIError 400 for values out of range.
 
     Args:
         defaults: The model's. They apply where the body has no value, but not to beam search.
         api_names: The API's names of parameters that have others in ``SamplingParams``.
+        calls: What the answer must match because it has to call tools.
         given: Values that come from fields of the endpoint.
     """
     api_names = {**api_names, "max_tokens": _limit(body)[0]}
     given = {**({} if body.sampling.get("use_beam_search") else defaults), **given, **body.sampling}
     structured, given["structured_outputs"] = _structured_outputs(body)
+    if calls is not None:
+        if given["structured_outputs"] is not None:
+            raise APIError(
+                400, f"tool_choice and {structured} both say what the answer must match", param="tool_choice"
+            )
+        structured, given["structured_outputs"] = "tools", calls
     longest = given["max_tokens"]
     if longest is not None and 0 < longest < _min_tokens(body):
         given["min_tokens"] = longest

@@ -55,6 +55,8 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """Return the prompt for ``messages``, OpenAI style: role, and content as a string or a list of text parts.
 
@@ -64,6 +66,8 @@ class ChatTemplate:
 
         Args:
             tools: the functions that the model may call, OpenAI style.
+            variables: further variables of the template.
+            continue_final_message: end with the last message's content.
 
         Raises:
             RequestError: a message is malformed, or the template rejects it or uses no tools.
@@ -74,9 +78,11 @@ class ChatTemplate:
             check_message(index, message)
         if not messages:
             raise RequestError("messages is empty; give at least one message")
-        render = functools.partial(self._render, messages, tools, add_generation_prompt)
+        render = functools.partial(self._render, messages, tools, add_generation_prompt, variables or {})
         try:
-            return render()
+            return _cut_after(render(), messages[-1]) if continue_final_message else render()
+        except RequestError:
+            raise
         except Exception as error:  # a template is a program from the model's author: it may raise anything
             if any(message.get("tool_calls") for message in messages):
                 for as_text in (False, True):
@@ -89,16 +95,27 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         add_generation_prompt: bool,
+        variables: Mapping[str, Any],
         fill_content: bool = False,
         arguments_as_text: bool = False,
     ) -> str:
+        given = {"documents": None, **variables, **self._special_tokens}
         return self._template.render(
+            given,
             messages=[_plain_message(message, fill_content, arguments_as_text) for message in messages],
             tools=tools,
-            documents=None,
             add_generation_prompt=add_generation_prompt,
-            **self._special_tokens,
         )
+
+
+def _cut_after(prompt: str, message: Mapping[str, Any]) -> str:
+    """Return the prompt up to the end of the content of its last message."""
+    content = message.get("content")
+    text = joined_text(content) if isinstance(content, list) else content or ""
+    for form in (text, text.strip()):  # many templates strip what they repeat
+        if form and (place := prompt.rfind(form)) >= 0:
+            return prompt[: place + len(form)]
+    raise RequestError("continue_final_message needs a last message whose content the chat template repeats")
 
 
 MAY_LACK_CONTENT = ("assistant", "tool", "function")

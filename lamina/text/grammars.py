@@ -31,6 +31,14 @@ def compile_grammar(wanted: StructuredOutputs) -> str:
     return grammar
 
 
+def after_reasoning(wanted: StructuredOutputs, end: str) -> StructuredOutputs:
+    """Return what an answer must match that begins within reasoning, which ``end`` ends. ``wanted``: a JSON schema."""
+    options = {"whitespace_flexible": True, "whitespace_pattern": JSON_SPACE}
+    schema = json.dumps({**json.loads(wanted.json), "x-guidance": options})
+    reasoning = f"reasoning[suffix={json.dumps(end)}]: /(.|\\n)*/"
+    return StructuredOutputs(grammar=f"start: reasoning answer\n{reasoning}\nanswer: %json {schema}\n")
+
+
 def require_grammar(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
     """Raise RequestError if what the answer must match cannot be compiled, or the model's answers have no end."""
     if params.structured_outputs is None:

@@ -80,9 +80,12 @@ def chat_prompt(
     Raises:
         RequestError: there are no messages, the template rejects them or uses no tools, or as in ``encode_prompt``.
     """
-    # The template includes the special tokens itself.
-    text = tokenizer.apply_chat_template(messages, tools=tools)
-    return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)
+    return encode_chat(tokenizer, tokenizer.apply_chat_template(messages, tools=tools), max_model_len)
+
+
+def encode_chat(tokenizer: Tokenizer, text: str, max_model_len: int) -> list[int]:
+    """Tokenise what a chat template has rendered. Raises what ``encode_prompt`` raises."""
+    return encode_prompt(tokenizer, text, max_model_len, add_special_tokens=False)  # the template has them
 
 
 def _is_tokens(value: Any) -> bool:

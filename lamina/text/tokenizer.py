@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from lamina.core.errors import ModelError, RequestError
+from lamina.core.types import ChatSettings
 from lamina.models.directory import TOKENIZER, TOKENIZER_CONFIG, ModelDirectory, read_json
 
 if TYPE_CHECKING:
+    from lamina.text.chat_format import ChatFormat
     from lamina.text.chat_template import ChatTemplate
 
 _NFC_SHRINKS = 9
@@ -114,12 +116,13 @@ class Tokenizer:
     Attributes:
         eos_token_ids: tokens that end a text, by generation_config.json (else config.json) and by the tokenizer.
         special_texts: how each special token is written, by its id.
+        chat_settings: what the settings say about chats; may be set before the first chat.
 
     Raises:
         ModelError: tokenizer.json cannot be read.
     """
 
-    def __init__(self, directory: ModelDirectory) -> None:
+    def __init__(self, directory: ModelDirectory, chat: ChatSettings | None = None) -> None:
         file = directory.path / TOKENIZER
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
@@ -130,7 +133,8 @@ class Tokenizer:
         config_file = directory.path / TOKENIZER_CONFIG
         config = read_json(config_file) if config_file.is_file() else {}
         self._special_tokens = _special_tokens(config)
-        self._template_source = _chat_template(directory.path, config)
+        self._own_template = _chat_template(directory.path, config)
+        self.chat_settings = chat or ChatSettings()
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_texts = {token_id: token.content for token_id, token in added.items() if token.special}
         self._bytes = self._fallback_bytes()
@@ -232,13 +236,32 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
-        """Return the prompt for a conversation, by the model's template or else ``chat.DEFAULT_TEMPLATE``.
+        """Return the prompt for a conversation, by the model's template or else ``chat_template.DEFAULT_TEMPLATE``.
+
+        Args:
+            variables: Further variables of the template.
+            continue_final_message: End with the last message's content, which the answer continues.
 
         Raises:
             RequestError: the template is invalid or uses no tools, a message is malformed, or the template rejects it.
         """
-        return self._chat_template.render(messages, add_generation_prompt, tools)
+        return self._chat_template.render(messages, add_generation_prompt, tools, variables, continue_final_message)
+
+    @cached_property
+    def chat_format(self) -> "ChatFormat":
+        """How the model writes tool calls and reasoning."""
+        from lamina.text.chat_format import ChatFormat
+
+        return ChatFormat.choose(self.chat_settings, self._template_source)
+
+    @property
+    def _template_source(self) -> str:
+        from lamina.text.chat_template import DEFAULT_TEMPLATE
+
+        return self.chat_settings.template or self._own_template or DEFAULT_TEMPLATE
 
     @cached_property
     def most_bytes_per_token(self) -> int | None:
@@ -248,9 +271,9 @@ class Tokenizer:
 
     @cached_property
     def _chat_template(self) -> "ChatTemplate":
-        from lamina.text.chat_template import DEFAULT_TEMPLATE, ChatTemplate  # saves 20% of the time to import the SDK
+        from lamina.text.chat_template import ChatTemplate  # saves 20% of the time to import the SDK
 
-        return ChatTemplate(self._template_source or DEFAULT_TEMPLATE, self._special_tokens)
+        return ChatTemplate(self._template_source, self._special_tokens)
 
 
 class IncrementalDetokenizer:

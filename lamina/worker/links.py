@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -33,7 +34,20 @@ logger = logging.getLogger(__name__)
 Wait = Callable[[Sequence[tuple[int, int]], float], int]
 """Waits for messages, with the arguments and result of ``Endpoint.wait``."""
 
-AnyEndpoint = ShmEndpoint | TcpEndpoint | RdmaEndpoint
+
+class LinkEndpoint(Endpoint, Protocol):
+    """An endpoint that shares the worker's arena with others.
+
+    Attributes:
+        spin_s: Seconds for which a wait spins before it sleeps.
+    """
+
+    spin_s: float
+
+    def use_arena(self, arena: OwnArena) -> None:
+        """Use an arena that stays open until ``close``."""
+        ...
+
 
 CONNECT_TIMEOUT_S = 10.0
 PROOF_TIMEOUT_S = 5.0
@@ -76,7 +90,7 @@ class _Link:
     lease: Lease  # of the peer's arena
 
 
-def open_endpoint(member: Member, transport: Transport, tls: bool) -> "AnyEndpoint":
+def open_endpoint(member: Member, transport: Transport, tls: bool) -> LinkEndpoint:
     """Return a new endpoint of this transport, without an arena. Raises TransportError if it cannot be used here."""
     match transport:
         case Transport.SHM:
@@ -90,7 +104,7 @@ def open_endpoint(member: Member, transport: Transport, tls: bool) -> "AnyEndpoi
             return RdmaEndpoint(member.name, secret=member.secret)
 
 
-OpenEndpoint = Callable[[Member, Transport, bool], "AnyEndpoint"]
+OpenEndpoint = Callable[[Member, Transport, bool], LinkEndpoint]
 """Opens an endpoint, with the arguments of ``open_endpoint``."""
 
 
@@ -104,7 +118,7 @@ def open_links(
         open_endpoint: Opens the endpoint of a transport.
     """
     arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
-    endpoints: dict[Transport, AnyEndpoint] = {}
+    endpoints: dict[Transport, LinkEndpoint] = {}
     descriptors, obstacles = {}, {}
     for transport in register.transports:
         try:
@@ -138,7 +152,7 @@ class Links:
         name: str,
         register: Register,
         arena: OwnArena,
-        endpoints: Mapping[Transport, AnyEndpoint],
+        endpoints: Mapping[Transport, LinkEndpoint],
         offer: Offer,
         inboxes: Inboxes | None = None,
     ) -> None:
@@ -305,7 +319,7 @@ class Links:
         """Wait for the first of ``targets`` on all endpoints that links use."""
         return self._current(targets, timeout_s)
 
-    def _used(self) -> list[AnyEndpoint]:
+    def _used(self) -> list[LinkEndpoint]:
         return [one for one in self._endpoints.values() if any(link.endpoint is one for link in self._links.values())]
 
     def _choose_wait(self) -> Wait:

@@ -112,7 +112,6 @@ def test_the_slots_of_a_memory_worker_are_a_line_of_80_columns() -> None:
     "arguments",
     [
         (*PLAN, "--context", "1024"),
-        ("plan", "--kind", "h100", "--validate", str(MEASUREMENTS / "h100_attention_decode.csv")),
         ("split",),
         ("doctor", "--topology"),
     ],

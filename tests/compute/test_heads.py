@@ -19,8 +19,8 @@ from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Seg
 from lamina.dataplane.wire import body_nbytes, check_segments, message_rows
 from lamina.memory.cuts import MOST_PRODUCTS
 from lamina.memory.device import cpu
-from tests.compute.test_exchange import Connected, connected, overlaps
-from tests.compute.test_segments import NAMES, Sequences, drive
+from tests.support.attended_sequences import NAMES, Sequences, drive
+from tests.support.attention_clusters import Connected, connected, overlaps
 
 NOBODY = DecodeRows([], [], [])
 Heads = tuple[int, int]

@@ -1,7 +1,6 @@
 """However the engine's thread ends, every request gets its terminal state."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
 from tests.support.schedules import client
+from tests.support.waiting import wait_until
 
 END_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, n=2)
@@ -85,13 +85,6 @@ class Caller:
                 self.all_ended.set()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + END_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def raising(error: BaseException) -> Callable[..., None]:
     def fail(*_: object, **__: Any) -> None:
         raise error
@@ -100,7 +93,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), MemoryError("no room"), ValueError("a bug")])
-@pytest.mark.parametrize("where", ["add", "plannable", "stop"])
+@pytest.mark.parametrize("where", ["submit", "plannable", "stop"])
 def test_whatever_ends_the_thread_is_recorded_and_answered(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, error: BaseException, where: str
 ) -> None:

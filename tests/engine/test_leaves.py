@@ -30,7 +30,7 @@ def leaving(*prompts: int) -> Leaves:
     """Of a scheduler whose requests, with these prompts and one more token each, are all on ``memory0``."""
     under_test = scheduler({"memory0": 60, "memory1": 30})
     for number, prompt in enumerate(prompts):
-        assert under_test.add(request(str(number), prompt, max_tokens=2)).lane < 0
+        assert under_test.submit(request(str(number), prompt, max_tokens=2)).lane < 0
         assert plan_of(under_test).admitted[0].segments[0].worker == "memory0"
     return Leaves(cast(ControlServer, None), cast(Workers, None), under_test)
 

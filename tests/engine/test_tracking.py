@@ -28,7 +28,7 @@ def tracked(params: SamplingParams, published: list[RequestUpdate]) -> tuple[Tra
     request = Request("r", None, [5, 6], params)
     reading = Reading(request, TOKENIZER, published.append, lambda _, index: under_test.end_completion(index))
     under_test = TrackedRequest(request, TOKENIZER.eos_token_ids, reading.on_update)
-    group = scheduler.add(request)
+    group = scheduler.submit(request)
     under_test.start(group)
     return under_test, group
 

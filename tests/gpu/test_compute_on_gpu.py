@@ -16,11 +16,11 @@ from lamina.lowering.expert_operators import experts_stacked, multiply
 from lamina.models.quantisation.codes import StackedCodes, quantise_experts
 from tests.compute import test_gpu_device, test_transfers
 from tests.runtime import test_polling
-from tests.runtime.test_parity import check_greedy
 from tests.runtime.test_tensor_parallel import check
 from tests.splitter import test_variants
 from tests.support import reference_attention
 from tests.support.random_models import served, variant
+from tests.support.running import check_greedy
 
 pytestmark = pytest.mark.gpu
 

@@ -9,10 +9,9 @@ import torch
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, Polling
 from lamina.launch import launch
-from tests.runtime.test_faults import LONG, worker_processes
-from tests.runtime.test_survival import Streams
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import served
+from tests.support.running import LONG, Streams, worker_processes
 
 pytestmark = pytest.mark.gpu
 SLACK = 64 << 20  # bytes; a context takes several times as much

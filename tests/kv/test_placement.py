@@ -32,8 +32,8 @@ def test_a_request_goes_where_most_room_is_left_for_all_to_grow_or_on_several_wo
         if call == "x" and held:  # one ends
             worker, amount, count = held.pop(tokens % len(held))
             placement.will_release(worker, amount)
-            placement.leave(worker, count)
-            placement.release(worker, amount)
+            placement.remove_growing(worker, count)
+            placement.free_slots(worker, amount)
         elif call == "g" and held:  # all grow by a token, if they can
             grows = all(used[name] + many[name] <= capacity for name, capacity in placement.capacities.items())
             assert placement.grow(many) == grows
@@ -123,10 +123,10 @@ def test_what_was_promised_before_a_loss_counts_until_the_successor_has_come() -
     free, fixed = SamplingParams(max_tokens=None), SamplingParams(max_tokens=31)
     most = limits.most_tokens(120, free, placement)
     placement.promised = placement.possible
-    placement.apply(Topology(FIRST, (Member("memory0", "memory", "cpu", "", 100),), Pipeline(1, 1)))
+    placement.apply_topology(Topology(FIRST, (Member("memory0", "memory", "cpu", "", 100),), Pipeline(1, 1)))
     assert placement.total == 100
-    limits.check(120, fixed, placement)
+    limits.validate_request(120, fixed, placement)
     assert limits.most_tokens(120, free, placement) == most == 81
     placement.promised = 0
     with pytest.raises(RequestError, match="may need 150 KV tokens; memory holds 100 in all"):
-        limits.check(120, fixed, placement)
+        limits.validate_request(120, fixed, placement)

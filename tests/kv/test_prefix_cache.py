@@ -63,7 +63,7 @@ def test_the_tree_has_what_a_dictionary_has_and_evicts_what_was_used_least_recen
             if node is not None and found < min(node.stop, len(ids)):
                 node = tree.split(node, found)
             if found < len(ids):
-                node, superseded = tree.add(
+                node, superseded = tree.insert_leaf(
                     node, salt, ids[found:], number, [Segment(number, "memory0", (0, 1), (0, None))]
                 )
                 held[number] = ids
@@ -81,11 +81,11 @@ def test_the_tree_has_what_a_dictionary_has_and_evicts_what_was_used_least_recen
             (end,) = {end for end in brute.oldest() if end[1] == whole(leaf).tobytes()}
             brute.remove(end, len(leaf.tokens))
             held.pop(leaf.any_sequence)
-            parent = tree.remove(leaf)
+            parent = tree.remove_leaf(leaf)
             if parent is not None:
                 tree.give_sequence(parent, 1000 + number)
                 held[1000 + number] = whole(parent)
-                tree.note(parent)
+                tree.offer_for_eviction(parent)
         leaves = {leaf.any_sequence: whole(leaf) for leaf in tree.ends()}
         assert leaves == held
         assert {ids[:length].tobytes() for ids in held.values() for length in range(1, len(ids) + 1)} == {

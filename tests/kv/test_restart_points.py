@@ -29,7 +29,7 @@ def test_rows_suffice_for_all_windows_and_those_used_least_recently_are_given_up
                 node = tree.split(node, found)
             if found < len(ids):
                 here = [Segment(number, "memory0", (0, 1), (0, None))]
-                node, superseded = tree.add(node, "", ids[found:], number, here)
+                node, superseded = tree.insert_leaf(node, "", ids[found:], number, here)
                 assert superseded is None
             elif node is not None and node.sequence is None:
                 tree.give_sequence(node, number)
@@ -42,20 +42,20 @@ def test_rows_suffice_for_all_windows_and_those_used_least_recently_are_given_up
                 if oldest.children:
                     tree.take_sequence(oldest)
                 else:
-                    tree.remove(oldest)
+                    tree.remove_leaf(oldest)
                 assert len(needed(tree)) <= tree.checkpoints.rows
             assert tree.checkpoints.rows <= max(most, WINDOW)
 
 
 def serve(under_test: Scheduler, name: str, prompt: list[int]) -> int | None:
     """Serve a request to its end; returns how many of its tokens were found."""
-    group = under_test.add(Request(name, None, prompt, SamplingParams(max_tokens=3)))
+    group = under_test.submit(Request(name, None, prompt, SamplingParams(max_tokens=3)))
     while group.alive:
         plan_of(under_test)
         for _, completion in under_test.complete(0).values():
             completion.generated.append(7)
             if len(completion.generated) == 3:
-                under_test.finish(group, completion)
+                under_test.end_completion(group, completion)
     if under_test.plan(0) is not None:  # what it releases
         under_test.complete(0)
     return group.cached_tokens

@@ -72,8 +72,8 @@ class Pool:
         for one in ended:
             place, tokens, count = one
             self.placement.will_release(place, tokens)
-            self.placement.leave(place, count)
-            self.placement.release(place, tokens)
+            self.placement.remove_growing(place, count)
+            self.placement.free_slots(place, tokens)
             self.held.remove(one)
 
     def close(self, tokens: int, sequences: int) -> None:
@@ -91,7 +91,7 @@ class Pool:
             lost = self.placement.lost(topology(now))
             self.release([one for one in self.held if one[0] in lost])
             self.workers = now
-            self.placement.apply(topology(now))
+            self.placement.apply_topology(topology(now))
 
     def check(self) -> None:
         used = Counter[str]()

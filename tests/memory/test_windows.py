@@ -119,11 +119,11 @@ class Forgetting(Moving):
         super().complete(lane)
 
     def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
-        applied = self.scheduler.apply
+        applied = self.scheduler.end_epoch
         remains = []
-        self.scheduler.apply = lambda topology: remains.append(applied(topology)) or remains[0]  # type: ignore
+        self.scheduler.end_epoch = lambda topology: remains.append(applied(topology)) or remains[0]  # type: ignore
         super().end_epoch(number, hold)
-        self.scheduler.apply = applied  # type: ignore[method-assign]
+        self.scheduler.end_epoch = applied  # type: ignore[method-assign]
         self._slots.clear()
         self._migrations.clear()
         for name, pair in self._stores.items():

@@ -13,16 +13,9 @@ from lamina.engine import scaling
 from lamina.engine.engine import Engine
 from lamina.launch import launch
 from lamina.schedule.autoscale import Windows
-from tests.runtime.test_survival import (  # noqa: F401  # fixtures
-    Killable,
-    Prompt,
-    Streams,
-    assert_same,
-    checkpoint,
-    config,
-    wait_until,
-)
 from tests.support.random_models import SERVED_VOCABULARY
+from tests.support.running import Killable, Prompt, Streams, assert_same, config
+from tests.support.waiting import wait_until
 
 
 def contexts(count: int) -> list[Prompt]:
@@ -40,7 +33,7 @@ def slots(engine: Engine) -> int:
 
 @pytest.mark.slow
 def test_a_burst_of_long_contexts_makes_the_memory_pool_grow_and_it_shrinks_afterwards(
-    checkpoint: Path,  # noqa: F811
+    checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -89,7 +82,7 @@ class Broken(Killable):
 
 @pytest.mark.slow
 def test_workers_that_do_not_start_are_not_tried_again_at_once(
-    checkpoint: Path,  # noqa: F811
+    checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scaling, "WINDOWS", {"memory": Windows(0.0, 60.0)})

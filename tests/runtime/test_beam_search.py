@@ -15,11 +15,12 @@ from lamina.core.types import DType, FinishReason, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
-from tests.runtime.test_survival import Killable, Streams, wait_for_recoveries, wait_until
 from tests.schedule.test_beam_search import hugging_face
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED, SERVED_VOCABULARY, served
+from tests.support.running import Killable, Streams, wait_for_recoveries
 from tests.support.sweep import sweep
+from tests.support.waiting import wait_until
 
 ENDS = list(range(3, 63))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -118,7 +119,7 @@ class Dropping:
         holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
         beams = [group for group in holders if group.searches]
         if beams and self._chance.random() < 0.3:
-            engine._scheduler.drop(self._chance.choice(beams))
+            engine._scheduler.preempt(self._chance.choice(beams))
         if update.finished:
             self._ended.set()
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,39 +30,13 @@ from lamina.launch import launch
 from lamina.models import directory
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import served
-
-LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("llama")
-    write_prepared(served("llama"), place)
-    return place
+from tests.support.running import LONG, worker_processes
+from tests.support.waiting import wait_until
 
 
 def config(checkpoint: Path, memory: str = "cpu:2") -> EngineConfig:
     """Lost workers are not replaced: the engine ends with the last one of a pool."""
     return EngineConfig(model=str(checkpoint), compute="cpu:1", memory=memory, dtype=DType.FLOAT32, max_restarts=0)
-
-
-def worker_processes(parent: psutil.Process | None = None) -> dict[str, psutil.Process]:
-    """Worker processes by the module they run, below ``parent`` (this process)."""
-    found = {}
-    for child in (parent or psutil.Process()).children(recursive=True):
-        if child.status() == psutil.STATUS_ZOMBIE:
-            continue  # it has ended
-        words = child.cmdline()
-        if "-m" in words and words[-1].startswith("lamina."):
-            found[f"{words[-1]}#{child.pid}"] = child
-    return found
-
-
-def wait_until(condition: object, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -154,16 +127,16 @@ def test_a_slow_worker_is_waited_for_and_a_stopped_one_is_named_and_given_up(
         silent.update(engine.stats().silent)
         return bool(finals)
 
-    wait_until(ended, 60, "the slow step never ended")
+    wait_until(ended, "the slow step never ended", 60)
     assert finals.pop().error is None and not silent
     drawing.clear()
     for index in range(40):
         engine.submit(str(index), [5, 6, 7], LONG, on_output)
     assert drawing.wait(60)
     workers.stop("memory0")
-    wait_until(lambda: "memory0" in engine.stats().silent, 20, "nobody noticed")
+    wait_until(lambda: "memory0" in engine.stats().silent, "nobody noticed", 20)
     assert engine.stats().dead is None
-    wait_until(lambda: len(finals) == 40, 20, f"{len(finals)} of 40 requests ended")
+    wait_until(lambda: len(finals) == 40, f"{len(finals)} of 40 requests ended", 20)
     failed = [output for output in finals if output.error]
     assert failed and all("worker memory0 has not answered for 3 s" in str(output.error) for output in failed)
     engine.close()
@@ -207,7 +180,7 @@ def test_workers_end_with_their_engine_however_it_ends(checkpoint: Path, how: si
         engine.kill()
     engine.wait(20)
     engine.stdout.close()
-    wait_until(lambda: not any(worker.is_running() for worker in workers), 10, f"{workers} outlived their engine")
+    wait_until(lambda: not any(worker.is_running() for worker in workers), f"{workers} outlived their engine", 10)
     assert set(os.listdir("/dev/shm")) <= shared_before
 
 
@@ -258,7 +231,7 @@ def test_broken_logits_end_their_own_request_alone(tmp_path: Path) -> None:
         FinishReason.LENGTH,
     ]
     assert "NaN" in (finals["broken"].error or "")
-    wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), 10, "slots stayed in use")
+    wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use", 10)
     engine.close()
 
 

@@ -11,9 +11,9 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.launch import launch
-from tests.runtime.test_parity import run_all
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
+from tests.support.running import run_all
 from tests.support.sweep import sweep
 
 TOKENS = 12

@@ -22,18 +22,9 @@ from lamina.core.types import CompletionOutput
 from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
 from lamina.launch import launch
-from tests.runtime.test_faults import worker_processes
-from tests.runtime.test_survival import (  # noqa: F401  # fixtures
-    REQUESTS,
-    Streams,
-    assert_same,
-    checkpoint,
-    config,
-    undisturbed,
-    wait_for_recoveries,
-    wait_until,
-)
 from tests.support.hosts import FAR, HERE, NEAR, Hosts, Started, free_port, opened
+from tests.support.running import REQUESTS, Streams, assert_same, config, wait_for_recoveries, worker_processes
+from tests.support.waiting import wait_until
 
 CLOCK_S = 5000
 
@@ -52,7 +43,7 @@ def key(tmp_path: Path) -> Path:
     return file
 
 
-def worker_without_the_model(hosts: Hosts, where: str, key: Path, checkpoint: Path, tmp_path: Path) -> Started:  # noqa: F811
+def worker_without_the_model(hosts: Hosts, where: str, key: Path, checkpoint: Path, tmp_path: Path) -> Started:
     """A compute worker of a machine where the model's folder is empty; how the model is split is known there."""
     empty, cache = tmp_path / "empty", tmp_path / "cache"
     empty.mkdir()
@@ -84,8 +75,8 @@ def serving(engine: Engine) -> set[str]:
 def test_workers_of_other_machines_join_leave_and_are_lost(
     hosts: Hosts,
     key: Path,
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
     tmp_path: Path,
 ) -> None:
     port = free_port()
@@ -148,8 +139,8 @@ def test_workers_of_other_machines_join_leave_and_are_lost(
 def test_each_mistake_is_one_clear_error(
     hosts: Hosts,
     key: Path,
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,10 +11,10 @@ from transformers import DynamicCache, PreTrainedModel
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, KvCacheDType, KvElement, SamplingParams
 from lamina.launch import launch
-from tests.runtime.test_parity import run_all
 from tests.support.kernel_codes import rounded
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import PAD, SERVED_VOCABULARY, greedy, served
+from tests.support.running import run_all
 
 TOKENS = 16
 LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)

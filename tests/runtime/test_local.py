@@ -10,23 +10,13 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.types import CompletionOutput, SamplingParams
 from lamina.launch import launch
-from tests.runtime.test_parity import check_greedy
-from tests.runtime.test_survival import (  # noqa: F401  # fixtures
-    REQUESTS,
-    Killable,
-    Streams,
-    assert_same,
-    checkpoint,
-    config,
-    undisturbed,
-    wait_for_recoveries,
-    wait_until,
-)
 from tests.support.random_models import SERVED
+from tests.support.running import REQUESTS, Killable, Streams, assert_same, check_greedy, config, wait_for_recoveries
 from tests.support.sweep import sweep
+from tests.support.waiting import wait_until
 
 
-def with_memory(checkpoint: Path, memory: str | None, **settings: object) -> EngineConfig:  # noqa: F811
+def with_memory(checkpoint: Path, memory: str | None, **settings: object) -> EngineConfig:
     return replace(config(checkpoint, 1, 1, **settings), memory=memory)
 
 
@@ -59,8 +49,8 @@ def test_a_mixed_pool_gives_the_tokens_of_hugging_face(family: str, tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_lost_compute_worker_takes_its_memory_with_it_and_is_replaced(
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     """It is the only worker: nobody is left to end the epoch."""
     workers = Killable()
@@ -81,8 +71,8 @@ def test_a_lost_compute_worker_takes_its_memory_with_it_and_is_replaced(
 
 @pytest.mark.slow  # test_pools.py does the same without local memory
 def test_memory_workers_join_local_memory_are_lost_and_leave(
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     """What is in local memory survives the loss of others; nothing moves from or to there."""
     workers = Killable()
@@ -108,7 +98,7 @@ def test_memory_workers_join_local_memory_are_lost_and_leave(
 
 
 @pytest.mark.slow
-def test_prefixes_are_found_and_requests_give_way_in_local_memory(checkpoint: Path) -> None:  # noqa: F811
+def test_prefixes_are_found_and_requests_give_way_in_local_memory(checkpoint: Path) -> None:
     """With room for a third of the requests, KV is dropped; a prompt seen before is not computed again."""
     engine = launch(with_memory(checkpoint, "local", kv_cache_memory_bytes=250_000))
     try:

@@ -11,11 +11,11 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
-from tests.runtime.test_faults import wait_until
-from tests.runtime.test_parity import run_all
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.running import run_all
 from tests.support.sweep import sweep
+from tests.support.waiting import wait_until
 
 TOKENS = 40
 
@@ -67,7 +67,7 @@ def test_sequences_whose_ranges_move_at_random_equal_hugging_face(
     try:
         params = [SamplingParams(n=n, temperature=0.0, max_tokens=TOKENS, ignore_eos=True) for n in (1, 2)]
         outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
-        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), 10, "slots stayed in use")
+        wait_until(lambda: not any(one.used for one in engine.stats().memory.values()), "slots stayed in use", 10)
         counts = engine._scheduler.moves.counts
         assert not any(engine._scheduler.placement.reserved.values())
     finally:

@@ -1,7 +1,6 @@
 """The whole runtime against Hugging Face: processes, two memory workers, more requests than fit in one batch."""
 
 import random
-import threading
 from pathlib import Path
 
 import pytest
@@ -10,35 +9,11 @@ from transformers import PreTrainedModel
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, RequestOutput, SamplingParams
-from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED, SERVED_VOCABULARY, greedy, served
+from tests.support.running import check_greedy, run_all
 from tests.support.sweep import sweep
-
-TOKENS = 10
-
-
-def run_all(
-    engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
-) -> list[RequestOutput]:
-    """Submit all prompts at once and wait for their final outputs."""
-    each = params if isinstance(params, list) else [params] * len(prompts)
-    finals: dict[str, RequestOutput] = {}
-    all_done = threading.Event()
-
-    def on_output(output: RequestOutput) -> None:
-        if output.finished:
-            finals[output.request_id] = output
-            if len(finals) == len(prompts):
-                all_done.set()
-
-    for index, prompt in enumerate(prompts):
-        engine.submit(str(index), prompt, each[index], whole(engine.tokenizer, on_output))
-    assert all_done.wait(120), f"{len(finals)} of {len(prompts)} requests ended; engine: {engine.stats()}"
-    return [finals[str(index)] for index in range(len(prompts))]
 
 
 # test_switches.py runs gpt_oss, test_moves.py llama.
@@ -52,47 +27,6 @@ def test_greedy_tokens_equal_hugging_face(family: str, tmp_path: Path) -> None:
 def test_the_code_for_gpus_gives_the_tokens_of_hugging_face(family: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     check_greedy(family, tmp_path, compute="emulated:1", memory="emulated:1,cpu:1", lengths=(1, 3, 13, 30), tokens=3)
-
-
-LENGTHS = (1, 2, 3, 5, 8, 13, 21, 34, 55, 7)  # of prompts
-
-
-def check_greedy(
-    family: str,
-    tmp_path: Path,
-    memory: str,
-    lengths: tuple[int, ...] = LENGTHS,
-    tokens: int = TOKENS,
-    compute: str = "cpu:1",
-    holders: frozenset[str] | set[str] = frozenset(("memory0", "memory1")),
-    kv_tokens_per_worker: int | None = None,
-) -> None:
-    """``holders``: the workers that hold KV of the requests in the end."""
-    target = Target.CPU if compute.startswith("cpu") else Target.GPU
-    reference = write_prepared(served(family), tmp_path, target=target)
-    draw = random.Random(family)
-    prompts = [[draw.randrange(3, SERVED_VOCABULARY) for _ in range(length)] for length in lengths]
-    config = EngineConfig(
-        model=str(tmp_path),
-        compute=compute,
-        memory=memory,
-        dtype=DType.FLOAT32,
-        max_num_seqs=4,
-        max_num_batched_tokens=24,
-        kv_cache_memory_bytes=4 << 20,
-        kv_tokens_per_worker=kv_tokens_per_worker,
-    )
-    engine = launch(config)
-    try:
-        outputs = run_all(engine, prompts, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
-        stats = engine.stats()
-    finally:
-        engine.close()
-    got = [output.outputs[0].token_ids for output in outputs]
-    assert got == [greedy(reference, prompt, tokens) for prompt in prompts]
-    assert {segment.worker for output in outputs for segment in output.placement} == holders
-    if kv_tokens_per_worker is None:  # else cached parts of sequences are counted too
-        assert all(memory.sequences <= 4 for memory in stats.memory.values())
 
 
 @pytest.mark.slow  # test_pools.py has two replicas too

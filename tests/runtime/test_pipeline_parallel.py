@@ -19,19 +19,9 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import CompletionOutput, DType, SamplingParams
 from lamina.launch import launch
 from lamina.lowering import Target
-from tests.runtime.test_parity import run_all
-from tests.runtime.test_survival import (  # noqa: F401  # fixtures
-    REQUESTS,
-    Killable,
-    Streams,
-    assert_same,
-    checkpoint,
-    config,
-    survive,
-    undisturbed,
-)
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
+from tests.support.running import REQUESTS, Killable, Streams, assert_same, config, run_all, survive
 
 JOIN_S = 120.0
 TOKENS = 12
@@ -106,8 +96,8 @@ def test_each_stage_loads_its_own_weights_and_an_embedding_tied_to_the_head_at_b
 )
 def test_stages_give_the_tokens_of_one_worker(
     settings: dict[str, Any],
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     """Whatever is requested: seeds, penalties, log probabilities, stops."""
     wanted: dict[str, Any] = {"pipeline_parallel": 2, "compute": "cpu:2"} | settings
@@ -149,8 +139,8 @@ def test_more_stages_than_slices_are_refused_before_weights_are_loaded(tmp_path:
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_lost_memory_worker_is_a_pause(
     restarts: int,
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     wanted = config(checkpoint, 2, 2, pipeline_parallel=2, max_restarts=restarts)
     assert_same(survive(wanted, [("memory0", signal.SIGKILL)], 150), undisturbed)
@@ -158,8 +148,8 @@ def test_a_lost_memory_worker_is_a_pause(
 
 @pytest.mark.slow
 def test_memory_workers_join_and_leave_and_stages_stay(
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     engine = launch(config(checkpoint, 2, 1, pipeline_parallel=2))
     try:
@@ -179,7 +169,7 @@ def test_memory_workers_join_and_leave_and_stages_stay(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["compute0", "compute1"])
-def test_the_loss_of_a_stage_ends_the_engine_and_all_requests(victim: str, checkpoint: Path) -> None:  # noqa: F811
+def test_the_loss_of_a_stage_ends_the_engine_and_all_requests(victim: str, checkpoint: Path) -> None:
     workers = Killable()
     engine = launch(config(checkpoint, 2, 2, pipeline_parallel=2), workers=workers)
     pids = workers.pids

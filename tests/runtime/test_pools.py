@@ -10,20 +10,10 @@ from lamina.core.errors import ConfigError, RequestError, WorkerError
 from lamina.core.types import CompletionOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.launch import launch
-from tests.runtime.test_survival import (  # noqa: F401  # fixtures
-    REQUESTS,
-    Killable,
-    Prompt,
-    Streams,
-    assert_same,
-    checkpoint,
-    config,
-    undisturbed,
-    wait_for_recoveries,
-    wait_until,
-)
 from tests.support.random_models import SERVED_VOCABULARY
+from tests.support.running import REQUESTS, Killable, Prompt, Streams, assert_same, config, wait_for_recoveries
 from tests.support.sweep import sweep
+from tests.support.waiting import wait_until
 
 JOIN_S = 60.0
 
@@ -43,9 +33,9 @@ LEAVING: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("switches", sweep(SWITCHES, {"auto"}))
 def test_workers_of_both_kinds_join_and_are_lost_again(
-    checkpoint: Path,  # noqa: F811
+    checkpoint: Path,
     switches: dict[str, object],
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     """The workers at the start are killed once others have joined."""
     workers = Killable()
@@ -83,8 +73,8 @@ class Broken(Killable):
 
 
 def test_a_worker_that_does_not_start_is_reported_and_the_others_go_on(
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     workers = Broken()
     engine = launch(config(checkpoint, 1, 1), workers=workers)
@@ -100,9 +90,9 @@ def test_a_worker_that_does_not_start_is_reported_and_the_others_go_on(
 
 @pytest.mark.parametrize("switches", sweep(LEAVING, {"auto"}))
 def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
-    checkpoint: Path,  # noqa: F811
+    checkpoint: Path,
     switches: dict[str, object],
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     workers = Killable()
     engine = launch(config(checkpoint, 2, 3, **switches), workers=workers)
@@ -131,8 +121,8 @@ def test_workers_of_both_kinds_leave_and_what_they_hold_goes_on_elsewhere(
 
 
 def test_the_last_workers_of_both_pools_are_replaced_while_requests_wait(
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     """KV outlives the compute workers."""
     workers = Killable()
@@ -162,7 +152,7 @@ def longer_than_a_worker(engine: Engine) -> Prompt:
 
 @pytest.mark.slow
 def test_a_request_that_comes_between_a_loss_and_the_successor_is_served_like_any(
-    checkpoint: Path,  # noqa: F811
+    checkpoint: Path,
 ) -> None:
     workers = Killable()
     engine = launch(config(checkpoint, 1, 2, kv_cache_memory_bytes=100_000, max_restarts=1), workers=workers)
@@ -180,7 +170,7 @@ def test_a_request_that_comes_between_a_loss_and_the_successor_is_served_like_an
 
 
 @pytest.mark.slow
-def test_a_request_that_waits_for_a_successor_ends_once_there_will_be_none(checkpoint: Path) -> None:  # noqa: F811
+def test_a_request_that_waits_for_a_successor_ends_once_there_will_be_none(checkpoint: Path) -> None:
     workers = Broken("memory1")
     engine = launch(config(checkpoint, 1, 2, kv_cache_memory_bytes=100_000, max_restarts=2), workers=workers)
     try:
@@ -197,7 +187,7 @@ def test_a_request_that_waits_for_a_successor_ends_once_there_will_be_none(check
 
 
 @pytest.mark.slow
-def test_without_a_replacement_the_loss_of_the_last_worker_ends_the_engine(checkpoint: Path) -> None:  # noqa: F811
+def test_without_a_replacement_the_loss_of_the_last_worker_ends_the_engine(checkpoint: Path) -> None:
     """As many replacements exit at once as may be started."""
     workers = Broken()
     engine = launch(config(checkpoint, 1, 1, max_restarts=2), workers=workers)

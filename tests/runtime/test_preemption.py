@@ -14,11 +14,11 @@ from lamina.core.types import DType, RequestOutput, SamplingParams, StructuredOu
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
-from tests.runtime.test_faults import wait_until
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, served
 from tests.support.schedules import client
 from tests.support.sweep import sweep
+from tests.support.waiting import wait_until
 
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),
@@ -80,14 +80,14 @@ def test_what_is_dropped_and_computed_again_gives_the_same_tokens(model: Path, s
     def drop(update: RequestUpdate) -> None:
         holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
         if holders and chance.random() < 0.1:
-            engine._scheduler.drop(chance.choice(holders))
+            engine._scheduler.preempt(chance.choice(holders))
 
     try:
         undisturbed = generate(engine, PARAMS)
         assert engine.stats().preempted == 0
         disturbed = generate(engine, PARAMS, drop)
         assert engine.stats().preempted >= 5
-        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), 10, "slots stayed in use")
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use", 10)
         assert not any(engine._scheduler.placement.reserved.values())
     finally:
         engine.close()

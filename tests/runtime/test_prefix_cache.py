@@ -12,9 +12,10 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.launch import launch
-from tests.runtime.test_survival import Killable, Streams, wait_for_recoveries, wait_until
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, served
+from tests.support.running import Killable, Streams, wait_for_recoveries
+from tests.support.waiting import wait_until
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 KINDS = [

@@ -17,10 +17,10 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import DType, Quantization, SamplingParams
 from lamina.launch import launch
 from lamina.models.quantisation.codes import quantise, quantise_experts
-from tests.runtime.test_parity import run_all
 from tests.support import quantised_checkpoints as checkpoints
 from tests.support.quantised_checkpoints import FORMATS
 from tests.support.random_models import greedy, served, write_checkpoint
+from tests.support.running import run_all
 from tests.support.sweep import sweep
 
 TOKENS = 10

@@ -16,18 +16,10 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError, LaminaError
 from lamina.core.types import CompletionOutput
 from lamina.launch import launch
-from tests.runtime.test_survival import (  # noqa: F401  # fixtures
-    REQUESTS,
-    Streams,
-    assert_same,
-    checkpoint,
-    config,
-    undisturbed,
-    wait_for_recoveries,
-    wait_until,
-)
 from tests.support import ray_cluster
 from tests.support.commands import assert_refused, run
+from tests.support.running import REQUESTS, Streams, assert_same, config, wait_for_recoveries
+from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 SCALE_S = 120.0
@@ -46,7 +38,7 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
-def settings(checkpoint: Path, cluster: Any, memories: int = 2) -> EngineConfig:  # noqa: F811
+def settings(checkpoint: Path, cluster: Any, memories: int = 2) -> EngineConfig:
     base = config(checkpoint, 1, 1, max_restarts=2)
     return dataclasses.replace(base, ray=cluster.address, kind=KINDS, compute="near:1", memory=f"far:{memories}")
 
@@ -64,8 +56,8 @@ def worker_processes(*modules: str) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_workers_run_where_ray_has_room_and_a_node_is_lost(
     cluster: Any,
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = launch(settings(checkpoint, cluster))
@@ -128,8 +120,8 @@ def drain(cluster: Any, node: str) -> None:
 @pytest.mark.slow
 def test_workers_move_off_a_node_that_ray_drains(
     cluster: Any,
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     """Another worker takes the place of the only memory worker, and gets its KV."""
     engine = launch(settings(checkpoint, cluster, 1))
@@ -153,7 +145,7 @@ def test_workers_move_off_a_node_that_ray_drains(
 
 
 @pytest.mark.slow
-def test_a_dry_run_prints_the_placement_or_what_is_missing(cluster: Any, checkpoint: Path) -> None:  # noqa: F811
+def test_a_dry_run_prints_the_placement_or_what_is_missing(cluster: Any, checkpoint: Path) -> None:
     """In processes of their own: this one may be part of a cluster for one engine at a time."""
     base = ("launch", "--dry-run", "--ray", cluster.address, "--kind", KINDS, "--compute", "near:1")
     done = run(*base, "--memory", "far:2")
@@ -167,8 +159,8 @@ def test_a_dry_run_prints_the_placement_or_what_is_missing(cluster: Any, checkpo
 @pytest.mark.slow
 def test_two_engines_share_a_cluster_and_each_ends_its_own_workers(
     cluster: Any,
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
 ) -> None:
     engine = launch(dataclasses.replace(settings(checkpoint, cluster, 1)))
     try:
@@ -185,8 +177,8 @@ def test_two_engines_share_a_cluster_and_each_ends_its_own_workers(
 @pytest.mark.slow
 def test_a_kind_that_ray_has_nothing_of_is_one_error_and_the_cluster_goes_on_serving(
     cluster: Any,
-    checkpoint: Path,  # noqa: F811
-    undisturbed: list[list[CompletionOutput]],  # noqa: F811
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = launch(settings(checkpoint, cluster, 1))

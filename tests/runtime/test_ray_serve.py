@@ -4,8 +4,7 @@ import contextlib
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import psutil
 import pytest
 
 from tests.support import ray_cluster
+from tests.support.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
@@ -68,13 +68,6 @@ def ask(client: httpx.Client, prompt: str, **more: Any) -> httpx.Response:
     answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0, **more})
     assert answer.status_code == 200, answer.text
     return answer
-
-
-def wait_until(holds: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.2)
 
 
 def test_answers_are_those_of_a_server(served: httpx.Client) -> None:

@@ -10,9 +10,9 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import RequestError
 from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.launch import launch
-from tests.runtime.test_parity import run_all
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED, SERVED_VOCABULARY, greedy, served
+from tests.support.running import run_all
 from tests.support.sweep import sweep
 
 LONGEST = 7

@@ -15,7 +15,8 @@ from lamina.core.types import RequestOutput
 from lamina.engine.engine import Engine
 from lamina.kv.disk import FULL
 from tests.runtime.test_prefix_cache import GREEDY, drawn, model, run, start, tokens
-from tests.runtime.test_survival import Killable, wait_for_recoveries, wait_until
+from tests.support.running import Killable, wait_for_recoveries
+from tests.support.waiting import wait_until
 
 assert model
 CHATS = 24

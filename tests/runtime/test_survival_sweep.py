@@ -24,17 +24,8 @@ from lamina.core.types import CompletionOutput
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
-from tests.runtime.test_survival import (  # noqa: F401  # checkpoint is a fixture
-    END_S,
-    Killable,
-    Prompt,
-    Streams,
-    assert_same,
-    checkpoint,
-    config,
-    prompts,
-    wait_until,
-)
+from tests.support.running import Killable, Prompt, Streams, assert_same, config, prompts
+from tests.support.waiting import END_S, wait_until
 
 LOSSES = int(os.environ.get("LAMINA_SURVIVAL_LOSSES", "140"))
 LENGTH_S = float(os.environ.get("LAMINA_SURVIVAL_S", "1800"))
@@ -187,7 +178,7 @@ def descriptors(workers: Killable) -> Mapping[str, int]:
 @pytest.mark.timeout(3 * LENGTH_S + 300)
 @pytest.mark.parametrize("together", [1, 2], ids=["apart", "pairs"])
 def test_no_loss_changes_an_output_however_many_there_are(
-    checkpoint: Path,  # noqa: F811
+    checkpoint: Path,
     together: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -13,9 +13,9 @@ from lamina.core.pipeline import Arrangement
 from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
 from lamina.schedule.lane_choice import LaneChooser
-from tests.runtime.test_parity import TOKENS, run_all
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.running import TOKENS, run_all
 from tests.support.sweep import sweep
 
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))]

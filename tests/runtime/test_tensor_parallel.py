@@ -18,9 +18,9 @@ from lamina.core.types import DType, RequestOutput, SamplingParams
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.lowering import Target
-from tests.runtime.test_parity import run_all
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
+from tests.support.running import run_all
 
 pytestmark = pytest.mark.slow
 TOKENS = 12

@@ -8,10 +8,10 @@ import pytest
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
-from tests.runtime.test_parity import run_all
-from tests.runtime.test_survival import wait_until
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.running import run_all
+from tests.support.waiting import wait_until
 
 DRAWN = 8
 GREEDY = SamplingParams(temperature=0.0, max_tokens=DRAWN, ignore_eos=True)

@@ -46,7 +46,7 @@ class Turns:
                 completion.generated.append(7)
                 self.drew.setdefault(group.request.request_id, self.turn)
                 if len(completion.generated) == group.max_tokens:
-                    self.scheduler.finish(group, completion)
+                    self.scheduler.end_completion(group, completion)
         self.turn += 1
 
     def taken(self) -> list[int]:
@@ -67,11 +67,11 @@ def asked(name: str, account: str, prompt: int, **params: Any) -> Request:
 def test_small_requests_pass_one_that_does_not_fit() -> None:
     under_test = scheduler({"memory0": 1000}, limits=Limits(64, 512, 1000))
     turns = Turns(under_test, 1)
-    under_test.add(request("long", 700, max_tokens=200))
+    under_test.submit(request("long", 700, max_tokens=200))
     turns.go_on()
-    under_test.add(request("large", 300, max_tokens=300))
+    under_test.submit(request("large", 300, max_tokens=300))
     for number in range(15):
-        under_test.add(request(f"small{number}", 5, max_tokens=6))
+        under_test.submit(request(f"small{number}", 5, max_tokens=6))
     for _ in range(admission.PAUSE + 3):
         turns.go_on()
     assert {f"small{number}" for number in range(15)} <= turns.drew.keys() and "large" not in turns.drew
@@ -99,14 +99,14 @@ def test_a_request_is_admitted_within_a_bound_however_many_others_come(
         def others() -> None:
             while under_test.waiting < 40:
                 name = f"small{next(numbers)}"
-                under_test.add(
+                under_test.submit(
                     asked(name, f"c{random.randrange(3)}", random.randint(1, 4), max_tokens=random.randint(1, 8))
                 )
 
         for _ in range(10):
             others()
             turns.go_on()
-        group = under_test.add(asked("large", "large", prompt, max_tokens=max_tokens, n=n))
+        group = under_test.submit(asked("large", "large", prompt, max_tokens=max_tokens, n=n))
         added = turns.turn
         while group.completions[0].sequence not in turns.admitted:
             others()
@@ -123,14 +123,14 @@ def test_others_are_admitted_elsewhere_while_room_is_kept(patience: int) -> None
     under_test = scheduler({"memory0": 100, "memory1": 100}, limits=Limits(64, 64, 128))
     turns = Turns(under_test, 1)
     for name in "ab":
-        under_test.add(request(name, 40, max_tokens=60))
+        under_test.submit(request(name, 40, max_tokens=60))
     for _ in range(3):
         turns.go_on()
-    large = under_test.add(request("large", 45, max_tokens=50))
+    large = under_test.submit(request("large", 45, max_tokens=50))
     for _ in range(patience + 2):
         turns.go_on()
     begun = turns.turn
-    small = [under_test.add(request(f"small{i}", 2, max_tokens=30)) for i in range(2)]
+    small = [under_test.submit(request(f"small{i}", 2, max_tokens=30)) for i in range(2)]
     for _ in range(admission.PAUSE + 2):
         turns.go_on()
     places = [turns.admitted[group.completions[0].sequence] for group in small if group.lane >= 0]
@@ -146,11 +146,11 @@ def test_a_request_with_many_completions_gets_its_seats_from_a_flood_of_single_o
     turns = Turns(under_test, 1)
     random = Random(0)
     for number in range(400):
-        under_test.add(asked(f"flood{number}", "flood", 4, max_tokens=random.randint(5, 15)))
+        under_test.submit(asked(f"flood{number}", "flood", 4, max_tokens=random.randint(5, 15)))
     for _ in range(5):
         turns.go_on()
-    under_test.add(asked("one", "newcomer", 4, max_tokens=1))
-    under_test.add(asked("many", "newcomer", 4, max_tokens=2, n=16))
+    under_test.submit(asked("one", "newcomer", 4, max_tokens=1))
+    under_test.submit(asked("many", "newcomer", 4, max_tokens=2, n=16))
     begun = turns.turn
     while "many" not in turns.drew:
         turns.go_on()
@@ -162,11 +162,11 @@ def test_a_request_with_many_completions_gets_its_seats_from_a_flood_of_single_o
 def test_the_seats_of_a_request_are_given_back_one_by_one() -> None:
     under_test = scheduler({"memory0": 10_000}, limits=Limits(8, 64, 128))
     turns = Turns(under_test, 1)
-    group = under_test.add(request("many", 4, max_tokens=100, n=8))
+    group = under_test.submit(request("many", 4, max_tokens=100, n=8))
     turns.go_on()
     for completion in group.completions[1:]:
-        under_test.finish(group, completion)
-    under_test.add(request("next", 4, max_tokens=2))
+        under_test.end_completion(group, completion)
+    under_test.submit(request("next", 4, max_tokens=2))
     for _ in range(4):
         turns.go_on()
     assert "next" in turns.drew and not group.completions[0].finished
@@ -177,7 +177,7 @@ def test_lanes_fill_as_fast_as_one_would_and_evenly(prompt: int) -> None:
     def fill(lanes: int) -> int:
         turns = Turns(scheduler({"memory0": 10**6}, lanes, Limits(128, 128, 128)), lanes)
         for number in range(128):
-            turns.scheduler.add(request(str(number), prompt, max_tokens=10))
+            turns.scheduler.submit(request(str(number), prompt, max_tokens=10))
         while turns.scheduler.waiting:
             turns.go_on()
             assert max(turns.taken()) - min(turns.taken()) <= 1 or turns.turn > 9  # before any has ended
@@ -199,7 +199,7 @@ def test_lanes_differ_by_no_more_than_one_requests_sequences(
 ) -> None:
     turns = Turns(scheduler({"memory0": 10**6}, lanes, Limits(10**4, 32, 128)), lanes)
     for number, (prompt, n) in enumerate(sizes):
-        turns.scheduler.add(request(str(number), prompt, max_tokens=90, n=n))
+        turns.scheduler.submit(request(str(number), prompt, max_tokens=90, n=n))
         if number == depth:
             turns.go_on()
     largest = max(n for _, n in sizes)
@@ -211,7 +211,7 @@ def test_lanes_differ_by_no_more_than_one_requests_sequences(
 def test_no_worker_hears_of_a_request_that_ends_between_its_lane_and_its_plan() -> None:
     under_test = scheduler({"memory0": 100}, lanes=2)
     for name in "ab":
-        under_test.add(request(name, 4, max_tokens=4))
+        under_test.submit(request(name, 4, max_tokens=4))
     plan = under_test.plan(0)  # deals "b" to lane 1
     assert plan is not None and len(plan.admitted) == 1
     assert under_test.running == 2 and under_test.placement.reserved == {"memory0": 8}
@@ -224,8 +224,8 @@ def test_a_suspect_is_admitted_while_only_it_may_run_wherever_it_waits() -> None
     """A request that gave way waits in the queue, and may be a suspect: a step in flight ran it."""
     under_test = scheduler({"memory0": 100})
     for name in "ab":
-        under_test.add(request(name, 4, max_tokens=4))
-    under_test.hold(Hold(only=frozenset("b")))
+        under_test.submit(request(name, 4, max_tokens=4))
+    under_test.hold_back(Hold(only=frozenset("b")))
     plan = under_test.plan(0)
     assert plan is not None and [chunk.sequence for chunk in plan.chunks] == [1] and under_test.waiting == 1
 
@@ -234,12 +234,12 @@ def test_a_newcomer_gets_a_seat_from_clients_that_hold_all_of_them_for_long() ->
     """Others, with as many sequences each, wait before it."""
     under_test = scheduler({"memory0": 10_000}, 2, Limits(32, 64, 512))
     turns = Turns(under_test, 2)
-    hogs = [under_test.add(asked(f"hog{i}", f"hog{i}", 4, max_tokens=200, n=8)) for i in range(12)]
+    hogs = [under_test.submit(asked(f"hog{i}", f"hog{i}", 4, max_tokens=200, n=8)) for i in range(12)]
     for _ in range(10):
         turns.go_on()
     assert sum(group.lane >= 0 for group in hogs) == 4
     for number in range(3):
-        under_test.add(asked(f"new{number}", f"new{number}", 4, max_tokens=1))
+        under_test.submit(asked(f"new{number}", f"new{number}", 4, max_tokens=1))
         begun = turns.turn
         while f"new{number}" not in turns.drew:
             turns.go_on()
@@ -255,7 +255,7 @@ def test_clients_with_equal_shares_do_not_disturb_each_other() -> None:
     under_test = scheduler({"memory0": 10_000}, 1, Limits(8, 64, 512))
     turns = Turns(under_test, 1)
     for number in range(24):
-        under_test.add(asked(str(number), f"client{number % 12}", 4, max_tokens=40))
+        under_test.submit(asked(str(number), f"client{number % 12}", 4, max_tokens=40))
     while under_test.running or under_test.waiting:
         turns.go_on()
     assert under_test.dropped == 0
@@ -266,11 +266,11 @@ def test_a_request_with_many_completions_ends_though_newcomers_never_stop(seed: 
     random, numbers = Random(seed), itertools.count()
     under_test = scheduler({"memory0": 4_000}, lanes, Limits(16, 32, 512))
     turns = Turns(under_test, lanes)
-    group = under_test.add(asked("many", "many", 4, max_tokens=20, n=8))
+    group = under_test.submit(asked("many", "many", 4, max_tokens=20, n=8))
     while under_test._requests.get("many") is not None:
         while under_test.waiting < random.randrange(1, 10):
             name = f"new{next(numbers)}"
-            under_test.add(asked(name, name, 4, max_tokens=random.randint(1, 60)))
+            under_test.submit(asked(name, name, 4, max_tokens=random.randint(1, 60)))
         turns.go_on()
         assert turns.turn < 3_000
     assert all(len(one.generated) == 20 for one in group.completions)

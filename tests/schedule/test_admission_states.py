@@ -104,7 +104,7 @@ class Waiting(RuleBasedStateMachine):
         made = request(str(number), prompt, client(number, self.clients), n=n, max_tokens=1)
         group = Group(made, 1, [Completion(10 * number + index, index) for index in range(n)], number, heads=(0, 1))
         self.model.waiting[group] = self.allowed is None
-        self.admissions.add(group)
+        self.admissions.enqueue(group)
 
     @precondition(lambda self: self.model.waiting)
     @rule(which=WHICH)
@@ -134,9 +134,9 @@ class Waiting(RuleBasedStateMachine):
     def _release(self, group: Group) -> None:
         for worker, tokens in self.model.running.pop(group).items():
             self.placement.will_release(worker, tokens)
-            self.placement.release(worker, tokens)
-        self.placement.leave(group.completions[0].worker, len(group.completions))
-        self.seats.change(group.lane, -len(group.completions), group.request.client)
+            self.placement.free_slots(worker, tokens)
+        self.placement.remove_growing(group.completions[0].worker, len(group.completions))
+        self.seats.add_sequences(group.lane, -len(group.completions), group.request.client)
         self.residents.remove(group)
         self.admissions.given_back()
         group.lane = -1
@@ -168,7 +168,7 @@ class Waiting(RuleBasedStateMachine):
             held = group.slots(group.completions[0], group.completions[0].own, alone=True)
             assert sum(held.values()) == group.prompt_length
             self.model.running[group] = held
-            self.seats.change(group.lane, wanted, group.request.client)
+            self.seats.add_sequences(group.lane, wanted, group.request.client)
             assert self.seats.total <= LIMITS.max_sequences
             assert max(self.seats.taken) <= LIMITS.max_num_batched_tokens
 
@@ -187,7 +187,7 @@ class Waiting(RuleBasedStateMachine):
             self._release(group)
             group.gave_way = True
             self.model.waiting[group] = False
-            self.admissions.add(group)
+            self.admissions.enqueue(group)
 
     @rule(only=st.one_of(*[st.none()] * 3, st.sets(st.integers(0, 20))))
     def restrict(self, only: set[int] | None) -> None:
@@ -205,16 +205,16 @@ class Waiting(RuleBasedStateMachine):
         for group in [one for one, held in self.model.running.items() if name in held]:
             self._preempt(group)
         self.topology = self.topology.without([name])
-        self.placement.apply(self.topology)
+        self.placement.apply_topology(self.topology)
         self.residents.on_places_changed()
-        self.admissions.follow()
+        self.admissions.on_places_changed()
 
     @rule(capacity=st.integers(SMALLEST, LARGEST))
     def join(self, capacity: int) -> None:
         self.topology = self.topology.joined(Member(self._name(), "memory", "cpu", "", capacity), PIPELINE)
-        self.placement.apply(self.topology)
+        self.placement.apply_topology(self.topology)
         self.residents.on_places_changed()
-        self.admissions.follow()
+        self.admissions.on_places_changed()
 
     @rule(which=WHICH)
     def close(self, which: int) -> None:

@@ -21,7 +21,7 @@ def test_a_lane_hears_of_its_steps_in_order_and_of_all(data: st.DataObject, plan
         answers.expect(each)
     heard: list[int] = []
     for step in data.draw(st.permutations(range(len(plans)))):
-        ready = [done.step for done in answers.take(plans[step], StepDone(step, []))]
+        ready = [done.step for done in answers.pop_ready(plans[step], StepDone(step, []))]
         if not plans[step].runs:
             assert ready == [step]
         heard += ready
@@ -36,6 +36,6 @@ def test_an_answer_waits_for_none_but_those_before_it_in_its_lane() -> None:
     first, other, second = plan(1, 0), plan(2, 1), plan(3, 0)
     for each in (first, other, second):
         answers.expect(each)
-    assert answers.take(second, StepDone(3, [])) == []
-    assert [done.step for done in answers.take(other, StepDone(2, []))] == [2]
-    assert [done.step for done in answers.take(first, StepDone(1, []))] == [1, 3]
+    assert answers.pop_ready(second, StepDone(3, [])) == []
+    assert [done.step for done in answers.pop_ready(other, StepDone(2, []))] == [2]
+    assert [done.step for done in answers.pop_ready(first, StepDone(1, []))] == [1, 3]

@@ -26,7 +26,7 @@ def run(
         joining = [at for at in joining if at > now]
         serving = workers - len(joining)
         load = Load(serving, workers, demand, "", beside, starved=demand > serving + beside)
-        change = scaler.change(load, now)
+        change = scaler.decide(load, now)
         workers += change
         joining += [now + 1.2] * max(change, 0)
         sizes.append(workers)
@@ -62,9 +62,9 @@ def test_a_short_peak_or_lull_changes_nothing_and_a_long_one_brings_what_is_need
     full, idle = Load(2, 2, 5.0, "", starved=True), Load(2, 2, 0.1, "")
     scaler = Autoscaler((1, 8), WINDOWS)
     for second in range(100):
-        assert scaler.change(full if second % 2 else idle, float(second)) == 0
-    assert scaler.change(idle, 999.0) == 0
-    assert [scaler.change(full, 1000.0 + second) for second in range(3)] == [0, 0, math.ceil(5.0 / HIGH) - 2]
+        assert scaler.decide(full if second % 2 else idle, float(second)) == 0
+    assert scaler.decide(idle, 999.0) == 0
+    assert [scaler.decide(full, 1000.0 + second) for second in range(3)] == [0, 0, math.ceil(5.0 / HIGH) - 2]
 
 
 def topology(*members: Member) -> Topology:
@@ -81,7 +81,7 @@ def test_what_waits_for_room_counts_and_what_waits_for_a_seat_or_its_turn_does_n
     before = memory_load(under_test, topology(C, M0), 0, 0)
     assert (before.demand, before.starved, before.enough, before.plenty) == (0.0, False, 0, 0)
     for name in "abcdef":
-        under_test.add(request(name, 40, max_tokens=10))
+        under_test.submit(request(name, 40, max_tokens=10))
     assert not memory_load(under_test, topology(C, M0), 0, 0).starved, "there is room for the first one"
     plan_of(under_test)
     load = memory_load(under_test, topology(C, M0), 0, 1)
@@ -101,7 +101,7 @@ def test_local_memory_carries_a_part_of_the_load() -> None:
 def test_compute_workers_are_too_few_only_if_they_are_busy_and_requests_wait_for_them() -> None:
     under_test = scheduler({"memory0": 1000})
     assert compute_load(under_test, 0.99, 1, 0).enough == 1, "always busy, but nobody waits"
-    under_test.add(request("a", 8))
+    under_test.submit(request("a", 8))
     assert compute_load(under_test, 0.99, 1, 0).enough == 2
     assert compute_load(under_test, 0.30, 1, 0).enough == 1
     assert compute_load(under_test, 0.30, 2, 0).plenty == 1

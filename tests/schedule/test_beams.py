@@ -55,7 +55,7 @@ class Searching(Caching):
         if length + 1 in (group.max_tokens, self.requests[index][3][0]):
             for one in group.completions:
                 self.lengths.setdefault(str(index), []).append(length + 1)
-                self.scheduler.finish(group, one)
+                self.scheduler.end_completion(group, one)
             return
         self.scheduler.beams.choose(group, self._choice(index, texts))
 

@@ -47,7 +47,7 @@ def places(under_test: Scheduler, name: str = "0") -> list[dict[str, int]]:
 @pytest.mark.parametrize("n", [1, 2])
 def test_sequences_with_several_segments_move_off_a_worker_that_leaves_while_they_decode(leaves: str, n: int) -> None:
     under_test = scheduler(dict.fromkeys(("memory0", "memory1", "memory2"), 400), limits=LIMITS, longest=60)
-    under_test.add(request("0", 100, max_tokens=200, n=n))
+    under_test.submit(request("0", 100, max_tokens=200, n=n))
     for _ in range(30):
         step(under_test)
     before, (group,) = places(under_test), under_test.requests
@@ -63,10 +63,10 @@ def test_sequences_with_several_segments_move_off_a_worker_that_leaves_while_the
 
 def test_requests_that_share_a_prefix_take_it_along_once() -> None:
     under_test = scheduler(dict.fromkeys(("memory0", "memory1"), 1000), limits=LIMITS, prefix_cache=True)
-    under_test.add(request("0", 300, max_tokens=200))
+    under_test.submit(request("0", 300, max_tokens=200))
     step(under_test)
     for name in "123":
-        under_test.add(request(name, 300, max_tokens=200))
+        under_test.submit(request(name, 300, max_tokens=200))
     for _ in range(3):
         step(under_test)
     assert places(under_test)[0].keys() == places(under_test, "3")[0].keys() == {"memory0"}
@@ -81,7 +81,7 @@ def test_requests_that_share_a_prefix_take_it_along_once() -> None:
 @pytest.mark.parametrize(("prompt", "dropped"), [(20, 1), (100, 0), (150, 1)])
 def test_what_is_cheaper_to_compute_again_or_fits_nowhere_is_dropped(prompt: int, dropped: int) -> None:
     under_test = scheduler({"memory0": 1000, "memory1": 250}, limits=LIMITS)
-    under_test.add(request("0", prompt, max_tokens=50))
+    under_test.submit(request("0", prompt, max_tokens=50))
     step(under_test)
     under_test.placement.reserve_on("memory1", 100)  # as if for another
     assert places(under_test)[0].keys() == {"memory0"}
@@ -97,7 +97,7 @@ def test_what_is_cheaper_to_compute_again_or_fits_nowhere_is_dropped(prompt: int
 
 def test_a_range_that_no_worker_has_room_for_is_divided() -> None:
     under_test = scheduler({"memory0": 600, "memory1": 300, "memory2": 300}, limits=LIMITS)
-    under_test.add(request("0", 400, max_tokens=100))
+    under_test.submit(request("0", 400, max_tokens=100))
     step(under_test)
     assert places(under_test)[0].keys() == {"memory0"}
     steps_until_drained(under_test, "memory0")
@@ -108,8 +108,8 @@ def test_a_full_worker_s_sequence_does_not_grow_onto_one_that_leaves() -> None:
     """That one has the most slots left, but what went there would have to move at once, or be computed again."""
     under_test = scheduler({"memory0": 70, "memory1": 200, "memory2": 80}, limits=LIMITS)
     under_test.drain("memory1")
-    under_test.add(request("fills memory2", 60, max_tokens=60))
-    under_test.add(request("leaves few slots", 40, max_tokens=25))
+    under_test.submit(request("fills memory2", 60, max_tokens=60))
+    under_test.submit(request("leaves few slots", 40, max_tokens=25))
     grown, ended = list[str](), list[str]()
     for _ in range(200):
         plan = under_test.plan(0)
@@ -119,7 +119,7 @@ def test_a_full_worker_s_sequence_does_not_grow_onto_one_that_leaves() -> None:
         for group, completion in [*under_test.complete(0).values()]:
             completion.generated.append(7)
             if len(completion.generated) == group.max_tokens:
-                under_test.finish(group, completion)
+                under_test.end_completion(group, completion)
                 ended.append(group.request.request_id)
     assert sorted(ended) == ["fills memory2", "leaves few slots"]
     assert set(grown) == {"memory0"}

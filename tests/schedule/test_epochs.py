@@ -56,7 +56,7 @@ class Losing(Cluster):
         closed, before = set(self.scheduler.placement.closed), len(self._in_flight[lane])
         super().plan(lane)
         for plan in self._in_flight[lane][before:]:
-            self.recipients.of(plan, 0.0)  # it knows all sequences that the plan names
+            self.recipients.select(plan, 0.0)  # it knows all sequences that the plan names
             forked = {fork.child for fork in plan.forks}  # what admission has planned for them
             assert not closed & {one.worker for one in plan.grown if one.sequence not in forked}
         for step in itertools.chain.from_iterable(plan.sequences for plan in self._in_flight[lane]):
@@ -65,18 +65,18 @@ class Losing(Cluster):
     def release(self) -> None:
         """Nobody is held any more."""
         self.hold = NOBODY
-        self.scheduler.hold(self.hold)
+        self.scheduler.hold_back(self.hold)
 
     def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
         """Memory worker ``number`` is lost, if it is not the last one; else a compute worker is, and no KV."""
         self.hold = dataclasses.replace(hold, held=frozenset(filter(self.scheduler.alive, hold.held)))
-        self.scheduler.hold(self.hold)
+        self.scheduler.hold_back(self.hold)
         lost = [memory.name for memory in self.memories[number : number + 1] if self._is_dispensable(memory.name)]
         computes = self.topology.computes
         self.topology = self.topology.without(lost or computes[1:])
         self._in_flight = [[] for _ in self._in_flight]
-        remains = self.scheduler.apply(self.topology)
-        self.recipients.apply(self.topology, remains.kept)
+        remains = self.scheduler.end_epoch(self.topology)
+        self.recipients.end_epoch(self.topology, remains.kept)
         self.memories = [memory for memory in self.memories if memory.name not in lost]
         for memory in self.memories:
             kept = remains.kept[memory.name]
@@ -105,8 +105,8 @@ class Losing(Cluster):
         self._change()
 
     def _change(self, deal_again: bool = False) -> None:
-        self.scheduler.change(self.topology, deal_again)
-        self.recipients.change(self.topology)
+        self.scheduler.change_members(self.topology, deal_again)
+        self.recipients.change_members(self.topology)
 
     def drain(self, number: int) -> None:
         """A memory worker is to leave, if another one can hold any request."""
@@ -250,13 +250,13 @@ def test_a_penalized_request_that_is_aborted_while_an_epoch_ends_is_in_no_plan_a
     )
     under_test = scheduler({"memory0": 60})
     gone, stays = (
-        under_test.add(request(name, 3, max_tokens=9, presence_penalty=1.0)).completions[0] for name in ("0", "1")
+        under_test.submit(request(name, 3, max_tokens=9, presence_penalty=1.0)).completions[0] for name in ("0", "1")
     )
     plan_of(under_test)
     for group, completion in under_test.complete(0).values():
         assert group.alive
         completion.generated += [7]
-    under_test.apply(topology.without(["compute1"]))
+    under_test.end_epoch(topology.without(["compute1"]))
     under_test.abort("0")
     plan = plan_of(under_test)
     assert plan.histories == {stays.sequence: []} and plan.released == [gone.sequence]

@@ -33,7 +33,6 @@ class Moving(Caching):
         super().__init__(*settings)
         self.read: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}  # by step
         self._reading: list[tuple[str, int, tuple[int, ...]]] = []
-        self.balancing: Balancing | None = None
         self.begun: list[Move] = []
 
     def plan(self, lane: int) -> None:
@@ -76,8 +75,8 @@ class Moving(Caching):
             if name in self.scheduler.placement.capacities:
                 assert self.contents[name][slot] == key
         super().complete(lane)
-        if self.balancing is not None:
-            self.balancing.note_step(3, 1.0)
+        if self.scheduler.balancing is not None:
+            self.scheduler.balancing.note_step(3, 1.0)
 
 
 def run(cluster: Moving, course: Course) -> None:
@@ -165,7 +164,7 @@ def test_ten_thousand_moves() -> None:
 def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released() -> None:
     """Its sequence is gone, and the worker that it was on may have left. ``test_ten_thousand_moves`` found both."""
     under_test = scheduler({"memory0": 100}, limits=Limits(4, 64, 100), prefix_cache=True)
-    under_test.add(request("one", 20, max_tokens=8, n=2))
+    under_test.submit(request("one", 20, max_tokens=8, n=2))
     step(under_test)
     (group,) = under_test.requests
     first, second = group.completions
@@ -193,7 +192,8 @@ def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_on
         course = course_of(draw, 2, None, events(draw) | {"move_several": {}})
         cluster = Moving(others, prompts, *course.sizes)
         cluster.scheduler.moves.tokens_per_step = 1000
-        cluster.balancing = Balancing(POLICIES[name](), cluster.scheduler.moves, cluster.scheduler.placement)
+        scheduler = cluster.scheduler
+        scheduler.balancing = Balancing(POLICIES[name](), scheduler.moves, scheduler.placement)
         run(cluster, course)
         moves += cluster.scheduler.moves.counts.moves
         seen = set[tuple[str, str, str]]()
@@ -214,13 +214,13 @@ def test_speeds_that_balancing_has_learned_place_requests() -> None:
             follows.note_attention(worker, seconds)
         assert not under_test.placement.token_s or steps == 2
         follows._looked = -balancing.LOOK_STEPS
-        follows.follow()
+        follows.begin_moves()
         follows.note_step(1, 0.1)
     speeds = under_test.placement.token_s
     assert speeds["memory1"] == pytest.approx(8 * speeds["memory0"])
     assert under_test.placement.fitting(10, 1) == [("memory0", 10)], "which holds 40 tokens already"
     members = tuple(Member(f"memory{index}", "memory", "cpu", "", 100) for index in range(2))
-    under_test.placement.apply(Topology(FIRST, members, Pipeline(1, 1)))
+    under_test.placement.apply_topology(Topology(FIRST, members, Pipeline(1, 1)))
     assert under_test.placement.fitting(10, 1) == [("memory1", 10)]
 
 
@@ -245,7 +245,7 @@ def test_pools_of_several_kinds_are_balanced_by_bandwidth(
 def settled(**settings: Any) -> Scheduler:
     """A request of 40 tokens on the first of two workers, which decodes."""
     under_test = scheduler({"memory0": 100, "memory1": 100}, limits=Limits(4, 64, 100), **settings)
-    under_test.add(request("long", 40, max_tokens=50, n=2))
+    under_test.submit(request("long", 40, max_tokens=50, n=2))
     step(under_test)
     step(under_test)
     return under_test
@@ -291,7 +291,7 @@ def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_st
     plan_of(under_test)
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 0 and under_test.moves.counts.refused == 1
     under_test.placement.will_release("memory1", 90)
-    under_test.placement.release("memory1", 90)
+    under_test.placement.free_slots("memory1", 90)
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
     under_test.migrated(step(under_test).migrations[0].number)
     assert step(under_test).switches

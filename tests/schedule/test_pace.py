@@ -40,7 +40,7 @@ def step_times(
         step_bound_s=bound_s,
     )
     for one in ALONE:
-        turn.scheduler.add(one)
+        turn.scheduler.submit(one)
     times: list[tuple[float, list[int]]] = []
     left = 0
 
@@ -60,7 +60,7 @@ def step_times(
 
     rounds(lambda: len(times) >= 10 * lanes)
     for number, prompt in enumerate(prompts):
-        turn.scheduler.add(request(str(number), prompt, max_tokens=1))
+        turn.scheduler.submit(request(str(number), prompt, max_tokens=1))
         left += prompt
     begun = len(times)
     rounds(lambda: sum(sum(chunks) for _, chunks in times[begun:]) >= left)
@@ -101,7 +101,7 @@ def test_a_short_prompt_gets_on_beside_a_long_one_with_small_chunks() -> None:
 
 def test_where_nothing_decodes_chunks_fill_the_step() -> None:
     turn = Turn(LIMITS, Placement({"memory0": 10**7}), Pipeline(1, 1), attentions=1, kv_heads=1, step_bound_s=BOUND_S)
-    turn.scheduler.add(request("long", 9000, max_tokens=1))
+    turn.scheduler.submit(request("long", 9000, max_tokens=1))
     sizes = [sum(len(chunk.tokens) for chunk in plan.chunks) for plan in turn.plan(0.0)]
     assert sizes == [2048, 2048]
 
@@ -117,14 +117,14 @@ def test_chunks_in_one_lane_leave_time_for_the_other() -> None:
 def test_times_that_are_linear_are_predicted(constant: float, row: float, pair: float) -> None:
     times = StepTimes()
     for tokens, pairs in [(0, 0), (64, 1e4), (128, 5e5), (64, 2e6), (256, 1e6)]:
-        times.note(tokens, pairs, constant + row * tokens + pair * pairs)
-    assert times.seconds(200, 1.5e6) == pytest.approx(constant + row * 200 + pair * 1.5e6, rel=1e-3, abs=1e-7)
+        times.add_sample(tokens, pairs, constant + row * tokens + pair * pairs)
+    assert times.predict(200, 1.5e6) == pytest.approx(constant + row * 200 + pair * 1.5e6, rel=1e-3, abs=1e-7)
 
 
 def test_a_prediction_has_no_negative_parts() -> None:
     """Noise must not make a longer chunk look faster."""
     times = StepTimes()
-    times.note(0, 0, 1e-3)
+    times.add_sample(0, 0, 1e-3)
     for tokens, pairs, seconds in [(100, 1e5, 5e-3), (200, 1e6, 4e-3), (100, 2e6, 5.5e-3), (300, 3e6, 4.5e-3)]:
-        times.note(tokens, pairs, seconds)
-    assert times.seconds(100, 1e6) <= times.seconds(200, 1e6) and times.seconds(100, 1e6) <= times.seconds(100, 2e6)
+        times.add_sample(tokens, pairs, seconds)
+    assert times.predict(100, 1e6) <= times.predict(200, 1e6) and times.predict(100, 1e6) <= times.predict(100, 2e6)

@@ -148,13 +148,13 @@ def test_rows_attend_to_their_own_tokens_and_every_slot_is_free_or_cached_in_the
 def test_a_dropped_request_shares_what_it_had_but_generated_tokens_run_again_for_penalties(penalty: float) -> None:
     """Replicas learn the tokens that count for penalties from the chunks that run them."""
     under_test = scheduler({"memory0": 60}, prefix_cache=True)
-    under_test.add(request("0", 6, max_tokens=20, frequency_penalty=penalty))
+    under_test.submit(request("0", 6, max_tokens=20, frequency_penalty=penalty))
     for _ in range(5):
         plan_of(under_test)
         for _, completion in under_test.complete(0).values():
             completion.generated.append(7)
     (group,) = under_test.holders("memory0")
-    under_test.drop(group)
+    under_test.preempt(group)
     while not (plan := plan_of(under_test)).admitted:
         under_test.complete(0)
     (chunk,) = plan.chunks

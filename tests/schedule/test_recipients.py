@@ -146,7 +146,7 @@ class Told(Driver):
         prompt, most = self.chance.randint(1, 20), self.chance.randint(1, 24 // n)
         asks = client(int(name), self.clients)
         made = request(name, prompt, asks, max_tokens=most, n=n, repetition_penalty=penalty)
-        self.live[name] = self.turn.scheduler.add(made)
+        self.live[name] = self.turn.scheduler.submit(made)
 
     def take(self, plan: StepPlan) -> None:
         had = {name: dict(store.held.segments) for name, store in self.everything.items()}
@@ -154,7 +154,7 @@ class Told(Driver):
             store.update({fork.child: store[fork.parent] for fork in plan.forks if fork.parent in store})
         tables = {name: store.apply(plan)[0] for name, store in self.everything.items()}
         self.all_knowing.apply(plan)
-        parts = [(name, part) for names, part in self.recipients.of(plan, self.now) for name in names]
+        parts = [(name, part) for names, part in self.recipients.select(plan, self.now) for name in names]
         by_name = dict(parts)
         assert len(by_name) == len(parts), "nobody is told twice"
         runs = {self.pipeline.replica(plan.lane, plan.turn + k, plan.rotates) for k in range(self.pipeline.replicas)}
@@ -261,12 +261,12 @@ def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> 
     recipients = Recipients(["compute0", "compute1"], Pipeline(2, 2, choices=(Arrangement(2), Arrangement(4))))
     admission = Admission(0, 2, 1, [Segment(0, "memory0", (0, 2), (0, None))], SamplingParams(), 0)
     nobody = DecodeRows([], [], [])
-    recipients.of(StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5], [0, 1])], nobody), 0.0)
+    recipients.select(StepPlan(1, 0, 0, [], [], [admission], [SequenceStep(0, 0, [5], [0, 1])], nobody), 0.0)
     dealt_out_again = StepPlan(2, 1, 0, [], [], [], [], nobody, histories={0: [7], 1: []})
-    assert recipients.of(dealt_out_again, 0.0) == [
+    assert recipients.select(dealt_out_again, 0.0) == [
         (("compute1",), msgspec.structs.replace(dealt_out_again, admitted=[admission]))
     ]
-    ((told, plan),) = recipients.of(StepPlan(3, 1, 0, [], [0, 1], [], [], nobody), 0.0)
+    ((told, plan),) = recipients.select(StepPlan(3, 1, 0, [], [0, 1], [], [], nobody), 0.0)
     assert told == ("compute1",) and plan.released == [0, 1]
     assert dict(recipients.overdue(RELEASE_S)) == {"compute0": [0, 1], "memory0": [0, 1]}
 
@@ -283,14 +283,14 @@ def test_a_request_whose_prompt_has_moved_outlives_the_worker_that_it_left() -> 
         Admission(first, 2, 2, [Segment(first, worker, (0, 2), (0, None))], SamplingParams(), 0)
         for first, worker in ((0, "memory0"), (2, "memory0"), (4, "memory1"))
     ]
-    recipients.of(StepPlan(1, 0, 0, [], [], admitted, [], nobody), 0.0)
+    recipients.select(StepPlan(1, 0, 0, [], [], admitted, [], nobody), 0.0)
     switch = Switch(9, [Segment(0, "memory1", (0, 2), (0, None))])
-    recipients.of(StepPlan(2, 0, 0, [], [], [], [], nobody, switches=[switch]), 0.0)
-    recipients.apply(topology.without(["memory0"]), {"memory1": {0: 2, 4: 2, 5: 1}})
+    recipients.select(StepPlan(2, 0, 0, [], [], [], [], nobody, switches=[switch]), 0.0)
+    recipients.end_epoch(topology.without(["memory0"]), {"memory1": {0: 2, 4: 2, 5: 1}})
     forks = [Fork(0, 1, 2)]
-    told = recipients.of(StepPlan(3, 0, 0, forks, [2, 3], [], [SequenceStep(1, 2, [7], [1])], nobody), 0.0)
+    told = recipients.select(StepPlan(3, 0, 0, forks, [2, 3], [], [SequenceStep(1, 2, [7], [1])], nobody), 0.0)
     ((_, part),) = [one for one in told if one[0] == ("memory1",)]
     assert part.forks == forks and [chunk.sequence for chunk in part.chunks] == [1]
-    recipients.of(StepPlan(4, 0, 0, [], [0, 1, 4, 5], [], [], nobody), 0.0)
+    recipients.select(StepPlan(4, 0, 0, [], [0, 1, 4, 5], [], [], nobody), 0.0)
     assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
     assert not recipients._admissions

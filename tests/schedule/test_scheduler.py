@@ -84,7 +84,7 @@ def draw_all(under_test: Scheduler, lane: int, requests: list) -> None:
         completion.generated.append(7)
         stops = requests[int(group.request.request_id)][3]
         if len(completion.generated) in (group.max_tokens, stops[completion.index]):
-            under_test.finish(group, completion)
+            under_test.end_completion(group, completion)
 
 
 @settings(max_examples=300, deadline=None)
@@ -106,7 +106,7 @@ def test_lanes_that_are_not_plannable_have_nothing_to_plan(
         for index, (prompt, max_tokens, n, _, aborted, arrival) in enumerate(requests):
             for one in pair:
                 if arrival == turn:
-                    one.add(request(str(index), prompt, client(index, clients), max_tokens=max_tokens, n=n))
+                    one.submit(request(str(index), prompt, client(index, clients), max_tokens=max_tokens, n=n))
                 if aborted is not None and aborted == turn - arrival:
                     one.abort(str(index))
         lane = random.randrange(lanes)
@@ -127,7 +127,7 @@ def test_a_step_without_sequences_may_end_before_the_one_it_was_planned_behind()
     """A compute worker answers a plan that only releases at once, while the step before still runs."""
     under_test = scheduler({"memory0": 100})
     for name, tokens in (("short", 2), ("long", 3)):
-        under_test.add(request(name, 2, max_tokens=tokens))
+        under_test.submit(request(name, 2, max_tokens=tokens))
     plans = [under_test.plan(0), under_test.plan(0)]
     last = plans[0]
     for plan in plans:  # both draw twice, and "short" ends; meanwhile the last token of "long" is being drawn
@@ -136,7 +136,7 @@ def test_a_step_without_sequences_may_end_before_the_one_it_was_planned_behind()
         for group, completion in under_test.complete(0, plan.step).values():
             completion.generated.append(7)
             if len(completion.generated) == group.max_tokens:
-                under_test.finish(group, completion)
+                under_test.end_completion(group, completion)
         last = last if behind is None else behind
     release = under_test.plan(0)
     assert release is not None and release.released and not release.sequences
@@ -148,7 +148,7 @@ def test_a_step_without_sequences_may_end_before_the_one_it_was_planned_behind()
 
 def test_a_step_with_sequences_does_not_complete_before_an_earlier_one() -> None:
     under_test = scheduler({"memory0": 1000})
-    under_test.add(request("a", 3, max_tokens=5))
+    under_test.submit(request("a", 3, max_tokens=5))
     first = plan_of(under_test)
     second = plan_of(under_test)
     with pytest.raises(AssertionError, match="before an earlier one"):
@@ -158,11 +158,11 @@ def test_a_step_with_sequences_does_not_complete_before_an_earlier_one() -> None
 
 def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> None:
     under_test = scheduler({"memory0": 100})
-    under_test.add(request("short", 2, max_tokens=9))
+    under_test.submit(request("short", 2, max_tokens=9))
     under_test.plan(0)
     for _, completion in under_test.complete(0).values():
         completion.generated.append(7)
-    under_test.add(request("long", 20, max_tokens=2))
+    under_test.submit(request("long", 20, max_tokens=2))
     chunks = []
     for _ in range(3):
         plan = under_test.plan(0)
@@ -187,21 +187,21 @@ def test_a_long_prompt_is_cut_into_chunks_and_decoding_goes_on_beside_it() -> No
 def test_what_can_never_be_served_is_refused_with_figures(prompt: int, params: dict, says: str) -> None:
     under_test = scheduler({"memory0": 30, "memory1": 10})
     with pytest.raises(RequestError, match=says):
-        under_test.add(request("r", prompt, **params))
+        under_test.submit(request("r", prompt, **params))
     assert under_test.plan(0) is None
 
 
 def test_more_completions_than_a_step_has_rows_are_refused_though_all_lanes_together_have_room() -> None:
     under_test = scheduler({"memory0": 1000}, lanes=2, limits=Limits(64, 32, 32))
-    under_test.add(request("most", 4, n=32, max_tokens=2))
+    under_test.submit(request("most", 4, n=32, max_tokens=2))
     with pytest.raises(RequestError, match="n is 33; this runtime decodes 32 sequences of a request"):
-        under_test.add(request("more", 4, n=33, max_tokens=2))
+        under_test.submit(request("more", 4, n=33, max_tokens=2))
 
 
 def test_requests_spread_over_lanes_and_memory_workers() -> None:
     under_test = scheduler({"memory0": 100, "memory1": 100}, lanes=2)
     for name in "abcd":
-        under_test.add(request(name, 2, max_tokens=4))
+        under_test.submit(request(name, 2, max_tokens=4))
     seen = []
     for _ in range(3):
         for lane in (0, 1):
@@ -217,15 +217,15 @@ def test_requests_spread_over_lanes_and_memory_workers() -> None:
 
 def test_the_id_of_an_aborted_request_is_free_at_once_even_while_its_step_runs() -> None:
     under_test = scheduler({"memory0": 20})
-    under_test.add(request("same", 2, max_tokens=4))
+    under_test.submit(request("same", 2, max_tokens=4))
     under_test.plan(0)
     under_test.abort("same")
-    under_test.add(request("same", 3, max_tokens=1))
+    under_test.submit(request("same", 3, max_tokens=1))
     assert under_test.complete(0) == {}
     plan = under_test.plan(0)
     assert plan is not None and len(plan.released) == 1 and len(plan.admitted) == 1
     ((group, completion),) = under_test.complete(0).values()
-    under_test.finish(group, completion)
+    under_test.end_completion(group, completion)
     assert under_test.plan(0) is not None
     under_test.complete(0)
     assert under_test.plan(0) is None and under_test.placement.reserved == {"memory0": 0}
@@ -233,16 +233,16 @@ def test_the_id_of_an_aborted_request_is_free_at_once_even_while_its_step_runs()
 
 def test_the_id_of_a_finished_request_is_free_at_once_even_while_a_step_planned_ahead_runs() -> None:
     under_test = scheduler({"memory0": 20})
-    under_test.add(request("same", 2, max_tokens=4))
+    under_test.submit(request("same", 2, max_tokens=4))
     assert under_test.plan(0) is not None and under_test.plan(0) is not None
     ((group, completion),) = under_test.complete(0).values()
-    under_test.finish(group, completion)  # by a stop string, say: the next token is being drawn in vain
-    again = under_test.add(request("same", 3, max_tokens=1))
+    under_test.end_completion(group, completion)  # by a stop string, say: the next token is being drawn in vain
+    again = under_test.submit(request("same", 3, max_tokens=1))
     assert under_test.complete(0) == {}
     assert under_test.plan(0) is not None
     ((group, completion),) = under_test.complete(0).values()
     assert group is again
-    under_test.finish(group, completion)
+    under_test.end_completion(group, completion)
     assert under_test.plan(0) is not None
     under_test.complete(0)
     assert under_test.plan(0) is None and under_test.placement.reserved == {"memory0": 0}
@@ -250,19 +250,19 @@ def test_the_id_of_a_finished_request_is_free_at_once_even_while_a_step_planned_
 
 def test_without_max_tokens_a_request_gets_what_memory_workers_hold() -> None:
     under_test = scheduler({"memory0": 20, "memory1": 12})
-    group = under_test.add(Request("r", None, [1] * 10, SamplingParams(max_tokens=None, n=2)))
+    group = under_test.submit(Request("r", None, [1] * 10, SamplingParams(max_tokens=None, n=2)))
     assert (group.max_tokens, group.tokens) == (12, 32)
-    alone = under_test.add(Request("s", None, [1] * 10, SamplingParams(max_tokens=None)))
+    alone = under_test.submit(Request("s", None, [1] * 10, SamplingParams(max_tokens=None)))
     assert (alone.max_tokens, alone.tokens) == (22, 31)
 
 
 def calls_a_row(lanes: int, memories: int) -> float:
     """Functions called, ours and the interpreter's, for every sequence planned and completed in a busy cluster."""
-    limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64)
+    limits = Limits(max_num_seqs=8 * lanes, max_num_batched_tokens=64, max_model_len=64, row_lanes=lanes)
     under_test = scheduler({f"memory{index}": 400 for index in range(memories)}, lanes, limits)
     random = Random(0)
     for index in range(24 * lanes):
-        under_test.add(request(str(index), random.randint(1, 8), max_tokens=random.randint(4, 24)))
+        under_test.submit(request(str(index), random.randint(1, 8), max_tokens=random.randint(4, 24)))
     calls = rows = 0
 
     def count(_frame: object, event: str, _argument: object) -> None:
@@ -280,7 +280,7 @@ def calls_a_row(lanes: int, memories: int) -> float:
         for group, completion in under_test.complete(done).values():
             completion.generated.append(7)
             if len(completion.generated) == group.max_tokens:
-                under_test.finish(group, completion)
+                under_test.end_completion(group, completion)
         sys.setprofile(None)
     return calls / rows
 
@@ -289,7 +289,7 @@ def test_sequences_that_go_on_are_not_looked_at_one_by_one() -> None:
     """The contract of ``complete``: while nobody joins or leaves, the same object says who has drawn."""
     under_test = scheduler({"memory0": 100})
     for name in "ab":
-        under_test.add(request(name, 2, max_tokens=6))
+        under_test.submit(request(name, 2, max_tokens=6))
     drawn = []
     for _ in range(6):
         assert under_test.plan(0) is not None
@@ -298,7 +298,7 @@ def test_sequences_that_go_on_are_not_looked_at_one_by_one() -> None:
             completion.generated.append(7)
     assert all(same is drawn[1] for same in drawn[1:4])
     for group, completion in drawn[-1].values():
-        under_test.finish(group, completion)
+        under_test.end_completion(group, completion)
     assert under_test.plan(0) is not None
     assert under_test.complete(0) == {}
 

@@ -12,7 +12,7 @@ def test_the_emptiest_lane_is_the_first_of_those_with_fewest(lanes: int, changes
     seats, taken = Seats(lanes), [0] * lanes
     for lane, change in changes:
         lane, change = lane % lanes, max(change, -taken[lane % lanes])  # noqa: PLW2901
-        seats.change(lane, change, NOBODY)
+        seats.add_sequences(lane, change, NOBODY)
         taken[lane] += change
         assert seats.emptiest == taken.index(min(taken))
         assert (seats.taken, seats.total) == (taken, sum(taken))
@@ -25,7 +25,7 @@ CLIENTS = [Client(account, f"{account}{number}") for account in "ab" for number 
 def test_an_exchange_of_seats_is_never_undone(taken: list[int], wants: int, wanted: int) -> None:
     seats = Seats(1)
     for client, sequences in zip(CLIENTS, taken, strict=True):
-        seats.change(0, sequences, client)
+        seats.add_sequences(0, sequences, client)
     accounts = {name: sum(n for one, n in zip(CLIENTS, taken, strict=True) if one.account == name) for name in "ab"}
     client = CLIENTS[wants]
     other = next(name for name in "ab" if name != client.account)
@@ -35,6 +35,6 @@ def test_an_exchange_of_seats_is_never_undone(taken: list[int], wants: int, want
     assert (not holders) == fair
     for holder in holders[:1]:  # whatever the holder had, it wants all of it back
         given_up = taken[CLIENTS.index(holder)]
-        seats.change(0, -given_up, holder)
-        seats.change(0, wanted, client)
+        seats.add_sequences(0, -given_up, holder)
+        seats.add_sequences(0, wanted, client)
         assert client not in seats.holders(holder, given_up)

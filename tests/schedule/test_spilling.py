@@ -101,7 +101,7 @@ class Spilling(Moving):
                     self.fetched += 1
                     self._computed[sequence] = one.start + len(one.blocks) * BLOCK
         failed = wanted and not complete and self._random.random() < 0.1
-        self.scheduler.disks.done(one.worker, one.number, complete, "the disk is full" if failed else "")
+        self.scheduler.transferred(one.worker, one.number, complete, "the disk is full" if failed else "")
 
     def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
         self._transfers.clear()  # the workers forget them
@@ -229,13 +229,13 @@ def test_chats_that_were_evicted_come_back_from_the_disk() -> None:
 def test_a_disk_gives_up_what_was_used_longest_ago_and_nothing_that_is_being_read() -> None:
     disk, keys = Blocks(3), [bytes([number]) for number in range(5)]
     for key in keys[:3]:
-        disk.put([key], disk.take(1))
+        disk.put([key], disk.allocate_blocks(1))
     pinned = disk.pin(keys[:1])
-    disk.put(keys[3:4], disk.take(1))
+    disk.put(keys[3:4], disk.allocate_blocks(1))
     assert [key in disk for key in keys] == [True, False, True, True, False]
-    assert len(disk.take(3)) == 2 and keys[0] in disk
+    assert len(disk.allocate_blocks(3)) == 2 and keys[0] in disk
     disk.unpin(pinned)
-    assert disk.take(1) == pinned and not len(disk)
+    assert disk.allocate_blocks(1) == pinned and not len(disk)
 
 
 def test_keys_of_blocks_depend_on_all_tokens_before_and_on_the_salt() -> None:
@@ -252,20 +252,20 @@ def continued() -> tuple[Scheduler, Group]:
     (group,) = under_test.holders("memory0")
     disk = under_test.disks._disks["memory0"]
     keys = keys_of("", ids_of(range(48)), 48)[20:]
-    disk.put(keys, disk.take(len(keys)))
+    disk.put(keys, disk.allocate_blocks(len(keys)))
     return under_test, group
 
 
 def test_what_blocks_of_a_disk_continue_does_not_move_before_they_are_there() -> None:
     under_test, group = continued()
     assert under_test.moves.movable(group, "memory0") == Range(0, 40, node=ANY)
-    under_test.add(request("next", 49, max_tokens=2))
+    under_test.submit(request("next", 49, max_tokens=2))
     assert under_test.disks.held
     part = under_test.moves.movable(group, "memory0")
     assert part is None or part.start >= 40
     (fetch,) = step(under_test).fetches
     assert (fetch.worker, fetch.start, len(fetch.blocks)) == ("memory0", 40, 4)
-    under_test.disks.done("memory0", fetch.number, True, "")
+    under_test.transferred("memory0", fetch.number, True, "")
     plan_of(under_test)
     assert under_test.moves.movable(group, "memory0") == Range(0, 40, node=ANY) and not under_test.disks.held
 
@@ -273,24 +273,24 @@ def test_what_blocks_of_a_disk_continue_does_not_move_before_they_are_there() ->
 def test_nothing_is_fetched_behind_tokens_that_move() -> None:
     under_test, group = continued()
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
-    under_test.add(request("next", 49, max_tokens=2))
+    under_test.submit(request("next", 49, max_tokens=2))
     assert not under_test.disks.held and under_test.waiting == 1
     under_test.migrated(step(under_test).migrations[0].number)
     assert step(under_test).switches
-    under_test.add(request("another", 49, max_tokens=2))
+    under_test.submit(request("another", 49, max_tokens=2))
     assert not under_test.disks.held, "some of what they continue is on the other worker"
 
 
 def test_a_request_with_the_id_of_a_suspect_waits_for_its_blocks_and_then_until_it_may_run() -> None:
     """The suspect was aborted, and its id is used again."""
     under_test, _ = continued()
-    under_test.add(request("next", 49, max_tokens=2))
+    under_test.submit(request("next", 49, max_tokens=2))
     assert under_test.disks.held
-    under_test.hold(Hold(held=frozenset({"next"})))
+    under_test.hold_back(Hold(held=frozenset({"next"})))
     (fetch,) = step(under_test).fetches
-    under_test.disks.done("memory0", fetch.number, True, "")
+    under_test.transferred("memory0", fetch.number, True, "")
     assert not step(under_test).admitted and not under_test.disks.held and under_test.waiting == 1
-    under_test.hold(NOBODY)
+    under_test.hold_back(NOBODY)
     assert [len(one.segments) for one in step(under_test).admitted] == [1] and under_test.waiting == 0
 
 
@@ -298,10 +298,10 @@ def test_a_prefix_on_several_workers_is_not_copied() -> None:
     under_test, group = continued()
     spill = under_test.disks._copying["memory0"].spill
     under_test.moves.try_move(group, "memory0", "memory1", 30)
-    under_test.disks.done("memory0", spill.number, False, "")
+    under_test.transferred("memory0", spill.number, False, "")
     plan = step(under_test)
     assert [one.sequence for one in plan.spills] == [spill.sequence], "it has not moved yet"
     under_test.migrated(plan.migrations[0].number)
     assert step(under_test).switches
-    under_test.disks.done("memory0", spill.number + 1, False, "")  # as the worker says once it has the switch
+    under_test.transferred("memory0", spill.number + 1, False, "")  # as the worker says once it has the switch
     assert not step(under_test).spills

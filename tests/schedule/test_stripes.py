@@ -66,7 +66,7 @@ class Striped(Driver):
         params = SamplingParams(n=self.chance.randint(1, 3), max_tokens=self.chance.randint(1, 8))
         try:
             ids, asks = [*range(first, first + length)], client(int(name), self.clients)
-            self.live[name] = self.turn.scheduler.add(Request(name, None, ids, params, client=asks))
+            self.live[name] = self.turn.scheduler.submit(Request(name, None, ids, params, client=asks))
         except RequestError:  # too long for the workers that are left
             self.ended[name] += 1
 
@@ -105,7 +105,7 @@ class Striped(Driver):
         del self.stores[name]
         self.topology = self.topology.without([name])
         self.unanswered.clear()
-        remains = self.turn.apply(self.topology)
+        remains = self.turn.end_epoch(self.topology)
         for kept, store in self.stores.items():
             store.truncate(remains.kept[kept])
         for group in self.turn.scheduler.stranded:
@@ -120,7 +120,7 @@ class Striped(Driver):
         self.stores[f"memory{number}"] = self.store(number, room)
         member = Member(f"memory{number}", "memory", "cpu", "", room)
         self.topology = self.topology.joined(member, FIXED)
-        self.turn.change(self.topology)
+        self.turn.change_members(self.topology)
 
     def leave(self) -> None:
         """One is drained, and goes when it is empty."""
@@ -129,7 +129,7 @@ class Striped(Driver):
             assert self.stores.pop(self.leaving).slab.used == 0
             self.topology = self.topology.left(self.leaving, FIXED)
             self.leaving = ""
-            self.turn.change(self.topology)
+            self.turn.change_members(self.topology)
         elif not self.leaving and len(self.stores) > 2 and self.chance.random() < 0.2:
             self.leaving = self.chance.choice(list(self.stores))
             scheduler.drain(self.leaving)

@@ -76,7 +76,7 @@ class Driver:
     def come(self, name: str) -> None:
         prompt, most, n = self.chance.randint(1, 20), self.chance.randint(1, 8), self.chance.randint(1, 3)
         asks = client(int(name), self.clients)
-        self.live[name] = self.turn.scheduler.add(request(name, prompt, asks, max_tokens=most, n=n))
+        self.live[name] = self.turn.scheduler.submit(request(name, prompt, asks, max_tokens=most, n=n))
 
     def go(self) -> None:
         """A caller gives up."""
@@ -105,7 +105,7 @@ class Driver:
                 completion.generated.append(7)
                 assert len(completion.generated) <= group.max_tokens
                 if len(completion.generated) == group.max_tokens or self.chance.random() < 0.1:
-                    self.turn.scheduler.finish(group, completion)
+                    self.turn.scheduler.end_completion(group, completion)
                     if not group.alive:
                         self.end(name)
 
@@ -178,7 +178,7 @@ def test_lanes_are_chosen_from_what_steps_took() -> None:
     pipeline = Pipeline(2, 1, choices=(Arrangement(2), Arrangement(1)))
     turn = Turn(Limits(4, 8, 512), Placement({"memory0": 2000}), pipeline, attentions=1, kv_heads=1)
     for name in ("0", "1"):
-        turn.scheduler.add(request(name, 1, max_tokens=400))
+        turn.scheduler.submit(request(name, 1, max_tokens=400))
     now = 0.0
     used = [turn.scheduler.active]
     for _ in range(100):
@@ -246,7 +246,7 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     for arguments, named in made:
         turn = Turn(arguments[0], Placement(arguments[1].capacities), *arguments[2:], **named)
         for number in range(6):
-            turn.scheduler.add(request(str(number), number % 3 + 1, max_tokens=2))
+            turn.scheduler.submit(request(str(number), number % 3 + 1, max_tokens=2))
         plans.append(list(turn.plan(0.0)))
     assert plans[0] == plans[1]
     assert max(Counter(plan.lane for plan in plans[0]).values()) == DEPTH

@@ -41,12 +41,12 @@ def test_clients_that_wait_all_the_time_are_given_equal_tokens_up_to_one_request
     cycles = [itertools.cycle(own) for own in clients]
     for name, cycle in enumerate(cycles):
         for _ in range(2):
-            queue.add(group(alone(str(name)), next(cycle)))
+            queue.enqueue(group(alone(str(name)), next(cycle)))
     for _ in range(100):
         served = serve(queue)
         name = int(served.request.client.account)
         given_to[name] += served.tokens
-        queue.add(group(served.request.client, next(cycles[name])))
+        queue.enqueue(group(served.request.client, next(cycles[name])))
         for one, other in itertools.combinations(range(len(clients)), 2):
             assert abs(given_to[one] - given_to[other]) <= max(clients[one]) + max(clients[other])
 
@@ -55,10 +55,10 @@ def test_clients_that_wait_all_the_time_are_given_equal_tokens_up_to_one_request
 def test_a_newcomer_comes_before_anybodys_second_request(waiting: list[tuple[int, int]], data: st.DataObject) -> None:
     queue = WaitingQueue()
     for name, tokens in waiting:
-        queue.add(group(alone(str(name)), tokens))
+        queue.enqueue(group(alone(str(name)), tokens))
     for _ in range(data.draw(st.integers(0, len(waiting) - 1))):
         serve(queue)
-    queue.add(group(alone("new"), 1000))
+    queue.enqueue(group(alone("new"), 1000))
     before = []
     while (served := serve(queue)).request.client.account != "new":
         before.append(served.request.client.account)
@@ -82,7 +82,7 @@ def test_every_request_comes_out_once_and_a_connections_in_order(actions: list[t
         own = inside[Client(str(account), str(connection))]
         if action == "add":
             own.append(group(Client(str(account), str(connection)), tokens))
-            queue.add(own[-1])
+            queue.enqueue(own[-1])
         elif action == "remove one" and own:
             queue.remove(own.pop(tokens % len(own)))
         elif action == "pop one" and own:
@@ -98,11 +98,11 @@ def test_every_request_comes_out_once_and_a_connections_in_order(actions: list[t
 def test_the_connections_of_an_account_share_what_it_gets() -> None:
     queue = WaitingQueue()
     for _ in range(30):
-        queue.add(group(Client("many", "flood"), 10))
-        queue.add(group(Client("one", "c"), 10))
+        queue.enqueue(group(Client("many", "flood"), 10))
+        queue.enqueue(group(Client("one", "c"), 10))
     for _ in range(10):
         serve(queue)
-    queue.add(group(Client("many", "bystander"), 10))
+    queue.enqueue(group(Client("many", "bystander"), 10))
     served = [serve(queue).request.client for _ in range(40)]
     assert "bystander" in [client.connection for client in served[:4]]
     assert abs(sum(client.account == "one" for client in served) - 20) <= 1
@@ -113,20 +113,20 @@ def test_a_client_gains_nothing_by_coming_and_going(mine: int, theirs: int) -> N
     """One that has a single request waiting, and asks again only once it is served, beside one that always waits."""
     queue, given_to = WaitingQueue(), {"flood": 0, "single": 0}
     for _ in range(200):
-        queue.add(group(alone("flood"), theirs))
-    queue.add(group(alone("single"), mine))
+        queue.enqueue(group(alone("flood"), theirs))
+    queue.enqueue(group(alone("single"), mine))
     for _ in range(100):
         served = serve(queue)
         given_to[served.request.client.account] += served.tokens
         if served.request.client.account == "single":
-            queue.add(group(alone("single"), mine))
+            queue.enqueue(group(alone("single"), mine))
     assert abs(given_to["flood"] - given_to["single"]) <= mine + theirs
 
 
 def test_a_request_that_is_served_out_of_turn_is_charged_as_well() -> None:
     queue = WaitingQueue()
     for name in "abab":
-        queue.add(group(alone(name), 10))
+        queue.enqueue(group(alone(name), 10))
     queue.pop(next(one for one in queue if one.request.client == alone("b")))
     assert [serve(queue).request.client.account for _ in range(3)] == ["a", "a", "b"]
     with pytest.raises(KeyError):
@@ -135,10 +135,10 @@ def test_a_request_that_is_served_out_of_turn_is_charged_as_well() -> None:
 
 def test_clients_that_have_gone_are_forgotten_while_others_wait() -> None:
     queue = WaitingQueue()
-    queue.add(group(alone("stays"), 1))
+    queue.enqueue(group(alone("stays"), 1))
     for number in range(1000):
-        queue.add(group(alone("stays"), 1))
-        queue.add(group(alone(str(number)), 1))
+        queue.enqueue(group(alone("stays"), 1))
+        queue.enqueue(group(alone(str(number)), 1))
         serve(queue)
         serve(queue)
     assert len(queue) <= 1001 and len(queue._lines) < 10
@@ -147,19 +147,19 @@ def test_clients_that_have_gone_are_forgotten_while_others_wait() -> None:
 def test_one_client_gets_half_of_the_places_and_others_still_find_some() -> None:
     places = Places(100)
     for number in range(100):
-        places.take(f"flood{number}", alone("flood"))
+        places.reserve_place(f"flood{number}", alone("flood"))
     with pytest.raises(OverloadedError, match="100 of them from this client"):
-        places.take("more", alone("flood"))
+        places.reserve_place("more", alone("flood"))
     for other in range(5):  # as greedy as the first
         with pytest.raises(OverloadedError):
             for number in range(100):
-                places.take(f"{other}-{number}", alone(str(other)))
-    places.take("one", alone("newcomer"))
+                places.reserve_place(f"{other}-{number}", alone(str(other)))
+    places.reserve_place("one", alone("newcomer"))
     assert "one" in places and "more" not in places
     for number in range(100):
-        places.leave(f"flood{number}")
-        places.leave(f"flood{number}")  # again: nothing happens
-    places.take("more", alone("flood"))
+        places.free_place(f"flood{number}")
+        places.free_place(f"flood{number}")  # again: nothing happens
+    places.reserve_place("more", alone("flood"))
 
 
 @given(st.permutations(range(3)))
@@ -170,11 +170,11 @@ def test_another_engine_takes_all_requests_that_the_last_one_had_in_whatever_ord
         held[client] = []
         with contextlib.suppress(OverloadedError):
             for number in range(128):
-                first.take(f"{client}-{number}", alone(str(client)))
+                first.reserve_place(f"{client}-{number}", alone(str(client)))
                 held[client].append(f"{client}-{number}")
     for client in order:
         for request_id in held[client]:
-            again.take(request_id, alone(str(client)), again=True)
+            again.reserve_place(request_id, alone(str(client)), again=True)
     assert len(again) == len(first)
     with pytest.raises(OverloadedError):
-        again.take("more", alone("0"))
+        again.reserve_place("more", alone("0"))

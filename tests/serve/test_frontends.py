@@ -4,8 +4,7 @@ them, or the engine, is killed."""
 import contextlib
 import json
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 
 from lamina.core.version import __version__
 from tests.support.commands import END_S, RUN_S, Server, start
+from tests.support.waiting import wait_until
 
 PROMPT = "def fibonacci(n):"
 GREEDY = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "max_tokens": 40}
@@ -43,13 +43,6 @@ def server() -> Iterator[Server]:
 
 def frontends(server: Server) -> list[psutil.Process]:
     return [one for one in server.workers() if "lamina.serve" in one.cmdline()]
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + END_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def ask(server: Server, **body: Any) -> dict[str, Any]:

@@ -78,7 +78,7 @@ USER = [{"role": "user", "content": "a"}]
         (CHAT, {"messages": []}, 400, "messages", "messages is empty"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "messages", "messages[0] has no content"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None, "'image_url' is not"),
-        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "tools is not supported"),
+        (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, 400, "tools", "missing required field `function`"),
         (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "top_logprobs", "needs logprobs to be true"),
     ],
 )

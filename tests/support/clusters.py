@@ -304,7 +304,7 @@ class Cluster:
         """Drop the KV of a request that has some."""
         holders = [group for memory in self.memories for group in self.scheduler.holders(memory.name)]
         if holders:
-            self.scheduler.drop(holders[number % len(holders)])
+            self.scheduler.preempt(holders[number % len(holders)])
 
     def migrate(self) -> None:
         """Complete the oldest migration, whether its sequence still exists or not."""
@@ -320,7 +320,7 @@ class Cluster:
                 self.scheduler.abort(str(index))
 
     def submit(self, index: int, made: Request) -> None:
-        self.groups[index] = self.scheduler.add(made)
+        self.groups[index] = self.scheduler.submit(made)
 
     def prompt(self, index: int) -> list[int]:
         return list(range(self.requests[index][0]))
@@ -344,7 +344,7 @@ class Cluster:
         name = group.request.request_id
         if len(completion.generated) in (group.max_tokens, self.requests[int(name)][3][completion.index]):
             self.lengths.setdefault(name, []).append(len(completion.generated))
-            self.scheduler.finish(group, completion)
+            self.scheduler.end_completion(group, completion)
 
     def plan(self, lane: int) -> None:
         """Begin all steps that a lane may have in flight."""

@@ -14,6 +14,7 @@ from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine.stats import EngineStats, MemoryStats, PlacementStats, ScalingStats
 from lamina.engine.streams import Submission
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
+from lamina.text.chat_format import ChatFormat
 from lamina.text.chat_template import ChatTemplate
 from lamina.text.logprobs import Position
 from lamina.text.prompts import check_tokens
@@ -22,6 +23,7 @@ from lamina.text.tokenizer import complete_text
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 TIMEOUT_S = 60.0
 VOCABULARY = 0x110000
+END = FinishReason.LENGTH
 WORDS = [" one", " two", " three"]
 TEMPLATE = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}", {})
 
@@ -30,6 +32,7 @@ class FakeTokenizer:
     """One token per character."""
 
     most_bytes_per_token = 4
+    chat_format = ChatFormat("hermes", ("<think>", "</think>"))
     special_texts: ClassVar[dict[int, str]] = {}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -49,8 +52,8 @@ class FakeTokenizer:
     def token(self, token_id: int) -> str | None:
         return None
 
-    def apply_chat_template(self, messages: list[dict[str, Any]], tools: Any = None) -> str:
-        return TEMPLATE.render(messages, True, tools)
+    def apply_chat_template(self, *args: Any) -> str:
+        return TEMPLATE.render(*args)
 
 
 class FakeEngine:
@@ -110,7 +113,7 @@ class FakeEngine:
                     texts=[WORDS[count - 1]],
                     token_ids=[count - 1],
                     logprobs=None if params.logprobs is None else _positions(count - 1, params.logprobs),
-                    finish_reason=FinishReason.LENGTH if last else None,
+                    finish_reason=END if last else None,
                 )
                 for i in range(params.n)
             ]

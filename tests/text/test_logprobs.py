@@ -12,7 +12,9 @@ from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.reading import Reading
 from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
-from lamina.serve.answers import Sent, chat_choice, completion_choice
+from lamina.serve.openai_answers import ChatWriter, completion_choice
+from lamina.serve.pieces import Sent
+from lamina.serve.requests import GenerationRequest
 from lamina.text.tokenizer import Tokenizer
 from tests.models.small_tokenizers import KINDS, save
 
@@ -55,12 +57,13 @@ def joined(tokenizer: Tokenizer, updates: list[RequestUpdate]) -> tuple[str, dic
     """(text, completion logprobs, chat logprobs) of all pieces together."""
     text, completion, chat = "", dict[str, list[Any]](), list[Any]()
     sent = Sent(tokenizer, 1)
+    writer = ChatWriter(GenerationRequest([[]], SamplingParams()), "")
     for update in updates:
         for piece in sent.advance(0, update, most=3):
             text += piece.text
             for key, values in (completion_choice(piece)["logprobs"] or {}).items():
                 completion.setdefault(key, []).extend(values)
-            chat += (chat_choice(piece, "delta")["logprobs"] or {"content": []})["content"]
+            chat += ((writer.delta(piece) or {})["logprobs"] or {"content": []})["content"]
     return text, completion, chat
 
 

@@ -91,7 +91,7 @@ class PointwiseFit:
     rope_per_clock: float
     activation_per_clock: float
 
-    def seconds(self, operator: str, nbytes: ArrayLike, hardware: Hardware) -> Floats:
+    def predict_pointwise(self, operator: str, nbytes: ArrayLike, hardware: Hardware) -> Floats:
         """Seconds of ``operator``, one of ``POINTWISE``, that reads and writes ``nbytes``."""
         fixed: float = getattr(self, f"{_SORTS[operator]}_s")
         moving = np.asarray(nbytes, dtype=np.float64) / self._bytes_s(operator, hardware) / fixed
@@ -121,7 +121,7 @@ class TransferFit:
     latency_s: float
     link_share: float
 
-    def seconds(self, nbytes: ArrayLike, link_bytes_s: float) -> Floats:
+    def predict_transfer(self, nbytes: ArrayLike, link_bytes_s: float) -> Floats:
         """Seconds of one transfer."""
         return self.latency_s + np.asarray(nbytes, dtype=np.float64) / (self.link_share * link_bytes_s)
 
@@ -177,7 +177,7 @@ def _build(part: Callable[..., T], fit: Fit) -> T:
     except TypeError as error:
         raise ConfigError(
             f"the fit {fit.name!r} of {fit.kind} was written by another version ({error}); repeat lamina plan "
-            "--measure or, for the package's fits, python -m lamina.planning.profiling.fit"
+            "--measure or, for the package's fits, python -m bench.cost.fit"
         ) from error
 
 
@@ -211,7 +211,7 @@ class CostModel:
             columns, depth = GEMMS[operator](shape, tp)
             return self._product(rows, columns, depth)
         moved = rows * POINTWISE[operator](shape, tp) * shape.dtype.itemsize
-        return self.fits.pointwise.seconds(operator, moved, self.hardware)
+        return self.fits.pointwise.predict_pointwise(operator, moved, self.hardware)
 
     def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
         """Return the time of a product of some rows and a part of the layers' weights."""
@@ -243,7 +243,7 @@ class CostModel:
         """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
         rows = np.asarray(rows, dtype=np.float64)
         if self.fits.slices is not None and tensor_parallel == 1:
-            return self.fits.slices.seconds(rows, self._touched_weights(rows))
+            return self.fits.slices.predict_slice(rows, self._touched_weights(rows))
         total = sum(self.operator_seconds(operator, rows, tensor_parallel) for operator in (*GEMMS, *POINTWISE))
         total = total + (LAYER_ADDS - 1) * self.operator_seconds("add", rows, tensor_parallel)
         return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
@@ -261,7 +261,7 @@ class CostModel:
         rows = np.asarray(rows, dtype=np.float64)
         columns = self.shape.vocabulary / tensor_parallel
         if self.fits.slices is not None and tensor_parallel == 1:
-            return self.fits.slices.seconds(rows, columns * self.shape.hidden)
+            return self.fits.slices.predict_slice(rows, columns * self.shape.hidden)
         head = gemm_seconds(self.fits.gemm, self.hardware, rows, columns, self.shape.hidden, self.shape.dtype)
         return head + self.operator_seconds("input_layernorm", rows, tensor_parallel)
 
@@ -289,10 +289,10 @@ class CostModel:
         read = tokens * self._kv_bytes
         runtime = self.fits.runtime
         if runtime.attend is None or runtime.kv_bytes_s is None or runtime.chunks is None:
-            return self.fits.decode.seconds(self.hardware, read, rows * shape.kv_heads * heads_share)
+            return self.fits.decode.predict_decode(self.hardware, read, rows * shape.kv_heads * heads_share)
         flops = tokens * 4 * shape.query_heads * shape.head_size
         busy = np.maximum(read / runtime.kv_bytes_s, flops / runtime.chunks.flops_s)
-        return np.asarray(busy + runtime.attend.at(rows, shape.query_heads * heads_share))
+        return np.asarray(busy + runtime.attend.predict(rows, shape.query_heads * heads_share))
 
     def attention_line(self, rows: ArrayLike) -> tuple[float, Floats]:
         """Decode attention as a line in the cached tokens: (seconds per token, seconds at none by ``rows``).
@@ -314,8 +314,8 @@ class CostModel:
         shape = self.shape
         heads = shape.query_heads / tensor_parallel, shape.kv_heads / tensor_parallel
         if (measured := self.fits.runtime.chunks) is not None:
-            return measured.seconds(chunk, prefix, heads[0], shape.head_size)
-        return self.fits.prefill.seconds(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
+            return measured.predict_chunk(chunk, prefix, heads[0], shape.head_size)
+        return self.fits.prefill.predict_prefill(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
 
     def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:
         """Seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one device."""
@@ -344,12 +344,15 @@ class CostModel:
             return np.zeros_like(sizes)
         fits, link = self.fits, self.hardware.link_bytes_s
         if not self.hardware.link.startswith("PCIe"):
-            return np.minimum(fits.nvlink.seconds(sizes, devices, link), fits.peer_read.seconds(sizes, devices, link))
-        return fits.pcie.seconds(sizes, devices, link)
+            return np.minimum(
+                fits.nvlink.predict_all_reduce(sizes, devices, link),
+                fits.peer_read.predict_all_reduce(sizes, devices, link),
+            )
+        return fits.pcie.predict_all_reduce(sizes, devices, link)
 
     def send_recv_seconds(self, nbytes: ArrayLike) -> Floats:
         """Seconds of a transfer to a peer in the same machine."""
-        return self.fits.send_recv.seconds(nbytes, self.hardware.link_bytes_s)
+        return self.fits.send_recv.predict_transfer(nbytes, self.hardware.link_bytes_s)
 
     def link_seconds(self, nbytes: ArrayLike) -> Floats:
         """Seconds of one message over this device's NIC, one way."""

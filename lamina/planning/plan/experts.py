@@ -38,7 +38,7 @@ class Experts:
     shared: int = 0
 
     @classmethod
-    def of(cls, name: str, config: Mapping[str, Any], layers: int) -> "Experts | None":
+    def from_config(cls, name: str, config: Mapping[str, Any], layers: int) -> "Experts | None":
         """From a parsed config.json; None for a dense model.
 
         Raises:

@@ -1,6 +1,6 @@
 """Stores fits of the cost model: the package's in a text file, a user's own in SQLite with their samples.
 
-``fits.json`` in this directory comes with the package and is only read; ``python -m lamina.planning.profiling.fit``
+``fits.json`` in this directory comes with the package and is only read; ``python -m bench.cost.fit``
 writes it. A kind without a fit of its own uses the first one in the file, with its own catalogue entry.
 
 A user's store has the tables ``fits`` (parameters as JSON, error summary, source of the samples) and ``samples``
@@ -101,7 +101,7 @@ class ProfileStore:
         )
         return [Sample(row[0], row[1], row[2], row[3] / 1e9, row[4] / 1e9) for row in self._read(query, (name, kind))]
 
-    def write(self, fit: Fit, samples: Iterable[Sample]) -> None:
+    def save_fit(self, fit: Fit, samples: Iterable[Sample]) -> None:
         """Store a fit with its samples, replacing an earlier one of the same name and kind."""
         with closing(sqlite3.connect(self.file)) as connection, connection:
             connection.executescript(_SCHEMA)

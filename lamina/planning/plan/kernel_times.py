@@ -37,7 +37,7 @@ PARTIAL_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class GemmFit:
-    """Parameters that ``lamina.planning.profiling.fit`` fits to measured matrix products. Shares are of the catalogue's
+    """Parameters that ``bench.cost.fit`` fits to measured matrix products. Shares are of the catalogue's
     peak.
 
     Attributes:
@@ -144,7 +144,7 @@ class DecodeAttentionFit:
     cached_gain: float
     memory_share: float
 
-    def seconds(self, hardware: Hardware, nbytes: ArrayLike, units: ArrayLike) -> Floats:
+    def predict_decode(self, hardware: Hardware, nbytes: ArrayLike, units: ArrayLike) -> Floats:
         """Seconds of one kernel that reads ``nbytes`` of keys and values of ``units`` (sequences x KV heads)."""
         read, count = np.asarray(nbytes, dtype=np.float64), np.asarray(units, dtype=np.float64)
         served = np.minimum(1.0, (hardware.cache_bytes / np.maximum(read, 1.0)) ** CACHE_STEEPNESS)
@@ -177,7 +177,7 @@ class PrefillAttentionFit:
     tail: float
     memory_share: float
 
-    def seconds(
+    def predict_prefill(
         self,
         hardware: Hardware,
         dtype: DType,
@@ -244,7 +244,7 @@ class RingFit:
     ramp_bytes: float
     sharing: float
 
-    def seconds(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
+    def predict_all_reduce(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
         """Seconds of summing ``nbytes`` over ``devices``."""
         volume = 2 * (devices - 1) / devices * np.asarray(nbytes, dtype=np.float64)
         rate = self.link_share * link_bytes_s * (2 / devices) ** self.sharing
@@ -266,7 +266,7 @@ class PeerReadFit:
     link_share: float
     phase_s: float
 
-    def seconds(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
+    def predict_all_reduce(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
         """Seconds of summing ``nbytes`` over ``devices``; infinite where vLLM does not use this kernel."""
         sizes, rate = np.asarray(nbytes, dtype=np.float64), self.link_share * link_bytes_s
         once = (devices - 1) * sizes / rate

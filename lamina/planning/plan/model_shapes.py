@@ -237,7 +237,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         dtype=_dtype(text, config),
         max_tokens=max_model_len(config),
         weight_dtype=weight_dtype,
-        experts=Experts.of(name, text, sizes["layers"]),
+        experts=Experts.from_config(name, text, sizes["layers"]),
     )
 
 

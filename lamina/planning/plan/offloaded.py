@@ -66,7 +66,7 @@ class OffloadedSteps:
         layer = self.memory.attention_seconds(busiest * self.live / self.parts, busiest)
         return np.asarray(self.compute.shape.layers * layer)
 
-    def seconds(
+    def step_seconds(
         self, tokens: Floats, added_s: Floats, having: int, elsewhere: Floats | float = 0.0, late: bool = False
     ) -> Floats:
         """Seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``, which takes
@@ -114,14 +114,14 @@ class OffloadedSteps:
         """While a ``share`` of each lane's steps have a chunk of ``chunk`` tokens, independently of other lanes."""
         likely = np.minimum(share, 1.0)
         elsewhere = (self.way.lanes - self.together) * likely
-        plain = self.seconds(chunk, added_s, 0, elsewhere)
+        plain = self.step_seconds(chunk, added_s, 0, elsewhere)
         average, below, with_chunk = np.zeros_like(plain), np.zeros_like(plain), np.zeros_like(plain)
         longest = plain
         for having in range(self.together + 1):
-            late = self.seconds(chunk, added_s, having, elsewhere, late=True) if having else plain
+            late = self.step_seconds(chunk, added_s, having, elsewhere, late=True) if having else plain
             longest = np.where(below < PERCENTILE, late, longest)
             odds = math.comb(self.together, having) * likely**having * (1 - likely) ** (self.together - having)
-            step = self.seconds(chunk, added_s, having, elsewhere) if having else plain
+            step = self.step_seconds(chunk, added_s, having, elsewhere) if having else plain
             average += odds * step
             with_chunk += odds * having / self.together * step
             below = below + odds

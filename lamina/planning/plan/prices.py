@@ -55,7 +55,7 @@ class Prices:
     network_usd: float = 0.0
     network: str = ""
 
-    def has(self, kind: str) -> bool:
+    def lists(self, kind: str) -> bool:
         """Return whether the market has a price for a kind."""
         return kind in self.entries
 
@@ -78,7 +78,7 @@ class Prices:
         missing = [kind for kind in kinds if kind not in self.entries]
         if not missing:
             return
-        others = [f"--prices {name}" for name in names() if all(map(load(name).has, kinds))]
+        others = [f"--prices {name}" for name in names() if all(map(load(name).lists, kinds))]
         remedy = (
             f"Give {' or '.join(others)}, which price{'s' * (len(others) == 1)} {' and '.join(kinds)}"
             if others

@@ -25,7 +25,7 @@ class SliceCurve:
     weight_s: Sequence[float]
 
     @classmethod
-    def of(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
+    def fit(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
         """Fit to the slices of two models: one of ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
         small, large = (np.array(own) for own in seconds)
         per_weight = np.maximum((large - small) / (weights[1] - weights[0]), 1e-18)
@@ -34,7 +34,7 @@ class SliceCurve:
         per_weight = np.maximum(per_weight, (large - constant) / weights[1])
         return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
 
-    def seconds(self, rows: ArrayLike, weights: ArrayLike) -> Floats:
+    def predict_slice(self, rows: ArrayLike, weights: ArrayLike) -> Floats:
         """Seconds of a slice, or of the output head, with so many weights."""
         at = np.log(np.asarray(rows, dtype=np.float64))
         return self._at(at, self.slice_s) + np.asarray(weights) * self._at(at, self.weight_s)
@@ -56,7 +56,7 @@ class AttendCurve:
     seconds: Sequence[float]
     heads: int
 
-    def at(self, rows: ArrayLike, heads: float) -> Floats:
+    def predict(self, rows: ArrayLike, heads: float) -> Floats:
         """Seconds for ``rows`` sequences with ``heads`` query heads; proportional beyond the last measured row."""
         count = np.asarray(rows, dtype=np.float64)
         beyond = np.maximum(1.0, count / self.rows[-1])
@@ -78,7 +78,7 @@ class ChunkFit:
     row_s: float
     flops_s: float
 
-    def seconds(self, chunk: ArrayLike, prefix: ArrayLike, query_heads: ArrayLike, head_size: int) -> Floats:
+    def predict_chunk(self, chunk: ArrayLike, prefix: ArrayLike, query_heads: ArrayLike, head_size: int) -> Floats:
         """Seconds of one chunk after ``prefix`` cached tokens."""
         own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
         rows = own * np.asarray(query_heads, dtype=np.float64)

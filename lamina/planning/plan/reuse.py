@@ -94,7 +94,7 @@ class FromTrace:
     shared: float = 0.0
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[Content, int | None, int]], every: int = 1) -> "FromTrace | None":
+    def from_requests(cls, requests: Sequence[tuple[Content, int | None, int]], every: int = 1) -> "FromTrace | None":
         """``requests``: content of the prompt, id of the answer, and its tokens. None if no prompt has ids. The sample
         has one in ``every`` requests, from the first one on."""
         if not any(content for content, _, _ in requests):

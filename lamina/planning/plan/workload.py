@@ -104,7 +104,7 @@ def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
         live=float((outputs * (prompts + outputs / 2)).sum() / steps),
         longest=int((prompts + outputs).max()),
         sample=tuple(requests[::every]),
-        reuse=FromTrace.of([(one.content, one.answer, one.output) for one in requests], every) or NOTHING,
+        reuse=FromTrace.from_requests([(one.content, one.answer, one.output) for one in requests], every) or NOTHING,
     )
 
 

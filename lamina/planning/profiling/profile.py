@@ -78,9 +78,9 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
         with on_cores(halves()[0]):
             times = [slice_seconds(path, ROWS) for path in paths]
             chunk_times = chunk_seconds(shapes[-1], CHUNKS)
-        curve = SliceCurve.of(ROWS, [shape.layer_parameters for shape in shapes], times)
+        curve = SliceCurve.fit(ROWS, [shape.layer_parameters for shape in shapes], times)
         samples = [
-            Sample(_slice(shape.hidden), rows, 1, seconds, float(curve.seconds(rows, shape.layer_parameters)))
+            Sample(_slice(shape.hidden), rows, 1, seconds, float(curve.predict_slice(rows, shape.layer_parameters)))
             for shape, own in zip(shapes, times, strict=True)
             for rows, seconds in zip(ROWS, own, strict=True)
         ]
@@ -89,7 +89,9 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
     chunks = fit_chunks(shapes[-1], CHUNKS, chunk_times)
     runtime, attention = fit_runtime(shapes[0], curve, alone, overlapped, chunks), _attend(shapes[0], alone)
     samples = [
-        Sample("attention", round(run.batch * run.live), 1, run.attention_s, attention.seconds(shapes[0], run))
+        Sample(
+            "attention", round(run.batch * run.live), 1, run.attention_s, attention.predict_memory_step(shapes[0], run)
+        )
         for run in alone
     ]
     samples += [
@@ -99,7 +101,7 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
     disturbance = watch.so_far()
     source = f"{SOURCE}, while {disturbance}" if disturbance.disturbed else SOURCE
     for fit, own in (slices, (_fit("runtime", kind, asdict(runtime), samples), samples)):
-        store.write(replace(fit, source=source), own)
+        store.save_fit(replace(fit, source=source), own)
     return disturbance
 
 
@@ -316,7 +318,7 @@ def fit_chunks(shape: ModelShape, chunks: Sequence[tuple[int, int]], seconds: Se
 
 
 def _chunk_s(shape: ModelShape, fit: ChunkFit, own: int, prefix: int) -> float:
-    return float(fit.seconds(own, prefix, shape.query_heads, shape.head_size))
+    return float(fit.predict_chunk(own, prefix, shape.query_heads, shape.head_size))
 
 
 def fit_runtime(
@@ -346,8 +348,8 @@ def fit_runtime(
 
 def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
     """Seconds of all slices of a step and of the output head, run back to back."""
-    head = float(curve.seconds(rows, shape.vocabulary * shape.hidden))
-    return shape.layers * float(curve.seconds(rows, shape.layer_parameters)) + head
+    head = float(curve.predict_slice(rows, shape.vocabulary * shape.hidden))
+    return shape.layers * float(curve.predict_slice(rows, shape.layer_parameters)) + head
 
 
 class _Attention(NamedTuple):
@@ -356,10 +358,10 @@ class _Attention(NamedTuple):
     curve: AttendCurve
     kv_bytes_s: float
 
-    def seconds(self, shape: ModelShape, run: Run) -> float:
+    def predict_memory_step(self, shape: ModelShape, run: Run) -> float:
         """Return what the memory worker needs for a step of ``run``."""
         read_s = run.batch * run.live * shape.kv_bytes_per_token / self.kv_bytes_s
-        return read_s + shape.layers * float(self.curve.at(run.batch, shape.query_heads))
+        return read_s + shape.layers * float(self.curve.predict(run.batch, shape.query_heads))
 
 
 def _attend(shape: ModelShape, alone: Sequence[Run]) -> _Attention:
@@ -385,7 +387,7 @@ def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, atten
     lane = replace(run, batch=run.batch // run.lanes)
     exchange_s = shape.layers * (runtime.exchange_s + runtime.exchange_row_s * lane.batch)
     compute_s, alone_s = run.slice_s + run.exchange_s, _slices_s(shape, curve, lane.batch) + exchange_s
-    more = compute_s - alone_s + run.attention_s - attention.seconds(shape, lane)
+    more = compute_s - alone_s + run.attention_s - attention.predict_memory_step(shape, lane)
     return more / (2 * min(compute_s, run.attention_s))
 
 

@@ -3,17 +3,124 @@
 As in vLLM, KV is allocated in blocks of 16 tokens as needed; when none is left, the sequence that came last is
 preempted and recomputed later. Two policies: whole prompts first while decoding waits (``chunked`` False); or decoding
 first, with chunks of prompts filling the rest of each step (Sarathi-Serve). Prompts whose content is known share the KV
-of equal prefixes (``lamina.planning.simulate.baseline_prefixes``).
+of equal prefixes, as vLLM does.
 """
 
 import collections
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.reuse import Content
-from lamina.planning.simulate.baseline_prefixes import BLOCK, Prefixes
 from lamina.planning.simulate.step_times import slice_times
+
+BLOCK = 16  # tokens of KV per block
+
+
+@dataclass(slots=True)
+class _Unit:
+    """The number of blocks of a unit, and of the sequences that hold them."""
+
+    blocks: int
+    holders: int = 0
+
+
+class Prefixes:
+    """The prefixes that have KV in an engine: blocks of equal prefixes are shared, and idle ones evicted.
+
+    Blocks are counted by *unit*: a run of tokens of a trace (``lamina.planning.plan.reuse``) without its last token, or
+    that token. A unit owns the blocks that end in it. Idle units count as free blocks; the least recently used are
+    evicted when blocks are needed.
+
+    Attributes:
+        idle: blocks of units that no sequence holds.
+        queried: tokens of admitted prompts.
+        hit: how many were found.
+    """
+
+    def __init__(self) -> None:
+        self.idle = self.queried = self.hit = 0
+        self._units: dict[int, _Unit] = {}
+        self._idle: OrderedDict[int, int] = OrderedDict()  # blocks, least recently used first
+        self._keys: dict[tuple[int, tuple[int, int]], int] = {}
+
+    def keys(self, content: Content) -> list[tuple[int, int]]:
+        """(key, last block) of every unit. Two keys are equal if all tokens up to the ends of their units are.
+
+        The last token of a run is a unit of its own, since the last token of an answer has no KV when its request ends.
+        """
+        keys, key, end = [], 0, 0
+        for name, tokens in content:
+            for part in (tokens - 1, 1):
+                key = self._keys.setdefault((key, (name, part)), len(self._keys) + 1)
+                end += part
+                keys.append((key, end // BLOCK))
+        return keys
+
+    def find_prefix(self, content: Content, most: int) -> list[int]:
+        """Keys of the longest cached prefix of at most ``most`` tokens."""
+        found = []
+        for key, last in self.keys(content):
+            if key not in self._units or last * BLOCK > most:
+                break
+            found.append(key)
+        return found
+
+    def held(self, keys: list[int]) -> int:
+        """Blocks of ``keys`` that some sequence holds already."""
+        return sum(self._units[key].blocks for key in keys if self._units[key].holders)
+
+    def blocks(self, keys: list[int]) -> int:
+        """Blocks of ``keys``."""
+        return sum(self._units[key].blocks for key in keys)
+
+    def acquire(self, keys: list[int]) -> int:
+        """Let another sequence hold ``keys``. Returns how many blocks were idle until now."""
+        woken = 0
+        for key in keys:
+            unit = self._units[key]
+            if not unit.holders:
+                woken += self._idle.pop(key)
+            unit.holders += 1
+        self.idle -= woken
+        return woken
+
+    def let_go(self, keys: list[int]) -> int:
+        """Let a sequence no longer hold ``keys``. Returns how many blocks become idle."""
+        idle = 0
+        for key in reversed(keys):  # the end of a prefix is evicted before its beginning
+            unit = self._units[key]
+            unit.holders -= 1
+            if not unit.holders:
+                self._idle[key] = unit.blocks
+                idle += unit.blocks
+        self.idle += idle
+        return idle
+
+    def publish(self, content: Content, held: list[int], tokens: int) -> list[int]:
+        """Publish the first ``tokens`` of ``content``, which now have KV: units after ``held`` can be found.
+
+        Returns all keys that the sequence holds. Stops at a unit that another sequence has published: this one then
+        keeps its own copy of the rest.
+        """
+        keys = self.keys(content)
+        blocks = [last for _, last in keys]
+        for place in range(len(held), len(keys)):
+            key, last = keys[place]
+            if key in self._units or last * BLOCK > tokens:
+                break
+            self._units[key] = _Unit(last - (blocks[place - 1] if place else 0), holders=1)
+            held = [*held, key]
+        return held
+
+    def evict(self, most: int) -> None:
+        """Keep at most ``most`` idle blocks."""
+        while self.idle > most:
+            key, blocks = self._idle.popitem(last=False)
+            del self._units[key]
+            self.idle -= blocks
+
 
 WATERMARK = 0.01  # share of the blocks that stays free when a request is admitted
 
@@ -112,7 +219,7 @@ class Instance:
 
     def found(self, sequence: Running) -> list[int]:
         """Keys of the longest prefix of a waiting request that is kept here; its last token is computed in any case."""
-        return self.prefixes.find(sequence.content, sequence.target - 1) if sequence.content else []
+        return self.prefixes.find_prefix(sequence.content, sequence.target - 1) if sequence.content else []
 
     @property
     def left(self) -> int:
@@ -123,7 +230,7 @@ class Instance:
     def _watermark(self) -> int:
         return int(self.blocks * WATERMARK)
 
-    def hold(self, sequence: Running) -> None:
+    def allocate(self, sequence: Running) -> None:
         """Allocate blocks for the cached or target tokens of a sequence. There must be room."""
         self.grow(sequence, blocks_of(max(sequence.cached, sequence.target)) - sequence.blocks)
 
@@ -209,14 +316,14 @@ class Instance:
         sequence.shared = self.found(sequence)
         sequence.blocks = self.prefixes.blocks(sequence.shared)
         sequence.cached = BLOCK * sequence.blocks
-        self.free -= self.prefixes.take(sequence.shared)
+        self.free -= self.prefixes.acquire(sequence.shared)
         self.prefixes.queried += sequence.target if sequence.content else 0
         self.prefixes.hit += sequence.cached
-        self.hold(sequence)
+        self.allocate(sequence)
         self.running.append(sequence)
         return sequence
 
-    def seconds(self, batch: Batch) -> float:
+    def step_seconds(self, batch: Batch) -> float:
         """Seconds that a step takes."""
         layers, cost, tp = self._cost.shape.layers, self._cost, self._tp
         rows = len(batch.decoding) + sum(chunk.length for chunk in batch.chunks)
@@ -252,7 +359,7 @@ class Instance:
         if sequence.content:
             sequence.shared = self.prefixes.publish(sequence.content, sequence.shared, sequence.cached)
 
-    def leave(self, sequence: Running) -> None:
+    def remove(self, sequence: Running) -> None:
         """Remove a running sequence that has ended."""
         self._publish(sequence)
         self.running.remove(sequence)

@@ -23,8 +23,7 @@ from lamina.core.errors import ConfigError
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.reuse import Content
 from lamina.planning.simulate.arrivals import Arrivals
-from lamina.planning.simulate.baseline_instance import Batch, Instance, Running
-from lamina.planning.simulate.baseline_prefixes import BLOCK
+from lamina.planning.simulate.baseline_instance import BLOCK, Batch, Instance, Running
 from lamina.planning.simulate.deployment import Deployment, Fault
 from lamina.planning.simulate.result import PoolUse, RequestLog, Result, State
 
@@ -146,7 +145,7 @@ class BaselineSimulation:
             return
         instance.idle = False
         self._steps += 1
-        seconds = instance.seconds(batch)
+        seconds = instance.step_seconds(batch)
         self._at(now + seconds, partial(self._end, instance, batch, seconds))
 
     def _end(self, instance: Instance, batch: Batch, seconds: float, now: float) -> None:
@@ -160,7 +159,7 @@ class BaselineSimulation:
         for sequence in drew:
             if sequence in ended:
                 self._log.end(sequence.index, State.FINISHED, now)
-                instance.leave(sequence)
+                instance.remove(sequence)
             elif self._decode and instance in self._first:
                 instance.running.remove(sequence)  # its blocks stay until its KV has moved
                 self._prefilled.append((instance, sequence))
@@ -193,7 +192,7 @@ class BaselineSimulation:
             instance.sent_until_s = end
             instance.sent_s += seconds
         held = source.hand_over(sequence)
-        target.hold(sequence)
+        target.allocate(sequence)
         target.coming.append(sequence)
         self._moving[sequence] = source, target
         self._at(end + float(costs[0].link_seconds(0.0)), partial(self._moved, sequence, held))

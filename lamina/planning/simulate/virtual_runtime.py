@@ -48,14 +48,14 @@ class _Numbers(Generic[Sequences]):
         self._sequences: Sequences | None = None
         self._last: Ints = np.zeros(0, np.int64)
 
-    def of(self, sequences: Sequences) -> Ints:
+    def numbers_of(self, sequences: Sequences) -> Ints:
         """Return the numbers of ``sequences``, an object that must not be mutated."""
         if sequences is not self._sequences:
             self._sequences = sequences
             self._last = np.array(self._look_up(sequences), np.int64)
         return self._last
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Look the numbers up again the next time."""
         self._sequences = None
 
@@ -207,13 +207,13 @@ class Simulation:
     def _arrive(self, index: int) -> None:
         prompt, params = int(self._arrivals.prompt[index]), SamplingParams(max_tokens=int(self._asked[index]))
         try:
-            self._scheduler.check(prompt, params)  # before making its tokens, which may exceed the memory
+            self._scheduler.validate_request(prompt, params)  # before making its tokens, which may exceed the memory
         except RequestError:
             self._log.end(index, State.REFUSED, self._arrival_s[index])
             return
         request = Request(str(index), None, self._prompt(index, prompt), params)
         begun = self._clock()
-        group = self._scheduler.add(request)
+        group = self._scheduler.submit(request)
         self._decisions.seconds["add"] += self._clock() - begun
         (completion,) = group.completions
         completion.generated = _Drawn(self._log, index, self._answer(index))
@@ -264,11 +264,11 @@ class Simulation:
             begun = self._clock()
             drawn = self._turn.complete(done)
             self._decisions.seconds["complete"] += self._clock() - begun
-            if drawn and (ended := self._log.draw(now, self._requests[lane].of(drawn))):
+            if drawn and (ended := self._log.draw(now, self._requests[lane].numbers_of(drawn))):
                 owners = list(drawn.values())
                 for place in ended:
                     group, completion = owners[place]
-                    self._scheduler.finish(group, completion)
+                    self._scheduler.end_completion(group, completion)
                     index = int(group.request.request_id)
                     self._live.remove(index)
                     self._log.end(index, State.FINISHED, now)
@@ -297,7 +297,7 @@ class Simulation:
                 self._place(segment.sequence, moved(self._segments[segment.sequence], segment))
         if plan.switches:
             for numbers in self._decoding:
-                numbers.forget()
+                numbers.clear()
         for sequence in plan.released:
             if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
                 del self._segments[sequence]
@@ -310,12 +310,12 @@ class Simulation:
             self._place(admission.sequence, admission.segments)
         for segment in plan.grown:
             self._place(segment.sequence, grown(self._segments[segment.sequence], segment))
-            self._decoding[plan.lane].forget()
+            self._decoding[plan.lane].clear()
         if not plan.runs:
             return
         self._steps += 1
         self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
-        decoding = self._decoding[plan.lane].of(plan.decoding.sequences)
+        decoding = self._decoding[plan.lane].numbers_of(plan.decoding.sequences)
         chunk_homes = [self._homes[chunk.sequence] for chunk in plan.chunks]
         self._rows[plan.step], times = self._model.times(plan, decoding, chunk_homes, self._split)
         orders = self._replicas[plan.rotates][plan.lane]

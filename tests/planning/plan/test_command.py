@@ -25,7 +25,6 @@ from lamina.planning.plan.fit_store import Fit
 from lamina.planning.plan.ways import Kind, Way
 from lamina.planning.profiling import measure, profile
 
-MEASUREMENTS = Path(__file__).parents[3] / "bench" / "cost" / "measurements"
 PAIR = "--model Llama-3-70B --compute h100 --memory h20 --prices paper --context 4096"
 
 
@@ -143,32 +142,6 @@ def test_a_market_of_one_s_own(priced: Path) -> None:
     assert "a test; now" in result["prices"]
 
 
-def test_validation_prints_every_operator() -> None:
-    printed = plan(f"--model Llama-2-7B --kind a40 --validate {MEASUREMENTS / 'a40_llama2_7b_mlp.csv'}")
-    for operator in ("attn_pre_proj", "mlp_down_proj", "attn_rope", "matrix products", "other operators"):
-        assert operator in printed
-    assert "Fitted to a100_llama2_7b_mlp.csv" in " ".join(printed.split())
-    assert "decode-sized layers" in printed and "1-16 rows" in printed
-
-
-def test_validation_of_kernels_needs_no_model() -> None:
-    decode = plan(f"--kind h100 --validate {MEASUREMENTS / 'h100_attention_decode.csv'}")
-    assert "from 32 MB of KV" in decode and "bias" in decode
-    reduced = plan(f"--kind l40s --validate {MEASUREMENTS / 'l40s_all_reduce_nccl.csv'}")
-    assert "64 KB to 64 MB" in reduced and "8 devices" in reduced
-
-
-def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    head, *rows = (MEASUREMENTS / "a40_llama2_7b_mlp.csv").read_text().splitlines()[:5]
-    place = head.split(",").index("time_stats.mlp_up_proj.median")
-    for value in ("", "0", "-1", "nan", "inf", "fast"):
-        cells = [row.split(",") for row in rows]
-        changed = [",".join([*own[:place], value, *own[place + 1 :]]) for own in cells]
-        (tmp_path / "odd.csv").write_text("\n".join([head, *changed]))
-        with pytest.raises(UserError, match=r"time_stats\.mlp_up_proj\.median"):
-            plan(f"--model Llama-2-7B --kind a40 --validate {tmp_path / 'odd.csv'}")
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -182,7 +155,6 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (PAIR.replace("--context 4096", "--trace /nowhere.csv"), "the trace /nowhere.csv cannot be read"),
         ("--measure /nowhere/cpu.toml", "in a folder that does not exist"),
         ("--measure cpu.sqlite", "where its profile would be written"),
-        (f"{PAIR} --kind h100", "--kind is for --validate only"),
         (
             "--model Llama-3-8B --compute tpu-v6e --memory h20",
             "market own has no price for tpu-v6e.*No market.*own has a100-80g",
@@ -197,12 +169,6 @@ def test_measurements_that_cannot_be_are_refused(tmp_path: Path) -> None:
             "--model Llama-9 --compute h100 --memory h20",
             "'Llama-9' is not a model directory, a config.json or a known name",
         ),
-        (f"--model Llama-2-7B --validate {MEASUREMENTS}/a40_llama2_7b_mlp.csv", "--validate needs --kind"),
-        (f"--model LLaMA-13B --kind a40 --validate {MEASUREMENTS}/a40_llama2_7b_mlp.csv", "measured with n_embd 4096"),
-        (
-            f"--model LLaMA-13B --kind a40 --validate {MEASUREMENTS}/a100_dgx_send_recv.csv",
-            "lacks the columns num_tokens",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused(line: str, message: str) -> None:
@@ -215,7 +181,7 @@ def test_a_measured_machine_can_be_planned_for(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(measure, "PRODUCT", (8, 64, 64))
     measured = Fit("slices", "cpu", "a test", {"rows": [1, 64], "slice_s": [1e-4] * 2, "weight_s": [1e-10] * 2}, 0, 0)
     # The measurement itself is tested in test_profile.py.
-    monkeypatch.setattr(profile, "measure", lambda kind, store: store.write(measured, []))
+    monkeypatch.setattr(profile, "measure", lambda kind, store: store.save_fit(measured, []))
     file = tmp_path / "cpu.toml"
     printed = plan(f"--measure {file}")
     assert "GB/s" in printed

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.cost.validate import errors
 from lamina.core.types import DType
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.kernel_times import TILES, gemm_seconds
-from lamina.planning.profiling.validate import errors
 
 MEASUREMENTS = Path(__file__).parents[3] / "bench" / "cost" / "measurements"
 CATALOGUE = hardware.load()

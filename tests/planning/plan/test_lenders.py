@@ -11,8 +11,7 @@ from bench.cost.pooled import OUTPUT, Lender, Pooled, Recall, enough, lengths, r
 from lamina.kv.policies import ByDebt, ByThroughput, Policy
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.simulate import Arrivals, Deployment, Result, State, System
-from lamina.planning.simulate.baseline_instance import Batch, Chunk, Running
-from lamina.planning.simulate.baseline_prefixes import BLOCK
+from lamina.planning.simulate.baseline_instance import BLOCK, Batch, Chunk, Running
 from lamina.planning.simulate.baselines import BaselineSimulation
 
 A100 = hardware.load()["a100"]
@@ -90,24 +89,24 @@ def test_a_step_waits_for_the_longer_attention_and_the_lender_works_for_it() -> 
     sequence = Running(0, 90_000)
     sequence.cached = 90_000
     batch = Batch([sequence], [])
-    alone = debtor.seconds(batch)
+    alone = debtor.step_seconds(batch)
     taken = {sequence: Counter({lender: 30_000 // BLOCK})}
     debtor.away = taken
     there = SMALL.layers * (float(model.attention_seconds(60_001, 1)) - float(model.attention_seconds(90_001, 1)))
-    assert debtor.seconds(batch) == pytest.approx(alone + there)
+    assert debtor.step_seconds(batch) == pytest.approx(alone + there)
     helped = SMALL.layers * float(model.attention_seconds(30_000, 1))
-    decoding, computing = lender.seconds(batch), debtor.step_s
+    decoding, computing = lender.step_seconds(batch), debtor.step_s
     assert decoding == pytest.approx(alone + helped)
     # A short prompt shares all of its time with the debtor; a long one, only while that decodes.
     for tokens, busy in ((2000, helped / computing), (90_000, 0.0)):
         prompt = Batch([], [Chunk(sequence, 0, tokens)])
         debtor.away = {}
-        usual = lender.seconds(prompt)
+        usual = lender.step_seconds(prompt)
         debtor.away = taken
         slower = usual / (1 - busy) if busy else usual + OUTPUT * helped
-        assert lender.seconds(prompt) == pytest.approx(slower)
-    debtor.seconds(prompt)  # while it computes a prompt, it decodes nothing
-    assert lender.seconds(batch) == pytest.approx(alone)
+        assert lender.step_seconds(prompt) == pytest.approx(slower)
+    debtor.step_seconds(prompt)  # while it computes a prompt, it decodes nothing
+    assert lender.step_seconds(batch) == pytest.approx(alone)
 
 
 def test_drawn_contexts_are_as_published() -> None:

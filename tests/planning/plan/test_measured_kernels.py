@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.cost.fit import PUBLISHED_SHARE
+from bench.cost.published_times import read_table
+from bench.cost.validate import SHAPELESS, ErrorRow, errors
 from lamina.core.errors import ConfigError
 from lamina.core.types import DType
 from lamina.planning.plan import hardware
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.kernel_times import DecodeAttentionFit
-from lamina.planning.profiling.fit import PUBLISHED_SHARE
-from lamina.planning.profiling.published_times import read_table
-from lamina.planning.profiling.validate import SHAPELESS, ErrorRow, errors
 
 MEASUREMENTS = Path(__file__).parents[3] / "bench" / "cost" / "measurements"
 CATALOGUE = hardware.load()
@@ -43,13 +43,13 @@ def totals(file: str, kind: str, kernels_of: str | None = None) -> list[ErrorRow
 def test_decoding_reads_no_faster_than_the_memory_and_more_takes_longer(nbytes: float, units: int, kind: str) -> None:
     device = CATALOGUE[kind]
     fit: DecodeAttentionFit = Fits.load(device).decode
-    seconds = float(fit.seconds(device, nbytes, units))
+    seconds = float(fit.predict_decode(device, nbytes, units))
     if nbytes > 4 * device.cache_bytes:
         assert seconds > nbytes / device.memory_bytes_s
     assert seconds > fit.fixed_s > 1e-6
-    assert float(fit.seconds(device, 1.5 * nbytes, units)) >= seconds
-    assert float(fit.seconds(device, nbytes, 2 * units)) >= seconds
-    assert float(fit.seconds(device, 0, 0)) == 0
+    assert float(fit.predict_decode(device, 1.5 * nbytes, units)) >= seconds
+    assert float(fit.predict_decode(device, nbytes, 2 * units)) >= seconds
+    assert float(fit.predict_decode(device, 0, 0)) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_kernels_over_a_prefix_pack_the_query_heads_of_a_kv_head() -> None:
     """Full tiles take what a chunk's kernel takes for its prefix; 16 rows of 8 query heads to a KV head fill one."""
     entry = hardware.load()["h20"]
     fit = Fits.load(entry).prefill
-    chunk = partial(fit.seconds, entry, DType.BFLOAT16, query_heads=64, kv_heads=8, head_size=128)
+    chunk = partial(fit.predict_prefill, entry, DType.BFLOAT16, query_heads=64, kv_heads=8, head_size=128)
     over = partial(fit.prefix_seconds, entry, DType.BFLOAT16, query_heads=64, kv_heads=8, head_size=128)
     for prefix in (1000, 100_000):
         assert over(512, prefix) == pytest.approx(chunk(512, prefix) - chunk(512, 0))

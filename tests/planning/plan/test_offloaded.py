@@ -43,7 +43,7 @@ def closed_form(prompt: int, shared: int, decoding: int = 0, live: float = 1.0) 
         way=WAY, compute=compute, memory=memory, rows=rows, live=live, parts=1, dense_s=dense, attends=attends
     )
     added = compute.decode_seconds(rows + tokens, 8) + tokens * attends.own_s - dense
-    return float(steps.seconds(tokens, added, 1)[0])
+    return float(steps.step_seconds(tokens, added, 1)[0])
 
 
 def simulated(requests: list[TracedRequest]) -> float:

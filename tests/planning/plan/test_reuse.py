@@ -33,13 +33,13 @@ def played(trace: list[workload.TracedRequest], size: float) -> float:
 
 def test_the_curve_of_a_trace() -> None:
     trace = traces.documents(200, 5.0, seed=1)
-    reuse = FromTrace.of([(one.content, one.answer, one.output) for one in trace])
+    reuse = FromTrace.from_requests([(one.content, one.answer, one.output) for one in trace])
     assert reuse is not None
     for size, tokens in zip(reuse.sizes, reuse.tokens, strict=True):
         assert tokens == pytest.approx(played(trace, size))
     assert list(reuse.tokens) == sorted(reuse.tokens) and reuse.tokens[0] == 0
     assert reuse.most > 0.5 * np.mean([one.prompt for one in trace])  # three of four questions are not the first
-    assert FromTrace.of([((), None, 5)]) is None
+    assert FromTrace.from_requests([((), None, 5)]) is None
     lengths = np.array([one.prompt for one in trace], np.float64)
     for found in (0.0, 0.3 * reuse.most, reuse.most):
         each = reuse.each(found, lengths)

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.cost import fit as fitting
+from bench.cost.fit import KIND, fit_part
+from bench.cost.published_times import Reduction, Series
 from lamina.core.errors import ConfigError
 from lamina.planning.plan import hardware
 from lamina.planning.plan.cost import Fits, PointwiseFit
 from lamina.planning.plan.fit_store import PACKAGED, Fit, ProfileStore, Sample, packaged_fit, write_fits
 from lamina.planning.plan.kernel_times import RingFit
-from lamina.planning.profiling import fit as fitting
-from lamina.planning.profiling.fit import KIND, fit_part
-from lamina.planning.profiling.published_times import Reduction, Series
 
 CATALOGUE = hardware.load()
 MEASUREMENTS = Path(__file__).parents[3] / "bench" / "cost" / "measurements"
@@ -25,7 +25,7 @@ def test_a_fit_is_replaced_and_found_by_kind(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path / "mine.sqlite")
     samples = [Sample("add", 8, 1, 2e-6, 3e-6), Sample("add", 16, 2, 4e-6, 4e-6)]
     for kind, latency in (("a100-80g", 1.0), ("h20", 2.0), ("a100-80g", 3.0)):
-        store.write(Fit("send_recv", kind, "x.csv", {"latency_s": latency}, 0.1, 0.2), samples)
+        store.save_fit(Fit("send_recv", kind, "x.csv", {"latency_s": latency}, 0.1, 0.2), samples)
     found = [store.fit("send_recv", kind) for kind in ("a100-80g", "h20", "a40")]
     assert [fit and fit.parameters for fit in found] == [{"latency_s": 3.0}, {"latency_s": 2.0}, None]
     assert store.samples("send_recv", "h20") == samples
@@ -95,7 +95,7 @@ def test_what_is_not_a_store_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a profile store"):
         Fits.load(CATALOGUE["h100"], ProfileStore(tmp_path / "text.sqlite"))
     old = ProfileStore(tmp_path / "old.sqlite")
-    old.write(Fit("gemm", "h100", "x", {"peak": 1.0}, 0, 0), [])
+    old.save_fit(Fit("gemm", "h100", "x", {"peak": 1.0}, 0, 0), [])
     with pytest.raises(ConfigError, match=r"'gemm' of h100 was written by another version"):
         Fits.load(CATALOGUE["h100"], old)
     with sqlite3.connect(old.file) as connection:

@@ -39,7 +39,7 @@ def run(batch: int, prompt: int, lanes: int) -> Run:
     """The true times in plain arithmetic: 12 layers of 2 x 2 x 64 x 2 bytes of KV per token."""
     rows, live = batch / lanes, prompt + DRAWN / 2 + batch
     layer = 2 * 512 * 64 * (8 + 2) + 3 * 512 * 1408
-    dense = 12 * float(CURVE.seconds(rows, layer)) + float(CURVE.seconds(rows, 999 * 512))
+    dense = 12 * float(CURVE.predict_slice(rows, layer)) + float(CURVE.predict_slice(rows, 999 * 512))
     messages = 12 * (4e-5 + 1e-6 * rows)
     beside = np.interp(rows, [1, 4, 16], [2e-5, 7e-5, 1.5e-4])
     attention = 12 * (beside + rows * live * 512 / 15e9)
@@ -83,14 +83,14 @@ def test_what_chunks_take_is_found_again() -> None:
 
 def test_slices_of_a_third_width_follow_from_two() -> None:
     rows, weights = (1, 8, 64), (2_000_000, 9_000_000)
-    times = [[float(CURVE.seconds(count, own)) for count in rows] for own in weights]
-    found = SliceCurve.of(rows, weights, times)
-    assert found.seconds(8, 5_000_000) == pytest.approx(6e-5 + 5e6 * 6e-11)
-    assert found.seconds(64, 5_000_000) == pytest.approx(9e-5 + 5e6 * 3e-10)
+    times = [[float(CURVE.predict_slice(count, own)) for count in rows] for own in weights]
+    found = SliceCurve.fit(rows, weights, times)
+    assert found.predict_slice(8, 5_000_000) == pytest.approx(6e-5 + 5e6 * 6e-11)
+    assert found.predict_slice(64, 5_000_000) == pytest.approx(9e-5 + 5e6 * 3e-10)
     # Beyond the measured rows, the last slope continues: here five times as much for eight times the rows.
-    assert found.seconds(512, 0) == pytest.approx(9e-5 * 1.5)
-    noisy = SliceCurve.of(rows, weights, [[2e-4] * 3, [1e-4] * 3])  # the larger one faster: no weight may cost nothing
-    assert np.all(noisy.seconds(np.array(rows), 9_000_000) >= 1e-4 * 0.99)
+    assert found.predict_slice(512, 0) == pytest.approx(9e-5 * 1.5)
+    noisy = SliceCurve.fit(rows, weights, [[2e-4] * 3, [1e-4] * 3])  # the larger one faster: no weight may cost nothing
+    assert np.all(noisy.predict_slice(np.array(rows), 9_000_000) >= 1e-4 * 0.99)
 
 
 def one_of_each(kind: hardware.Hardware, lanes: int) -> Pools:
@@ -143,8 +143,8 @@ def test_the_simulator_takes_what_was_measured(tmp_path: Path) -> None:
     """One sequence in one lane: its times between tokens are the planner's for as many cached tokens."""
     entry = replace(hardware.load()["epyc"], kind="cpu", nic_bytes_s=1e18)
     store = ProfileStore(tmp_path / "mine.sqlite")
-    store.write(Fit("slices", "cpu", "a test", asdict(CURVE), 0, 0), [])
-    store.write(Fit("runtime", "cpu", "a test", asdict(TRUTH), 0, 0), [])
+    store.save_fit(Fit("slices", "cpu", "a test", asdict(CURVE), 0, 0), [])
+    store.save_fit(Fit("runtime", "cpu", "a test", asdict(TRUTH), 0, 0), [])
     (tmp_path / "mine.toml").touch()
     assert ProfileStore.beside(tmp_path / "none.toml") is None
     deployment = Deployment(

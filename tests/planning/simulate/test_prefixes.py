@@ -8,7 +8,7 @@ from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.workload import TracedRequest
 from lamina.planning.simulate import Deployment, Result, State, System, simulate
 from lamina.planning.simulate.arrivals import replay
-from lamina.planning.simulate.baseline_prefixes import BLOCK
+from lamina.planning.simulate.baseline_instance import BLOCK
 from lamina.planning.simulate.baselines import BaselineSimulation
 
 CATALOGUE = hardware.load()

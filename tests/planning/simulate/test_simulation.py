@@ -133,8 +133,8 @@ def test_tokens_are_conserved_and_every_request_ends_once(clients: int, monkeypa
     """Also if its scheduler has several clients, and compares their seats with every step."""
 
     class Shared(Scheduler):
-        def add(self, request: Request, drawn: Any = None) -> Any:
-            return super().add(replace(request, client=client(int(request.request_id), clients)), drawn)
+        def submit(self, request: Request, drawn: Any = None) -> Any:
+            return super().submit(replace(request, client=client(int(request.request_id), clients)), drawn)
 
     monkeypatch.setattr(turn, "Scheduler", Shared)
     monkeypatch.setattr("lamina.schedule.admission.SHARE", 0)
@@ -184,9 +184,9 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
     plans: list[StepPlan] = []
 
     class Watched(Scheduler):
-        def add(self, request: Request, drawn: Any = None) -> Any:
+        def submit(self, request: Request, drawn: Any = None) -> Any:
             told.append(("add", request))
-            return super().add(request, drawn)
+            return super().submit(request, drawn)
 
         def complete(self, lane: int, step: int | None = None) -> Any:
             told.append(("complete", (lane, step)))
@@ -213,14 +213,14 @@ def test_decisions_are_those_of_a_scheduler_driven_by_hand(monkeypatch: pytest.M
     expected: list[StepPlan] = []
     for index, (what, detail) in enumerate(told):
         if what == "add":
-            scheduler.add(detail)
+            scheduler.submit(detail)
         elif what == "migrated":
             scheduler.migrated(detail)
         elif what == "complete":
             for group, completion in scheduler.complete(*detail).values():
                 completion.generated.append(0)
                 if len(completion.generated) == group.max_tokens:
-                    scheduler.finish(group, completion)
+                    scheduler.end_completion(group, completion)
         if index + 1 == len(told) or told[index + 1][0] == "plan" != what:
             for lane in range(6):  # Engine._step
                 while scheduler.in_flight(lane) < 2 and (plan := scheduler.plan(lane)) is not None:

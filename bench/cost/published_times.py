@@ -118,7 +118,7 @@ def prefill_seconds(fitted: PrefillAttentionFit, device: Hardware, table: Table)
     """Predicted seconds of every measurement of prompt chunks, in 16 bits."""
     head_size = int(table["head_dim"][0])
     chunk, prefix, queries, kept = (table[name] for name in ("chunk", "prefix", "query_heads", "kv_heads"))
-    return fitted.seconds(device, DType.BFLOAT16, chunk, prefix, queries, kept, head_size, table["batch"])
+    return fitted.predict_prefill(device, DType.BFLOAT16, chunk, prefix, queries, kept, head_size, table["batch"])
 
 
 def read_reductions(file: Path) -> Reduction:

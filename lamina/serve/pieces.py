@@ -1,20 +1,13 @@
-"""Converts the engine's updates to answers and stream chunks in OpenAI's form."""
+"""Divides the engine's updates into pieces of choices, whichever API asked for them, and counts their tokens."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 from lamina.core.types import Logprob
 from lamina.engine.updates import RequestUpdate
 from lamina.text.logprobs import named
 from lamina.text.tokenizer import Tokenizer
-
-LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-
-Json = dict[str, Any]
-
 
 MOST_POSITIONS = 64
 """Most tokens of one event or piece: encoding one must not delay other clients."""
@@ -94,79 +87,18 @@ class Usage:
             if completion.finish_reason is not None:
                 self.ends[prompt, completion.index] = completion.finish_reason.value
 
-    def body(self) -> Json:
-        """Return the counts in OpenAI's form."""
-        prompt = sum(self.prompts.values())
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self.drawn,
-            "total_tokens": prompt + self.drawn,
-            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
-        }
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts together."""
+        return sum(self.prompts.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that were found in the prefix cache."""
+        return sum(self.cached.values())
 
     def figures(self) -> str:
         """Tokens and finish reasons, for a log."""
         reasons = Counter(self.ends.values())
         ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "client left"
-        return f"{sum(self.prompts.values())} prompt tokens, {self.drawn} generated, {ends}"
-
-
-def envelope(
-    kind: Literal["text_completion", "chat.completion", "chat.completion.chunk"], id_: str, model: str
-) -> Json:
-    """Return the leading fields of every answer and chunk."""
-    return {"id": id_, "object": kind, "created": int(time.time()), "model": model}
-
-
-def completion_choice(piece: Piece) -> Json:
-    """One entry of ``choices`` of a completion or of its chunks."""
-    return {
-        "index": piece.choice,
-        "text": piece.text,
-        "logprobs": None if piece.logprobs is None else _completion_logprobs(piece.logprobs, piece.text_offsets),
-        "finish_reason": piece.finish_reason,
-    }
-
-
-def chat_choice(piece: Piece, key: Literal["message", "delta"]) -> Json:
-    """One entry of ``choices`` of a chat answer (``message``) or of its chunks (``delta``)."""
-    content = {"role": "assistant", "content": piece.text} if key == "message" else {"content": piece.text}
-    return {
-        "index": piece.choice,
-        key: content,
-        "logprobs": None if piece.logprobs is None else _chat_logprobs(piece.logprobs),
-        "finish_reason": piece.finish_reason,
-    }
-
-
-def _completion_logprobs(positions: Sequence[list[Logprob]], offsets: list[int]) -> Json:
-    return {
-        "tokens": [drawn.text for drawn, *_ in positions],
-        "token_logprobs": [_finite(drawn.logprob) for drawn, *_ in positions],
-        "top_logprobs": [_by_text(entries) for entries in positions],
-        "text_offset": offsets,
-    }
-
-
-def _by_text(entries: Sequence[Logprob]) -> dict[str, float]:
-    """Return the log-probability of each token by its text; tokens whose text another one has are named as vLLM names
-    ids."""
-    tokens: dict[str, int] = {}
-    found: dict[str, float] = {}
-    for entry in entries:  # the drawn token is first, and its text is its key
-        unique = tokens.setdefault(entry.text, entry.token_id) == entry.token_id
-        found[entry.text if unique else f"token_id:{entry.token_id}"] = _finite(entry.logprob)
-    return found
-
-
-def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Json:
-    content = [_chat_logprob(drawn) | {"top_logprobs": [_chat_logprob(t) for t in top]} for drawn, *top in positions]
-    return {"content": content, "refusal": None}
-
-
-def _chat_logprob(entry: Logprob) -> Json:
-    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.bytes)}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+        return f"{self.prompt_tokens} prompt tokens, {self.drawn} generated, {ends}"

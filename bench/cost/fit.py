@@ -1,10 +1,10 @@
 """Fits the cost model to measurements and stores the result with the package.
 
-    python -m lamina.planning.profiling.fit bench/cost/measurements
+    python -m bench.cost.fit bench/cost/measurements
 
 fits every part to the files named in ``parts`` and rewrites ``fits.json`` in the package (``--output FILE``: another
-file). Needs scipy, which nothing else does. The other files in that directory are for testing (``lamina plan
---validate``) and are never read here. ``--cross-validate`` writes nothing: it fits parts without some of the data, or
+file). Needs scipy, which nothing else does. The other files in that directory are for testing (``bench.cost.validate``)
+and are never read here. ``--cross-validate`` writes nothing: it fits parts without some of the data, or
 to one device, and prints the errors on what was left out.
 
 The parameters minimise a robust (soft L1) loss of predicted / measured - 1, the error that is reported, so that
@@ -21,6 +21,17 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
+from bench.cost.published_times import (
+    Reduction,
+    Series,
+    Table,
+    decode_work,
+    prefill_seconds,
+    read_network,
+    read_operators,
+    read_reductions,
+    read_table,
+)
 from lamina.planning.plan import hardware
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits, PointwiseFit, TransferFit
 from lamina.planning.plan.fit_store import PACKAGED, Fit, write_fits
@@ -34,17 +45,6 @@ from lamina.planning.plan.kernel_times import (
     RingFit,
 )
 from lamina.planning.plan.model_shapes import KNOWN
-from lamina.planning.profiling.published_times import (
-    Reduction,
-    Series,
-    Table,
-    decode_work,
-    prefill_seconds,
-    read_network,
-    read_operators,
-    read_reductions,
-    read_table,
-)
 
 KIND = "a100-80g"
 HOPPER = "h100"
@@ -238,7 +238,7 @@ def decoding(table: Table, kind: str) -> Part:
         kind=kind,
         source=table.file.name,
         start=replace(START_DECODE, memory_share=PUBLISHED_SHARE[kind]),
-        predict=lambda fitted: np.asarray(fitted.seconds(device, nbytes, units)),
+        predict=lambda fitted: np.asarray(fitted.predict_decode(device, nbytes, units)),
         seconds=table.seconds,
         weights=np.where(nbytes >= STARTED_BYTES, 1.0, SHORT_WEIGHT),
         held=("memory_share",),
@@ -268,7 +268,7 @@ def reducing(times: Reduction, name: str, kind: str, start: Any) -> Part:
         kind=kind,
         source=times.file.name,
         start=start,
-        predict=lambda fitted: times.by_devices(lambda nbytes, n: fitted.seconds(nbytes, n, link)),
+        predict=lambda fitted: times.by_devices(lambda nbytes, n: fitted.predict_all_reduce(nbytes, n, link)),
         seconds=times.seconds,
     )
 
@@ -299,7 +299,7 @@ def parts(directory: Path, fitted: PointwiseFit | None = None) -> list[Part]:
             kind=KIND,
             source="a100_dgx_send_recv.csv",
             start=START_TRANSFER,
-            predict=lambda fitted: np.asarray(fitted.seconds(transfer.sizes, link)),
+            predict=lambda fitted: np.asarray(fitted.predict_transfer(transfer.sizes, link)),
             seconds=transfer.seconds,
         ),
     ]

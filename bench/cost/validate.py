@@ -1,15 +1,18 @@
-"""Compares the cost model with measurements it was not fitted to: errors with their sign, by bands of sizes."""
+"""Compares the cost model with measured kernels: errors with their sign, by bands of sizes.
 
+    python -m bench.cost.validate bench/cost/measurements/h100_attention_decode.csv --kind h100
+
+A file of a layer's operators needs ``--model`` too.
+"""
+
+import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel
-from lamina.planning.plan.kernel_times import Floats
-from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.profiling.published_times import (
+from bench.cost.published_times import (
     columns_of,
     decode_work,
     prefill_seconds,
@@ -17,6 +20,12 @@ from lamina.planning.profiling.published_times import (
     read_reductions,
     read_table,
 )
+from lamina.core.errors import ConfigError
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits
+from lamina.planning.plan.fit_store import packaged_fit
+from lamina.planning.plan.kernel_times import Floats
+from lamina.planning.plan.model_shapes import ModelShape
 
 ROWS = (1, 17, 65, 129, 257, 1025)
 DECODE_ROWS = 128
@@ -98,7 +107,7 @@ def _attention(file: Path, model: CostModel) -> Iterator[ErrorRow]:
     table, device = read_table(file), model.hardware
     if "context" in table.columns:
         nbytes, units = decode_work(table)
-        error = model.fits.decode.seconds(device, nbytes, units) / table.seconds - 1
+        error = model.fits.decode.predict_decode(device, nbytes, units) / table.seconds - 1
         yield from _by_band("decode attention", nbytes / 1e6, MEGABYTES, "MB of KV", error)
         yield _row("decode attention", "from 32 MB of KV", error[nbytes >= 32e6], is_total=True)
     else:
@@ -112,7 +121,7 @@ def _reductions(file: Path, model: CostModel) -> Iterator[ErrorRow]:
     link = model.hardware.link_bytes_s
     ring = model.fits.pcie if model.hardware.link.startswith("PCIe") else model.fits.nvlink
     for name, found in (
-        ("NCCL", times.by_devices(lambda nbytes, n: ring.seconds(nbytes, n, link))),
+        ("NCCL", times.by_devices(lambda nbytes, n: ring.predict_all_reduce(nbytes, n, link))),
         ("fastest kernel", times.by_devices(model.all_reduce_seconds)),
     ):
         error = found / times.seconds - 1
@@ -143,3 +152,35 @@ SHAPELESS = ModelShape(
     name="any", layers=1, hidden=1, intermediate=1, query_heads=1, kv_heads=1, head_size=1, vocabulary=1
 )
 """A shape for files whose measurements do not depend on a model."""
+
+
+def show(file: Path, model: str | None, kind: str) -> None:
+    """Print the cost model's errors against measurements of ``kind``, by band. Raises ConfigError."""
+    entry = hardware.load()[kind]
+    if needs_model(file) and model is None:
+        raise ConfigError(f"{file} has a layer's operators; give --model, the model that was measured")
+    shape = model_shapes.find(model) if needs_model(file) and model else SHAPELESS
+    print(f"predicted against measured: {file.name} on {entry.kind}; bias: median with its sign, negative: too fast")
+    print(f"{'operator':<32} {'band':<24} {'count':>6} {'median':>7} {'p95':>7} {'bias':>7}")
+    for row in errors(file, CostModel(shape, entry, Fits.load(entry))):
+        print(
+            f"{row.operator:<32} {row.band:<24} {row.count:>6} {row.median:>7.1%} {row.p95:>7.1%} {row.bias:>+7.1%}"
+            + ("  total" if row.is_total else "")
+        )
+    names = ("gemm", "decode", "prefill", "pcie" if entry.link.startswith("PCIe") else "nvlink")
+    sources = dict.fromkeys(packaged_fit(name, entry.like or entry.kind).source for name in names)
+    print(f"fitted to {', '.join(sources)}")
+
+
+def main() -> None:
+    """Parse the command line and print the table."""
+    parser = argparse.ArgumentParser(description="Print the cost model's errors against measurements of kernels.")
+    parser.add_argument("file", type=Path, help="a CSV in a format of bench/cost/measurements")
+    parser.add_argument("--kind", required=True, help="the hardware that was measured")
+    parser.add_argument("--model", help="the model whose operators were measured")
+    arguments = parser.parse_args()
+    show(arguments.file, arguments.model, arguments.kind)
+
+
+if __name__ == "__main__":
+    main()

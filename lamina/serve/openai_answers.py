@@ -1,0 +1,249 @@
+"""Writes answers and stream chunks in the form of OpenAI's completions and chat completions."""
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from lamina.core.types import Logprob
+from lamina.serve.http_errors import APIError
+from lamina.serve.pieces import Piece, Usage
+from lamina.serve.requests import GenerationRequest
+from lamina.text.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+
+Json = dict[str, Any]
+
+
+class AnswerWriter(Protocol):
+    """Writes the answer of one HTTP request in the form of its API, whole or as events of a stream."""
+
+    def begin_stream(self, usage: Usage) -> bytes:
+        """Return the events before the first token."""
+        ...
+
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        """Return the events of new pieces; empty if they add nothing yet."""
+        ...
+
+    def end_stream(self, usage: Usage) -> bytes:
+        """Return the events after the last token."""
+        ...
+
+    def fail_stream(self, error: APIError) -> bytes:
+        """Return the events of a stream that an error ends."""
+        ...
+
+    def begin_answer(self) -> bytes:
+        """Return the beginning of a whole answer."""
+        ...
+
+    def write_choice(self, piece: Piece) -> bytes:
+        """Return one choice of a whole answer. ``piece``: all of the choice."""
+        ...
+
+    def end_answer(self, usage: Usage) -> bytes:
+        """Return the end of a whole answer."""
+        ...
+
+
+def event(data: Any, name: str = "") -> bytes:
+    """Return one server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def counts(usage: Usage) -> Json:
+    """Return the token counts in OpenAI's form."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.drawn,
+        "total_tokens": usage.prompt_tokens + usage.drawn,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class CompletionWriter:
+    """The form of ``/v1/completions``. See ``AnswerWriter``."""
+
+    answer: Literal["text_completion", "chat.completion"] = "text_completion"
+    chunk: Literal["text_completion", "chat.completion.chunk"] = "text_completion"
+    id_prefix = "cmpl"
+
+    def __init__(self, wanted: GenerationRequest, model: str) -> None:
+        self._wanted = wanted
+        self._model = model
+        self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self._between = b""
+
+    def begin_stream(self, usage: Usage) -> bytes:
+        """Return nothing: the first chunk has text."""
+        return b""
+
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        """Return one chunk with all pieces."""
+        choices = [choice for piece in pieces if (choice := self.delta(piece)) is not None]
+        return self._chunk(choices, usage) if choices else b""
+
+    def end_stream(self, usage: Usage) -> bytes:
+        """Return the chunk of token counts, if it is wanted, and the mark of the end."""
+        last = b"" if self._wanted.usage == "none" else self._chunk([], usage, last=True)
+        return last + b"data: [DONE]\n\n"
+
+    def fail_stream(self, error: APIError) -> bytes:
+        """Return the error, and the mark of the end."""
+        return event(error.body()) + b"data: [DONE]\n\n"
+
+    def begin_answer(self) -> bytes:
+        """Return everything before the choices."""
+        return msgspec.json.encode(self._envelope(self.answer))[:-1] + b',"choices":['
+
+    def write_choice(self, piece: Piece) -> bytes:
+        """Return a choice, and a comma before all but the first."""
+        between, self._between = self._between, b","
+        return between + msgspec.json.encode(self.choice(piece))
+
+    def end_answer(self, usage: Usage) -> bytes:
+        """Return everything after the choices."""
+        return b'],"usage":' + msgspec.json.encode(counts(usage)) + b"}"
+
+    def choice(self, piece: Piece) -> Json:
+        """Return a whole choice. ``piece``: all of it."""
+        return completion_choice(piece)
+
+    def delta(self, piece: Piece) -> Json | None:
+        """Return what a piece adds to a choice; None if it adds nothing yet."""
+        return completion_choice(piece)
+
+    def _envelope(self, kind: str) -> Json:
+        return {"id": self._id, "object": kind, "created": int(time.time()), "model": self._model}
+
+    def _chunk(self, choices: Sequence[Json], usage: Usage, last: bool = False) -> bytes:
+        chunk = self._envelope(self.chunk)
+        chunk["choices"] = choices
+        if self._wanted.usage != "none":
+            chunk["usage"] = counts(usage) if last or self._wanted.usage == "every" else None
+        return event(chunk)
+
+
+class ChatWriter(CompletionWriter):
+    """The form of ``/v1/chat/completions``. See ``AnswerWriter``."""
+
+    answer, chunk, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, wanted: GenerationRequest, model: str) -> None:
+        super().__init__(wanted, model)
+        self._parsers = [wanted.make_parser() for _ in range(wanted.params.n)]
+        self._calling = set[int]()  # choices with calls
+
+    def begin_stream(self, usage: Usage) -> bytes:
+        """Return a chunk with the role of each choice."""
+        opening: Json = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._chunk([{"index": i, **opening} for i in range(self._wanted.params.n)], usage)
+
+    def choice(self, piece: Piece) -> Json:
+        """Return a choice with its message."""
+        parser = self._parsers[piece.choice]
+        found = chat_delta(parser.append(piece.text) + parser.flush())
+        message: Json = {
+            "role": "assistant",
+            "content": found.get("content", "" if "tool_calls" not in found else None),
+        }
+        if "reasoning_content" in found:
+            message["reasoning_content"] = found["reasoning_content"]
+        if calls := found.get("tool_calls"):
+            self._calling.add(piece.choice)
+            message["tool_calls"] = [{key: call[key] for key in ("id", "type", "function")} for call in calls]
+        return self._with_rest(piece, "message", message)
+
+    def delta(self, piece: Piece) -> Json | None:
+        """Return a choice with what the piece adds to its message."""
+        parser = self._parsers[piece.choice]
+        events = parser.append(piece.text) + (parser.flush() if piece.finish_reason is not None else [])
+        found = chat_delta(events)
+        if "tool_calls" in found:
+            self._calling.add(piece.choice)
+        if not found and piece.logprobs is None and piece.finish_reason is None:
+            return None
+        return self._with_rest(piece, "delta", found or {"content": ""})
+
+    def _with_rest(self, piece: Piece, key: str, message: Json) -> Json:
+        reason = piece.finish_reason
+        return {
+            "index": piece.choice,
+            key: message,
+            "logprobs": None if piece.logprobs is None else _chat_logprobs(piece.logprobs),
+            "finish_reason": "tool_calls" if reason == "stop" and piece.choice in self._calling else reason,
+        }
+
+
+def chat_delta(events: Iterable[Event]) -> Json:
+    """Return the fields of a delta that has these events; calls that begin have an id."""
+    delta: Json = {}
+    calls: dict[int, Json] = {}
+    for new in events:
+        match new:
+            case Content(text):
+                delta["content"] = delta.get("content", "") + text
+            case Reasoning(text):
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+            case CallBegins(index, name):
+                function = {"name": name, "arguments": ""}
+                calls[index] = {"index": index, "id": new_call_id(), "type": "function", "function": function}
+            case CallArguments(index, text):
+                calls.setdefault(index, {"index": index, "function": {"arguments": ""}})["function"]["arguments"] += (
+                    text
+                )
+    if calls:
+        delta["tool_calls"] = [*calls.values()]
+    return delta
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+def completion_choice(piece: Piece) -> Json:
+    """Return one entry of ``choices`` of a completion or of its chunks."""
+    return {
+        "index": piece.choice,
+        "text": piece.text,
+        "logprobs": None if piece.logprobs is None else _completion_logprobs(piece.logprobs, piece.text_offsets),
+        "finish_reason": piece.finish_reason,
+    }
+
+
+def _completion_logprobs(positions: Sequence[list[Logprob]], offsets: list[int]) -> Json:
+    return {
+        "tokens": [drawn.text for drawn, *_ in positions],
+        "token_logprobs": [_finite(drawn.logprob) for drawn, *_ in positions],
+        "top_logprobs": [_by_text(entries) for entries in positions],
+        "text_offset": offsets,
+    }
+
+
+def _by_text(entries: Sequence[Logprob]) -> dict[str, float]:
+    """Return the log-probability of each token by its text; tokens whose text another one has are named as vLLM names
+    ids."""
+    tokens: dict[str, int] = {}
+    found: dict[str, float] = {}
+    for entry in entries:  # the drawn token is first, and its text is its key
+        unique = tokens.setdefault(entry.text, entry.token_id) == entry.token_id
+        found[entry.text if unique else f"token_id:{entry.token_id}"] = _finite(entry.logprob)
+    return found
+
+
+def _chat_logprobs(positions: Sequence[list[Logprob]]) -> Json:
+    content = [_chat_logprob(drawn) | {"top_logprobs": [_chat_logprob(t) for t in top]} for drawn, *top in positions]
+    return {"content": content, "refusal": None}
+
+
+def _chat_logprob(entry: Logprob) -> Json:
+    return {"token": entry.text, "logprob": _finite(entry.logprob), "bytes": list(entry.bytes)}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)

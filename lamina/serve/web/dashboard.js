@@ -1,0 +1,171 @@
+"use strict";
+// Asks for the server's state once a second. Rates and latencies are differences between two states.
+
+const SECONDS = 300; // shown
+const WINDOW = 10; // seconds that a latency's quantile looks back
+const $ = (id) => document.getElementById(id);
+const history = []; // states, oldest first
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+const count = (value) => Math.round(value).toLocaleString("en");
+
+function bytes(value) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let unit = 0;
+  for (; value >= 1000 && unit < units.length - 1; unit++) value /= 1000;
+  return `${unit ? value.toFixed(1) : value} ${units[unit]}`;
+}
+
+// The quantile of what two cumulative histograms differ by, in seconds, interpolated within its bucket; null if nothing.
+function quantile(now, then, share) {
+  const grown = now.map(([bound, total], index) => [bound, total - (then[index]?.[1] ?? 0)]);
+  const all = grown.at(-1)?.[1] ?? 0;
+  if (all <= 0) return null;
+  let low = 0, below = 0;
+  for (const [bound, total] of grown) {
+    if (total >= share * all) return bound === null ? low : low + ((bound - low) * (share * all - below)) / (total - below || 1);
+    low = bound;
+    below = total;
+  }
+  return low;
+}
+
+const charts = {};
+function makeCharts() {
+  const make = (id, series) => {
+    charts[id]?.destroy();
+    const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line") } };
+    charts[id] = new uPlot({
+      width: $(id).clientWidth || 300, height: 160,
+      series: [{}, ...series.map(([label, color]) => ({ label, stroke: css(color), width: 1.5, spanGaps: true }))],
+      axes: [axis, { ...axis, size: 56 }],
+      scales: { y: { range: (_, low, high) => [0, Math.max(high, 1e-3) * 1.1] } },
+      cursor: { drag: { x: false, y: false } },
+      legend: { live: false },
+    }, [[], ...series.map(() => [])], $(id));
+  };
+  make("tokens", [["generated", "--compute"], ["prompt", "--memory"]]);
+  make("requests", [["running", "--compute"], ["waiting", "--warn"]]);
+  make("first", [["median", "--compute"], ["99 %", "--warn"]]);
+  make("between", [["median", "--compute"], ["99 %", "--warn"]]);
+}
+
+function draw() {
+  const times = history.map((state) => state.time);
+  const rate = (name) => history.map((state, index) => {
+    if (!index) return null;
+    const before = history[index - 1];
+    return Math.max(0, (state.tokens[name] - before.tokens[name]) / (state.time - before.time));
+  });
+  const latency = (name, share, scale) => history.map((state, index) => {
+    const found = index ? quantile(state.latency[name], history[Math.max(0, index - WINDOW)].latency[name], share) : null;
+    return found === null ? null : found * scale;
+  });
+  charts.tokens.setData([times, rate("generated"), rate("prompt")]);
+  charts.requests.setData([times, history.map((state) => state.requests.running), history.map((state) => state.requests.waiting)]);
+  charts.first.setData([times, latency("time_to_first_token", 0.5, 1), latency("time_to_first_token", 0.99, 1)]);
+  charts.between.setData([times, latency("time_between_tokens", 0.5, 1000), latency("time_between_tokens", 0.99, 1000)]);
+}
+
+function row(...cells) {
+  const line = document.createElement("tr");
+  for (const cell of cells) {
+    const field = document.createElement("td");
+    if (cell instanceof Node) field.append(cell);
+    else field.textContent = cell;
+    if (typeof cell === "number" || /^[\d.,]+( \w+)?$/.test(cell)) field.className = "number";
+    line.append(field);
+  }
+  return line;
+}
+
+function bar(worker) {
+  const outer = document.createElement("div");
+  outer.className = "bar";
+  outer.title = `${count(worker.used)} in use, ${count(worker.cached)} cached of ${count(worker.capacity)} slots`;
+  for (const kind of ["used", "cached"]) {
+    const part = document.createElement("div");
+    part.className = kind;
+    part.style.width = `${(100 * worker[kind]) / Math.max(worker.capacity, 1)}%`;
+    outer.append(part);
+  }
+  return outer;
+}
+
+function show(state) {
+  $("model").textContent = state.model;
+  const stateOf = (name) => {
+    const text = document.createElement("span");
+    const silent = state.silent_s[name];
+    text.textContent = silent ? `no answer for ${silent} s` : state.workers[name] ?? "serving";
+    if (silent) text.className = "warn";
+    return text;
+  };
+  const limit = [document.createElement("span")];
+  limit[0].textContent = `${state.limit.what} `;
+  if (state.limit.remedy) {
+    limit.push(document.createElement("code"));
+    limit[1].textContent = state.limit.remedy;
+  }
+  $("limit").replaceChildren(...limit);
+  $("limit").classList.toggle("warn", state.dead !== null || Object.keys(state.silent_s).length > 0 || state.requests.waiting > 0);
+
+  const before = history.at(-2);
+  const speed = before ? (state.tokens.generated - before.tokens.generated) / (state.time - before.time) : 0;
+  const cache = state.placement.prefix_cache;
+  const figures = [
+    [count(Math.max(0, speed)), "tokens/s generated"],
+    [count(state.requests.running), "requests running"],
+    [count(state.requests.waiting), "requests waiting"],
+    [cache.queried ? `${Math.round((100 * cache.hit) / cache.queried)} %` : "–", "of prompt tokens cached"],
+    [count(state.counts.preempted), "preemptions"],
+    [count(state.counts.recoveries), "recoveries from lost workers"],
+  ];
+  $("figures").replaceChildren(...figures.map(([value, name]) => {
+    const figure = document.createElement("div"), number = document.createElement("b"), label = document.createElement("span");
+    figure.className = "figure";
+    number.textContent = value;
+    label.textContent = name;
+    figure.append(number, label);
+    return figure;
+  }));
+
+  const memory = Object.entries(state.placement.workers);
+  $("memory").replaceChildren(...memory.map(([name, worker]) => {
+    const largest = Object.entries(worker.largest_requests).slice(0, 3).map(([request, tokens]) => `${request} ${count(tokens)}`);
+    return row(name, stateOf(name), bar(worker), count(worker.used), count(worker.cached), count(worker.capacity), bytes(worker.moved_bytes), largest.join(", "));
+  }));
+  const moves = state.placement.moves;
+  const moving = moves.in_progress.map((move) => `${count(move.tokens)} tokens from ${move.source} to ${move.target}`);
+  $("moves").textContent =
+    `Moves: ${count(moves.completed)} completed, ${count(moves.refused)} refused, ${count(moves.cancelled)} cancelled` +
+    (moving.length ? `; in progress: ${moving.join(", ")}` : "") +
+    `. The fullest worker holds ${state.placement.imbalance} times the mean.`;
+  const compute = Object.keys(state.workers).filter((name) => !(name in state.placement.workers));
+  $("compute").replaceChildren(...compute.map((name) => row(name, stateOf(name))));
+  $("links").replaceChildren(...state.links.map((link) => row(link.transport, count(link.pairs), link.reason)));
+}
+
+async function look() {
+  const key = sessionStorage.getItem("key");
+  try {
+    const response = await fetch("/dashboard/state", {
+      headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: AbortSignal.timeout(5000),
+    });
+    if (response.status === 401) throw new Error("This server needs an API key: set it on the chat page.");
+    if (!response.ok) throw new Error(`The server answered ${response.status}.`);
+    const state = await response.json();
+    history.push(state);
+    while (history[0].time < state.time - SECONDS) history.shift();
+    show(state);
+    draw();
+    $("connection").textContent = "Live";
+  } catch (error) {
+    $("connection").textContent = error.message.startsWith("Th") ? error.message : "No answer from the server; trying again.";
+  }
+  setTimeout(look, 1000);
+}
+
+makeCharts();
+addEventListener("resize", () => Object.entries(charts).forEach(([id, chart]) => chart.setSize({ width: $(id).clientWidth, height: 160 })));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { makeCharts(); draw(); });
+look();

@@ -1,0 +1,166 @@
+"""Tools and reasoning in chats: what the model is shown, what it must match, and the answers clients get."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from lamina.core.types import FinishReason
+from lamina.text.chat_format import ChatFormat
+from lamina.text.chat_template import ChatTemplate
+from tests.support import scripted_engine
+from tests.support.scripted_engine import CHAT, FakeTokenizer, Running, refusal
+
+USER: Any = [{"role": "user", "content": "a"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "$defs": {"City": {"enum": ["x"]}}}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "look", "description": "d", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if effort %}({{ effort }}{{ reasoning_effort }}){% endif %}{% if add_generation_prompt %}<go>{% endif %}"
+)
+
+
+@pytest.fixture(autouse=True)
+def template(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate(TEMPLATE, {}))
+
+
+def say(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(scripted_engine, "WORDS", [text[at : at + 7] for at in range(0, len(text), 7)])
+    monkeypatch.setattr(scripted_engine, "END", FinishReason.STOP)
+
+
+def shown(server: Running) -> str:
+    prompt, _ = server.engine.submitted[-1]
+    return server.engine.tokenizer.decode(prompt) if isinstance(prompt, list) else prompt
+
+
+TEXT = 'Hm.<tool_call>{"name": "look", "arguments": {"city": "x"}}</tool_call><tool_call>{"name": "stop"}</tool_call>'
+
+
+def test_calls_are_found_in_an_answer(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, "<think>\nSo.</think>\n" + TEXT)
+    answer = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, n=2)
+    assert shown(server) == "[look][stop]<user>a<go>"
+    for choice in answer.choices:
+        assert choice.finish_reason == "tool_calls" and choice.message.content == "Hm."
+        assert choice.message.model_extra == {"reasoning_content": "So."}
+        assert choice.message.tool_calls is not None
+        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
+        assert calls == [("look", '{"city": "x"}'), ("stop", "{}")]
+    ids = [call.id for choice in answer.choices for call in choice.message.tool_calls or ()]
+    assert len({*ids}) == 4
+
+
+def test_calls_stream_as_deltas(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, TEXT)
+    with client.chat.completions.stream(model="fake", messages=USER, tools=TOOLS) as stream:
+        events = list(stream)
+        message = stream.get_final_completion().choices[0].message
+    assert [(c.function.name, c.function.arguments) for c in message.tool_calls or ()] == [
+        ("look", '{"city": "x"}'),
+        ("stop", "{}"),
+    ]
+    assert message.content == "Hm."
+    deltas = [event for event in events if event.type == "tool_calls.function.arguments.delta"]
+    assert len(deltas) >= 2
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_a_required_call_is_enforced(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, parallel: bool
+) -> None:
+    say(monkeypatch, '[{"name": "look", "parameters": {"city": "x"}}]')
+    answer = client.chat.completions.create(
+        model="fake", messages=USER, tools=TOOLS, tool_choice="required", parallel_tool_calls=parallel
+    )
+    call: Any
+    (call,) = answer.choices[0].message.tool_calls or [None]
+    assert (call.function.name, call.function.arguments) == ("look", '{"city": "x"}')
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None
+    schema = json.loads(params.structured_outputs.json)
+    assert schema["minItems"] == 1 and schema.get("maxItems") == (None if parallel else 1)
+    assert [part["properties"]["name"]["const"] for part in schema["items"]["anyOf"]] == ["look", "stop"]
+    reference = schema["items"]["anyOf"][0]["properties"]["parameters"]["properties"]["city"]["$ref"]
+    assert schema["$defs"] == {reference.removeprefix("#/$defs/"): {"enum": ["x"]}}
+
+
+def test_a_named_call_is_enforced(client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, '{"city": "x"}')
+    choice: Any = {"type": "function", "function": {"name": "look"}}
+    answer = client.chat.completions.create(model="fake", messages=USER, tools=TOOLS, tool_choice=choice)
+    call: Any
+    (call,) = answer.choices[0].message.tool_calls or [None]
+    assert (call.function.name, call.function.arguments) == ("look", '{"city": "x"}')
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None and json.loads(params.structured_outputs.json) == PARAMETERS
+
+
+def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ tools[0] }}<think>\n", {}))
+    say(monkeypatch, 'So.</think>[{"name": "stop", "parameters": {}}]')
+    message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="required").json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "So." and message["tool_calls"][0]["function"]["name"] == "stop"
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None and params.structured_outputs.grammar is not None
+
+
+def test_without_a_choice_tools_are_not_shown(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    say(monkeypatch, TEXT)
+    message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="none").json()["choices"][0]["message"]
+    assert shown(server) == "<user>a<go>" and message["content"] == TEXT
+
+
+def test_markers_that_are_special_tokens_stay_in_the_text(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTokenizer, "special_texts", {7: "<tool_call>"})
+    given: Any
+    for given in (TOOLS, []):
+        server.post(CHAT, messages=USER, tools=given)
+    assert [params.skip_special_tokens for _, params in server.engine.submitted] == [False, True]
+
+
+def test_variables_and_the_end_of_the_prompt(server: Running) -> None:
+    server.post(CHAT, messages=USER, chat_template_kwargs={"effort": "e"}, reasoning_effort="low")
+    assert shown(server) == "<user>a(elow)<go>"
+    server.post(CHAT, messages=USER, add_generation_prompt=False)
+    assert shown(server) == "<user>a"
+    last = {"role": "assistant", "content": "So it"}
+    server.post(CHAT, messages=[*USER, last], continue_final_message=True, chat_template_kwargs={"effort": "e"})
+    assert shown(server) == "<user>a<assistant>So it"
+
+
+@pytest.mark.parametrize(
+    ("given", "param", "said"),
+    [
+        ({"tools": [{"type": "web"}]}, "tools", "tools[0].type: Invalid value 'web'"),
+        ({"tools": [TOOLS[1]] * 2}, "tools", "2 functions named 'stop'"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "tool_choice names 'x', which is not among the tools",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "tool_choice and response_format both say",
+        ),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message", "to be false"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(server: Running, given: dict[str, Any], param: str, said: str) -> None:
+    error = refusal(server.post(CHAT, messages=USER, **given), 400)
+    assert said in error["message"] and error["param"] == param
+
+
+def test_a_model_of_unknown_form_needs_a_parser(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeTokenizer, "chat_format", ChatFormat(None, None))
+    error = refusal(server.post(CHAT, messages=USER, tools=TOOLS), 400)
+    assert "--tool-call-parser" in error["message"]
+    assert server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="required").status_code == 200

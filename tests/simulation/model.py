@@ -1,0 +1,164 @@
+"""A model whose tokens prove what its attentions saw, and a plain function that computes the same tokens.
+
+Every token has a state of 64 bits, which is its context between slices. Before attention ``layer``, the values of a
+token are small whole numbers, a hash of its state, the layer, the KV head and the dimension; queries are zero. So the
+result of the real attention kernels is the mean of the values of the tokens that a query sees. Times their number, it
+is a sum of whole numbers, which rounding makes exact whatever the segments and the order of merges were. The sum goes
+into the state after the attention. A token that is missing, counted twice, out of date or of another position, head or
+layer changes the state, and by it all later tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from lamina.compute.device.base import Device, Runner, Sums
+from lamina.compute.rows import Rows
+from lamina.compute.runner import NativeRunner, padded
+from lamina.compute.sampler import Row, sample
+from lamina.compute.step import context_nbytes_per_token
+from lamina.control.messages import ComputeSetup, ModelLoaded
+from lamina.control.sockets import ControlClient
+from lamina.core.heads import HeadShards
+from lamina.core.types import AttentionSpec, DType, SamplingParams
+from lamina.splitter import Crossing, SliceOutput
+
+VOCABULARY = 256
+LAYERS = 3
+WINDOW = 24  # of layer 1
+QUERY_HEADS, KV_HEADS, SIZE = 4, 2, 8
+VALUES = 64  # of a dimension: sums over a thousand tokens are exact in float32
+ATTENTIONS = tuple(
+    AttentionSpec(layer, QUERY_HEADS, KV_HEADS, SIZE, SIZE, 1.0, window=WINDOW if layer == 1 else 0)
+    for layer in range(LAYERS)
+)
+_CONTEXT = (Crossing("state", (1,), torch.int64),)
+
+Words = npt.NDArray[np.uint64]
+_PLACES = np.arange(KV_HEADS * SIZE, dtype=np.uint64)
+_WEIGHTS = np.arange(1, 2 * QUERY_HEADS * SIZE, 2, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+_TOKENS = np.arange(VOCABULARY, dtype=np.uint64)
+
+
+def mixed(words: Words) -> Words:
+    """Return a hash of each word (splitmix64)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+def first_states(ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> Words:
+    """Return the state of each token before the first attention."""
+    return mixed(ids.astype(np.uint64) * np.uint64(1 << 32) + positions.astype(np.uint64) + np.uint64(1))
+
+
+def values(states: Words, layer: int) -> npt.NDArray[np.float32]:
+    """Return the values [T, KV heads, size] of tokens before attention ``layer``."""
+    words = mixed(states[:, None] + mixed(_PLACES + np.uint64(1000 * (layer + 1))))
+    return (words % np.uint64(VALUES)).astype(np.float32).reshape(-1, KV_HEADS, SIZE)
+
+
+def states_after(states: Words, sums: npt.NDArray[np.float64], layer: int) -> Words:
+    """Return the states after attention ``layer`` that gave these sums [T, query heads, size]."""
+    flat = np.rint(sums).astype(np.int64).astype(np.uint64).reshape(len(states), -1)
+    return mixed(states + (flat * _WEIGHTS).sum(1, dtype=np.uint64) + np.uint64(layer + 1))
+
+
+def seen(positions: npt.NDArray[np.int64], layer: int) -> npt.NDArray[np.int64]:
+    """Return how many tokens a query at each position sees."""
+    window = ATTENTIONS[layer].window
+    return np.minimum(positions + 1, window) if window else positions + 1
+
+
+def logits(states: Words) -> torch.Tensor:
+    """Return logits [T, vocabulary] of states after the last attention."""
+    words = mixed(states[:, None] + mixed(_TOKENS + np.uint64(1 << 40)))
+    return torch.from_numpy((words >> np.uint64(40)).astype(np.float32) / np.float32(1 << 22))
+
+
+class HashRunner(NativeRunner):
+    """Runs the slices of the model. ``on_slice``: called before each, with its rows."""
+
+    attentions: tuple[AttentionSpec, ...] = ATTENTIONS
+    contexts: tuple[tuple[Crossing, ...], ...] = (_CONTEXT,) * LAYERS
+    slices = range(LAYERS + 1)
+    sinks: Sequence[npt.NDArray[np.float32] | None] = (None,) * LAYERS
+
+    def __init__(self, on_slice: Callable[[int], None]) -> None:
+        super().__init__(DType.FLOAT32)
+        self._on_slice = on_slice
+
+    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
+        """Nothing is reserved."""
+
+    def padded(self, rows: int) -> int:
+        return padded(rows)
+
+    def run(
+        self,
+        index: int,
+        rows: Rows,
+        attention: torch.Tensor | None,
+        context: tuple[torch.Tensor, ...],
+        on_query: Callable[[torch.Tensor], None] | None,
+    ) -> SliceOutput:
+        self._on_slice(len(rows.ids))
+        q = torch.zeros(len(rows.ids), QUERY_HEADS, SIZE)
+        if on_query is not None:
+            on_query(q)
+        states = self._states(index, rows, attention, context)
+        v = torch.from_numpy(values(states, index))
+        return SliceOutput((q, v * 0.125, v, torch.from_numpy(states.view(np.int64).reshape(-1, 1).copy())))
+
+    def logits(
+        self, rows: Rows, attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
+    ) -> torch.Tensor:
+        self._on_slice(len(rows.ids))
+        return logits(self._states(LAYERS, rows, attention, context)[chosen.numpy()])
+
+    def _states(
+        self, index: int, rows: Rows, attention: torch.Tensor | None, context: tuple[torch.Tensor, ...]
+    ) -> Words:
+        positions = rows.positions.numpy()
+        if attention is None:
+            return first_states(rows.ids.numpy(), positions)
+        sums = attention.numpy().astype(np.float64) * seen(positions, index - 1)[:, None, None]
+        return states_after(context[0].numpy().reshape(-1).view(np.uint64), sums, index - 1)
+
+
+def load(
+    control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums, on_slice: Callable[[int], None]
+) -> tuple[Runner, HeadShards]:
+    """Do what ``compute.loading.load`` does, for this model."""
+    runner = HashRunner(on_slice)
+    context = runner.padded(setup.rows) * context_nbytes_per_token(ATTENTIONS, runner.contexts)
+    starts = tuple(stage * (LAYERS + 1) // setup.stages for stage in range(setup.stages))
+    control.send(ModelLoaded(list(ATTENTIONS), DType.FLOAT32, 1, VOCABULARY, context, "hash", starts))
+    return runner, HeadShards.over(ATTENTIONS, setup.head_workers, setup.ranks)
+
+
+def expected(prompt: Sequence[int], params: SamplingParams, seed: int, completion: int) -> list[int]:
+    """Return the tokens of a completion, computed one token after another, without a runtime.
+
+    It has at most ``params.max_tokens`` tokens, and ends at a stop token.
+    """
+    kept: list[list[npt.NDArray[np.float32]]] = [[] for _ in range(LAYERS)]
+    drawn: list[int] = []
+    for position in range(len(prompt) + (params.max_tokens or 0)):
+        token = prompt[position] if position < len(prompt) else drawn[-1]
+        at = np.array([position])
+        states = first_states(np.array([token]), at)
+        for layer in range(LAYERS):
+            kept[layer].append(values(states, layer)[0])
+            count = int(seen(at, layer)[0])
+            sums = np.sum(kept[layer][-count:], axis=0, dtype=np.float64)
+            states = states_after(states, np.repeat(sums, QUERY_HEADS // KV_HEADS, axis=0)[None], layer)
+        if position < len(prompt) - 1:
+            continue
+        row = Row(0, params, seed, completion, len(drawn), (), prompt, drawn)
+        drawn.append(sample(logits(states), [row])[0].token)
+        if drawn[-1] in params.stop_token_ids or len(drawn) == params.max_tokens:
+            break
+    return drawn

@@ -1,0 +1,132 @@
+"""Tool calls and reasoning in answers, whole and in pieces of every size."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from lamina.text.tool_calls import (
+    TAGS,
+    TOOL_PARSERS,
+    AnswerParser,
+    CallArguments,
+    CallBegins,
+    Content,
+    JsonCalls,
+    NamedCall,
+    PlainText,
+    Reasoning,
+    ReasoningParser,
+)
+
+A = {"city": 'a "b" {c}\n', "n": [1, {"x": None}]}
+CALLS = [("get", A), ("put", {})]
+
+
+def one(key: str, name: str, arguments: Any) -> str:
+    return json.dumps({"name": name, key: arguments})
+
+
+DEEP = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+FORMS: dict[str, tuple[str, str]] = {
+    "hermes": ("hermes", "".join(f"<tool_call>\n{one('arguments', n, a)}\n</tool_call>\n" for n, a in CALLS)),
+    "mistral list": ("mistral", "[TOOL_CALLS][" + ", ".join(one("arguments", n, a) for n, a in CALLS) + "]"),
+    "mistral names": ("mistral", "".join(f"[TOOL_CALLS]{n}[ARGS]{json.dumps(a)}" for n, a in CALLS)),
+    "llama": ("llama3_json", "; ".join(one("parameters", n, a) for n, a in CALLS)),
+    "llama tag": ("llama3_json", "<|python_tag|>" + "; ".join(one("parameters", n, a) for n, a in CALLS)),
+    "deepseek v3": (
+        "deepseek_v3",
+        DEEP.format(
+            "\n".join(
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{n}\n```json\n{json.dumps(a)}\n```<｜tool▁call▁end｜>"
+                for n, a in CALLS
+            )
+        ),
+    ),
+    "deepseek v3.1": (
+        "deepseek_v3",
+        DEEP.format(
+            "".join(f"<｜tool▁call▁begin｜>{n}<｜tool▁sep｜>{json.dumps(a)}<｜tool▁call▁end｜>" for n, a in CALLS)
+        ),
+    ),
+}
+
+
+def read(parser: AnswerParser, text: str, sizes: random.Random | None) -> tuple[str, str, list[tuple[str, str]]]:
+    """Content, reasoning, and the calls as names and arguments."""
+    content, reasoning = "", ""
+    calls: list[tuple[str, str]] = []
+    events = []
+    at = 0
+    while at < len(text):
+        size = len(text) if sizes is None else sizes.randint(1, 4)
+        events += parser.append(text[at : at + size])
+        at += size
+    for event in events + parser.flush():
+        match event:
+            case Content(new):
+                content += new
+            case Reasoning(new):
+                reasoning += new
+            case CallBegins(index, name):
+                assert index == len(calls)
+                calls.append((name, ""))
+            case CallArguments(index, new):
+                assert index == len(calls) - 1
+                calls[-1] = calls[-1][0], calls[-1][1] + new
+    return content, reasoning, calls
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seed", [None, *range(20)])
+def test_calls_are_found_however_the_text_is_cut(form: str, seed: int | None) -> None:
+    family, text = FORMS[form]
+    sizes = None if seed is None else random.Random(seed)
+    before = "" if family == "llama3_json" else "I look.\n"
+    content, _, calls = read(TOOL_PARSERS[family](), before + text, sizes)
+    assert content.strip() == before.strip()
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == CALLS
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+@pytest.mark.parametrize(
+    "text", ["plain", "a <tool_call", '{"a": 1}', "<tool_call>no", "[TOOL_CALL", "", '{"name": 5}', "{", '{"na']
+)
+def test_what_is_no_call_is_content(family: str, text: str) -> None:
+    for seed in (None, 1, 2):
+        content, _, calls = read(TOOL_PARSERS[family](), text, None if seed is None else random.Random(seed))
+        assert not calls and (content == text or (family == "hermes" and text.startswith("<tool_call>")))
+
+
+def test_arguments_stream_before_they_are_complete() -> None:
+    parser = TOOL_PARSERS["hermes"]()
+    assert parser.append('<tool_call>{"name": "get"') == [CallBegins(0, "get")]
+    assert parser.append(', "arguments": {"a": "x') == [CallArguments(0, '{"a": "x')]
+    assert parser.append('y"}}</tool_call>') == [CallArguments(0, 'y"}')]
+    assert parser.flush() == []
+
+
+def test_arguments_that_are_text_or_missing() -> None:
+    text = '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    assert read(TOOL_PARSERS["hermes"](), text, None)[2] == [("f", '{"a": 1}'), ("g", "{}")]
+
+
+def test_calls_that_a_grammar_has_enforced() -> None:
+    text = json.dumps([{"name": n, "parameters": a} for n, a in CALLS], indent=1)
+    for seed in range(10):
+        assert [(n, json.loads(a)) for n, a in read(JsonCalls(), text, random.Random(seed))[2]] == CALLS
+        ((name, arguments),) = read(NamedCall("f"), json.dumps(A), random.Random(seed))[2]
+        assert name == "f" and json.loads(arguments) == A
+
+
+@pytest.mark.parametrize("seed", [None, *range(10)])
+@pytest.mark.parametrize("inside", [True, False])
+def test_reasoning_is_divided_from_the_answer(seed: int | None, inside: bool) -> None:
+    sizes = None if seed is None else random.Random(seed)
+    text = ("" if inside else "<think>\n") + "I < think\n</think>\n\nYes </think> <think>."
+    parser = ReasoningParser(TAGS["deepseek_r1"], inside, PlainText())
+    assert read(parser, text, sizes) == ("Yes </think> <think>.", "I < think\n", [])
+    if not inside:
+        plain = ReasoningParser(TAGS["deepseek_r1"], inside, PlainText())
+        assert read(plain, " no <think>", sizes) == (" no <think>", "", [])
