@@ -6,6 +6,7 @@ that logs, in the middle of a request.
 
 import atexit
 import io
+import json
 import logging
 import os
 import queue
@@ -15,7 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Literal
 
-from lamina.config.environment import LOG_FORMAT, environment
+from lamina.config.environment import environment
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -111,10 +112,32 @@ def unblock(name: Literal["stdout", "stderr"]) -> None:
             handler.setStream(text)
 
 
+class JsonFormatter(logging.Formatter):
+    """Formats a record as a JSON object on one line, with the record's ``fields`` if it has any."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line: time (UTC), level, logger, message, fields, and a traceback as "exception"."""
+        time_ms = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+        line = {"time": time_ms, "level": record.levelname, "logger": record.name, "message": record.getMessage()}
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def configure_logging() -> None:
+    """Log to standard error, at the level of ``LAMINA_LOG_LEVEL`` and in the format of ``LAMINA_LOG_FORMAT``."""
+    now = environment()
+    logging.basicConfig(level=now.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True)
+    if now.log_format == "json":
+        for handler in logging.root.handlers:
+            handler.setFormatter(JsonFormatter())
+
+
 def start_logging() -> None:
-    """Log to standard error, at the level of ``LAMINA_LOG_LEVEL``, without ever waiting for its reader."""
+    """Configure logging so that it never waits for the reader of standard error."""
     unblock("stderr")
-    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    configure_logging()
 
 
 _TALKATIVE = ("torch.utils.flop_counter", "torch.utils._pytree", "torchao")

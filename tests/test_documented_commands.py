@@ -32,6 +32,8 @@ OTHERS = {
         "--cross-validate",
         "--layout",
         "--seconds",
+        "--steps",
+        "--runs",
         "--only",
         "--out",
         "--sequences",
@@ -194,7 +196,8 @@ def test_every_module_and_target_that_a_page_names_exists() -> None:
         for module, rest in re.findall(r"python\s+-m\s+([\w.]+)([^`\n]*)", text):
             if module.split(".")[0] not in ("bench", "lamina", "tests") or module == "bench.PART.NAME":
                 continue
-            file = ROOT / (module.replace(".", "/") + ".py")
+            place = ROOT / module.replace(".", "/")
+            file = place / "__main__.py" if place.is_dir() else place.with_suffix(".py")
             assert file.is_file(), f"{page.name} names {module}"
             source = file.read_text()
             for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", rest):

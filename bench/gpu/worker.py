@@ -27,6 +27,7 @@ from lamina.control.messages import (
     Granted,
     Link,
     Linked,
+    LinkWay,
     MemorySetup,
     Register,
     Registered,
@@ -34,7 +35,6 @@ from lamina.control.messages import (
     SlabReady,
     Step,
     Stop,
-    Way,
 )
 from lamina.control.secret import new
 from lamina.core.errors import DeadlineError
@@ -114,8 +114,8 @@ class Cluster:
         own = self._links.grant(Grant({MEMORY: sizes.reply})).leases[MEMORY]
         self._pipe.send(Grant({COMPUTE: sizes.request}))
         there = self._hear(Granted).leases[COMPUTE]
-        self._pipe.send(Link(1, {COMPUTE: Way(Transport.SHM, self._links.offer.descriptors[Transport.SHM], own)}))
-        self._links.link(Link(1, {MEMORY: Way(Transport.SHM, offer.descriptors[Transport.SHM], there)}))
+        self._pipe.send(Link(1, {COMPUTE: LinkWay(Transport.SHM, self._links.offer.descriptors[Transport.SHM], own)}))
+        self._links.link(Link(1, {MEMORY: LinkWay(Transport.SHM, offer.descriptors[Transport.SHM], there)}))
         assert not self._hear(Linked).failures
         self._pipe.send(Connect([COMPUTE], [MEMORY], Pipeline(1, 1)))
         self._hear(Connected)

@@ -38,8 +38,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.runtime.control import scripted
+from lamina.config.server_config import ServerConfig
 from lamina.control.agent_messages import Serving
-from lamina.control.frontend_messages import FrontendBootstrap, Hello, Resume, Submit, packed
+from lamina.control.frontend_messages import FrontendBootstrap, FrontendHello, Resume, Submit, packed
 from lamina.core.types import NOBODY, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
@@ -157,7 +158,7 @@ def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: flo
     sequences = streams + slow
     with (
         bind("127.0.0.1", 0) as listener,
-        FrontendProcesses(frontends, find(None).path, listener) as processes,
+        FrontendProcesses(ServerConfig(frontends=frontends), find(None).path, listener) as processes,
         scripted((1, 1), sequences, 2 * sequences * TOKENS, step_s) as (engine, _),
     ):
         port = listener.getsockname()[1]
@@ -214,7 +215,7 @@ def discard(bootstrap: FrontendBootstrap, streams: int) -> None:
         dealer.identity, dealer.rcvhwm = bootstrap.name.encode(), 0
         dealer.connect(address)
     while not answers.poll(20):
-        requests.send(msgspec.msgpack.encode(Hello()))
+        requests.send(msgspec.msgpack.encode(FrontendHello()))
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     requests.send(msgspec.msgpack.encode(Resume(0, [])))
     submit = Submit(0, [packed([5, 6])] * streams, [params], NOBODY, list(range(streams)))

@@ -25,7 +25,7 @@ import psutil
 from msgspec.structs import replace
 
 from lamina.compute.mail import Mail
-from lamina.control.messages import Connect, Grant, Link, MemorySetup, Register, Reserve, Step, Stop, Way
+from lamina.control.messages import Connect, Grant, Link, LinkWay, MemorySetup, Register, Reserve, Step, Stop
 from lamina.control.secret import new
 from lamina.core.errors import DeadlineError
 from lamina.core.pipeline import Pipeline
@@ -105,8 +105,8 @@ class Cluster:
         own = self._links.grant(Grant({MEMORY: sizes.reply})).leases[MEMORY]
         self._pipe.send(Grant({COMPUTE: sizes.request}))
         theirs = self._pipe.recv().leases[COMPUTE]
-        self._pipe.send(Link(1, {COMPUTE: Way(Transport.SHM, self._links.offer.descriptors[Transport.SHM], own)}))
-        self._links.link(Link(1, {MEMORY: Way(Transport.SHM, offer.descriptors[Transport.SHM], theirs)}))
+        self._pipe.send(Link(1, {COMPUTE: LinkWay(Transport.SHM, self._links.offer.descriptors[Transport.SHM], own)}))
+        self._links.link(Link(1, {MEMORY: LinkWay(Transport.SHM, offer.descriptors[Transport.SHM], theirs)}))
         self._pipe.recv()
         connect = Connect([COMPUTE], [MEMORY], Pipeline(2, 1))
         self._pipe.send(connect)

@@ -11,12 +11,14 @@ import typer
 from lamina import __version__
 from lamina.cli import (
     administer,
+    batch,
     bench,
     bench_transport,
     chat,
     doctor,
     generate,
     launch,
+    models,
     plan,
     simulate,
     split,
@@ -25,8 +27,8 @@ from lamina.cli import (
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
 from lamina.cli.panels import PanelledCommand, PanelledGroup
-from lamina.config.environment import LOG_FORMAT, environment
 from lamina.core.errors import LaminaError, UserError
+from lamina.output import configure_logging
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,13 @@ app = typer.Typer(
 )
 app.command(cls=PanelledCommand)(generate.generate)
 app.command(cls=PanelledCommand)(chat.chat)
+app.command(cls=PanelledCommand)(batch.batch)
 app.command(cls=PanelledCommand)(launch.launch)
 app.command(cls=PanelledCommand)(status.status)
 app.command(cls=PanelledCommand)(administer.scale)
 app.command(cls=PanelledCommand)(administer.down)
 app.command(cls=PanelledCommand)(worker.worker)
+app.command(cls=PanelledCommand)(models.models)
 app.command(cls=PanelledCommand)(split.split)
 app.command(cls=PanelledCommand)(plan.plan)
 app.command(cls=PanelledCommand)(simulate.simulate)
@@ -73,7 +77,7 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    logging.basicConfig(level=environment().log_level, format=LOG_FORMAT)
+    configure_logging()
 
 
 def main() -> NoReturn:

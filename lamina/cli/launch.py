@@ -1,5 +1,7 @@
 """`lamina launch`: starts an OpenAI-compatible server with its pools of workers on this machine."""
 
+import functools
+import os
 import shlex
 import signal
 import sys
@@ -9,9 +11,10 @@ import typer
 
 from lamina.cli import options
 from lamina.config.engine_config import EngineConfig
+from lamina.config.environment import LOG_FORMAT
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
-from lamina.output import unblock
+from lamina.output import configure_logging, unblock
 
 
 @options.options_of(EngineConfig, ServerConfig)
@@ -34,11 +37,16 @@ def launch(
     if dry_run:
         _print_placement(config)
         return
+    if server.log_format != "text":
+        os.environ[LOG_FORMAT] = server.log_format  # of the processes started here, too
+        configure_logging()
     unblock("stdout")
     unblock("stderr")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # SIGTERM is a regular way to stop a server
+    from lamina.serve.gate import api_keys, tls_context
     from lamina.serve.server import bind, serve, url
 
+    api_keys(server), tls_context(server)  # before the model is loaded
     if config.listen is not None:
         _invite(config)
     with bind(server.host, server.port) as listener:
@@ -47,7 +55,8 @@ def launch(
             from lamina.serve.engine_process import describe
 
             with Lamina.from_config(config) as lamina:
-                serve(lamina.engine, listener, on_ready=lambda: _ready(describe(lamina.engine), url(listener)))
+                ready = functools.partial(_ready, url=url(listener, server))
+                serve(lamina.engine, listener, lambda: ready(describe(lamina.engine)), server)
             return
         from lamina.models.directory import find
         from lamina.serve.frontend_processes import FrontendProcesses
@@ -55,10 +64,10 @@ def launch(
 
         model = find(config.model, weights=False)
         with (
-            FrontendProcesses(server.frontends, model.path, listener) as processes,
+            FrontendProcesses(server, model.path, listener) as processes,
             Supervisor(config, processes.folder, processes.names) as supervisor,
         ):
-            processes.serve(supervisor, on_ready=lambda: _ready(supervisor.summary, url(listener)))
+            processes.serve(supervisor, on_ready=lambda: _ready(supervisor.summary, url(listener, server)))
 
 
 def _print_placement(config: EngineConfig) -> None:

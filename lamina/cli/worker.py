@@ -39,7 +39,7 @@ def worker(
     at once. A compute worker needs the model's files under the path that the engine has.
     """
     from lamina.cli.console import print_text
-    from lamina.cluster.agent import Agent, Place, application, keys_of
+    from lamina.cluster.agent import Agent, WorkerPlace, application, keys_of
     from lamina.cluster.pool import assign, find_devices, parse
     from lamina.cluster.sizing import worker_cores
     from lamina.control.secret import configured
@@ -56,7 +56,7 @@ def worker(
     if cores is not None:
         available = frozenset(os.sched_getaffinity(0))
         os.sched_setaffinity(0, worker_cores(cores, 1, available)[0])
-    place = Place(assigned.device, address or "", bind or "", own_cores=cores is not None)
+    place = WorkerPlace(assigned.device, address or "", bind or "", own_cores=cores is not None)
     unblock("stdout")
     unblock("stderr")
     agent = Agent((name, int(port)), keys_of(secret), application(role, kind), place)

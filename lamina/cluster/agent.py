@@ -72,7 +72,7 @@ def application(role: Role, kind: str, name: str = "") -> Apply:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where the worker runs.
 
     Attributes:
@@ -91,7 +91,7 @@ class Place:
 class Agent:
     """Applies to the engine at ``host`` and ``port``, and runs the worker that it is given. One thread runs it."""
 
-    def __init__(self, engine: tuple[str, int], keys: Keys, about: Apply, place: Place) -> None:
+    def __init__(self, engine: tuple[str, int], keys: Keys, about: Apply, place: WorkerPlace) -> None:
         self._host, self._port = engine
         self._where = f"{self._host}:{self._port}"
         self._keys, self._about, self._place = keys, about, place
@@ -270,7 +270,7 @@ class AgentActor:
         environment()  # report invalid variables of this node here, not from the worker
         keys = Keys(engine_key, self._public, self._secret)
         try:
-            Agent(engine, keys, application(role, kind, name), Place(device)).run()
+            Agent(engine, keys, application(role, kind, name), WorkerPlace(device)).run()
         except WorkerError:
             return ""  # the agent has told the engine
         except LaminaError as error:

@@ -31,7 +31,7 @@ from lamina.control.messages import (
     SlabReady,
 )
 from lamina.control.sockets import ControlServer
-from lamina.control.timeline import READINGS, Clock, Reading
+from lamina.control.timeline import READINGS, Clock, ClockReading
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Member, Role, Topology
 from lamina.core.types import Overlap, TransportName
@@ -146,7 +146,7 @@ def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversatio
         sent_ns = time.monotonic_ns()
         control.send([name], Inspect(sent_ns))
         found: dict[str, Resources] = yield Ask(Resources, [name], CLOCK_TIMEOUT_S)
-        readings.append(Reading(sent_ns, found[name].now_ns, time.monotonic_ns()))
+        readings.append(ClockReading(sent_ns, found[name].now_ns, time.monotonic_ns()))
     fabric.clocks.setdefault(there, Clock()).add_reading(readings)
 
 

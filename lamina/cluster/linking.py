@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from lamina.cluster.conversations import Ask, Conversation
-from lamina.control.messages import Grant, Granted, Link, Linked, ToWorker, Way
+from lamina.control.messages import Grant, Granted, Link, Linked, LinkWay, ToWorker
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import TransportError, UnreachableError
 from lamina.core.types import TransportName
@@ -144,11 +144,11 @@ def _ways(
     chosen: Mapping[Pair, Choice],
     offers: Mapping[str, Offer],
     leases: Mapping[tuple[str, str], Lease],
-) -> dict[str, Way]:
+) -> dict[str, LinkWay]:
     """How worker ``name`` reaches each of its peers."""
     peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
     return {
-        peer: Way(transport, offers[peer].descriptors[transport], leases[peer, name])
+        peer: LinkWay(transport, offers[peer].descriptors[transport], leases[peer, name])
         for peer, transport in peers.items()
     }
 

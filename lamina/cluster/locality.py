@@ -18,7 +18,7 @@ _ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 @dataclass(frozen=True)
-class Node:
+class NumaNode:
     """A NUMA node: its cores, and bytes of its memory (0: the kernel does not say)."""
 
     number: int
@@ -45,7 +45,7 @@ class Card:
     node: int
 
 
-class Way(enum.IntEnum):
+class Route(enum.IntEnum):
     """What lies between two cards, from near to far."""
 
     SWITCH = 0
@@ -59,11 +59,11 @@ class Way(enum.IntEnum):
 
 
 _WORDS = {
-    Way.SWITCH: "behind the same PCIe switch",
-    Way.HOST_BRIDGE: "on the same PCIe root",
-    Way.NODE: "on the same NUMA node",
-    Way.SYSTEM: "on another NUMA node",
-    Way.UNKNOWN: "at an unknown distance",
+    Route.SWITCH: "behind the same PCIe switch",
+    Route.HOST_BRIDGE: "on the same PCIe root",
+    Route.NODE: "on the same NUMA node",
+    Route.SYSTEM: "on another NUMA node",
+    Route.UNKNOWN: "at an unknown distance",
 }
 
 
@@ -71,7 +71,7 @@ _WORDS = {
 class Locality:
     """A machine's parts. ``reach``: pairs of GPUs, by their places; the first can write into the other's memory."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[NumaNode, ...]
     gpus: tuple[Card, ...] = ()
     nics: tuple[Card, ...] = ()
     reach: frozenset[tuple[int, int]] = frozenset()
@@ -81,17 +81,17 @@ class Locality:
         place = self.gpus.index(gpu)
         return [other for number, other in enumerate(self.gpus) if (place, number) in self.reach]
 
-    def way(self, one: Card, other: Card) -> Way:
+    def way(self, one: Card, other: Card) -> Route:
         """Return what lies between two cards."""
         shared = sum(1 for _ in _common(one.path, other.path))
         if shared >= 2:  # the root, and a bridge behind it
-            return Way.SWITCH
+            return Route.SWITCH
         if shared == 1:
-            return Way.HOST_BRIDGE
+            return Route.HOST_BRIDGE
         nodes = {self.node(one), self.node(other)}
         if -1 in nodes:
-            return Way.UNKNOWN
-        return Way.NODE if len(nodes) == 1 else Way.SYSTEM
+            return Route.UNKNOWN
+        return Route.NODE if len(nodes) == 1 else Route.SYSTEM
 
     def node(self, card: Card) -> int:
         """Return the NUMA node of a card. Firmware need not report it; where there is one node, it is that. -1:
@@ -102,7 +102,7 @@ class Locality:
         """Return the cores of a card's NUMA node; empty if it is unknown."""
         return next((node.cores for node in self.nodes if node.number == self.node(card)), frozenset())
 
-    def nearest(self, card: Card) -> tuple[Card, Way] | None:
+    def nearest(self, card: Card) -> tuple[Card, Route] | None:
         """Return the network interface nearest to a card; None without any."""
         ways = [(nic, self.way(card, nic)) for nic in self.nics]
         return min(ways, key=lambda each: each[1], default=None)
@@ -136,9 +136,9 @@ def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
     return list(one[:length])
 
 
-def _node(folder: Path) -> Node:
+def _node(folder: Path) -> NumaNode:
     found = re.search(r"MemTotal:\s*(\d+) kB", _text(folder / "meminfo"))
-    return Node(
+    return NumaNode(
         int(folder.name.removeprefix("node")),
         _cores(_text(folder / "cpulist")),
         int(found[1]) * 1024 if found else 0,

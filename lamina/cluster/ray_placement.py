@@ -20,14 +20,14 @@ A_LITTLE = 0.001  # of an accelerator type, which every GPU of a node shares
 
 
 @dataclass(frozen=True)
-class Node:
+class RayNode:
     """A node of the cluster: its name for people, all that it has, and what is free."""
 
     name: str
     total: Bundle
     free: Bundle
 
-    def less(self, bundle: Bundle) -> "Node":
+    def less(self, bundle: Bundle) -> "RayNode":
         """With a bundle taken."""
         left = {name: amount - bundle.get(name, 0.0) for name, amount in self.free.items()}
         return dataclasses.replace(self, free=left)
@@ -76,7 +76,7 @@ def device(kind: str) -> str:
     return EMULATED if kind == EMULATED else CPU
 
 
-def place(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> dict[str, str]:
+def place(bundles: Mapping[str, Bundle], nodes: Sequence[RayNode]) -> dict[str, str]:
     """Return the node of each worker, by first fit, the most demanding first. Ray may choose others.
 
     Raises ConfigError if some have no place, with the resource that is missing and what the cluster has.
@@ -95,7 +95,7 @@ def place(bundles: Mapping[str, Bundle], nodes: Sequence[Node]) -> dict[str, str
 
 
 def _shortage(
-    missing: Sequence[str], bundles: Mapping[str, Bundle], nodes: Sequence[Node], left: Sequence[Node]
+    missing: Sequence[str], bundles: Mapping[str, Bundle], nodes: Sequence[RayNode], left: Sequence[RayNode]
 ) -> str:
     wanted = bundles[missing[0]]
     lacking = [name for name, amount in wanted.items() if all(node.total.get(name, 0.0) < amount for node in nodes)]

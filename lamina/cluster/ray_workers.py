@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from lamina.cluster.agent import AgentActor
 from lamina.cluster.conversations import Wish
 from lamina.cluster.pool import require_kind
-from lamina.cluster.ray_placement import PLACE_S, Bundle, Node, bundle, device, known_kinds, place
+from lamina.cluster.ray_placement import PLACE_S, Bundle, RayNode, bundle, device, known_kinds, place
 from lamina.cluster.remote_workers import RemoteWorkers
 from lamina.control.agent_messages import Start
 from lamina.core.errors import ConfigError
@@ -79,11 +79,11 @@ def leave() -> None:
     del _engines[-1:]
 
 
-def nodes() -> list[Node]:
+def nodes() -> list[RayNode]:
     """Return the nodes of the cluster that this process has joined."""
     free = ray._private.state.available_resources_per_node()
     return [
-        Node(f"{one['NodeManagerAddress']} ({one['NodeID'][:6]})", one["Resources"], free.get(one["NodeID"], {}))
+        RayNode(f"{one['NodeManagerAddress']} ({one['NodeID'][:6]})", one["Resources"], free.get(one["NodeID"], {}))
         for one in ray.nodes()
         if one["Alive"]
     ]

@@ -77,6 +77,9 @@ def sample(logits: Tensor, rows: Sequence[Row]) -> list[Draw]:
         draw(scores, places, peaks, least, temperature, keys, drawn)
         tokens[places] = drawn
     ids = tokens.tolist()
+    for r, row in enumerate(rows):
+        if row.generated < len(row.params.forced_token_ids):
+            ids[r] = row.params.forced_token_ids[row.generated]
     logprobs = _logprobs(logits, ids, rows) | _continuations(logits, rows)
     return [
         Draw(row.sequence, token, logprobs.get(r, b"")) for r, (row, token) in enumerate(zip(rows, ids, strict=True))

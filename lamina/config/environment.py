@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lamina.core.errors import ConfigError
 
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+LOG_FORMAT = "LAMINA_LOG_FORMAT"
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,9 @@ class Environment:
         rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
             ``transport.rdma.ports`` chooses one).
         admin_key: ``LAMINA_ADMIN_KEY``, the key that allows to scale a running server (default: nobody may).
+        api_key: ``LAMINA_API_KEY``, keys that clients of a server must send, joined by commas (default: none).
+        metrics_key: ``LAMINA_METRICS_KEY``, the key for a server's metrics (default: anybody may read them).
+        log_format: ``LAMINA_LOG_FORMAT``, text or json, the format of log lines of all processes (default text).
         emulated_gpus: ``LAMINA_EMULATED_GPUS``, the GPUs that this machine pretends to have instead of its own, as a
             pool, ``a100:2,rtx3090:6``; workers on them run the code for GPUs on the CPU (for tests).
         secret: ``LAMINA_SECRET``, the cluster's secret, 64 hex digits, where no file of it is given (default: none).
@@ -28,7 +31,10 @@ class Environment:
 
     log_level: str = "WARNING"
     rdma_device: str = ""
-    admin_key: str = ""
+    admin_key: str = field(default="", repr=False)
+    api_key: str = field(default="", repr=False)
+    metrics_key: str = field(default="", repr=False)
+    log_format: str = "text"
     emulated_gpus: str = ""
     secret: str = field(default="", repr=False)
     cache_dir: Path | None = None
@@ -43,6 +49,9 @@ def environment() -> Environment:
         log_level=level,
         rdma_device=os.environ.get("LAMINA_RDMA_DEVICE", ""),
         admin_key=os.environ.get("LAMINA_ADMIN_KEY", ""),
+        api_key=os.environ.get("LAMINA_API_KEY", ""),
+        metrics_key=os.environ.get("LAMINA_METRICS_KEY", ""),
+        log_format=os.environ.get(LOG_FORMAT, "text"),
         emulated_gpus=os.environ.get("LAMINA_EMULATED_GPUS", ""),
         secret=os.environ.get("LAMINA_SECRET", ""),
         cache_dir=_cache_dir(),

@@ -1,9 +1,11 @@
 """The settings of a server, besides those of its engine. Nothing mutates a config."""
 
+import os
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from lamina.config.settings import Meaning, settings
+from lamina.core.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,92 @@ class ServerConfig:
         ),
     ] = 1
 
+    api_key: Annotated[
+        str | None,
+        Meaning(
+            "Keys that clients must send, joined by commas. Other users of this machine see command lines: prefer the "
+            "variable LAMINA_API_KEY or api_key_file. Default: anybody may send requests.",
+            group="Network",
+            common=True,
+        ),
+    ] = None
+    api_key_file: Annotated[
+        str | os.PathLike[str] | None,
+        Meaning("File of keys that clients must send, one a line. Lines with # are comments.", "Network"),
+    ] = None
+    ssl_certfile: Annotated[
+        str | os.PathLike[str] | None, Meaning("File of the TLS certificate, for HTTPS. It has the chain.", "Network")
+    ] = None
+    ssl_keyfile: Annotated[
+        str | os.PathLike[str] | None,
+        Meaning("File of the certificate's private key. Default: the certificate's file.", "Network"),
+    ] = None
+    allowed_origins: Annotated[
+        str | None,
+        Meaning(
+            "Origins whose web pages may call the server. Several are joined by commas; * is all. Default: none (no "
+            "CORS).",
+            "Network",
+        ),
+    ] = None
+    root_path: Annotated[
+        str,
+        Meaning("Path under which a proxy shows the server, such as /llm. It may strip the path.", "Network"),
+    ] = ""
+    requests_per_minute: Annotated[
+        int | None,
+        Meaning(
+            "Most requests of a client in a minute. Others get status 429 with Retry-After. A client is an API key, or "
+            "an address without keys. Each frontend counts for itself. Default: no limit.",
+            "Network",
+            unit="requests",
+            ge=1,
+        ),
+    ] = None
+    concurrent_requests: Annotated[
+        int | None,
+        Meaning(
+            "Most requests of a client at once. Others get status 429 with Retry-After. Each frontend counts for "
+            "itself. Default: no limit.",
+            "Network",
+            unit="requests",
+            ge=1,
+        ),
+    ] = None
+    request_timeout: Annotated[
+        int | None,
+        Meaning(
+            "Most time for a request. Then it is cancelled: status 504, or an error event if its answer has begun. "
+            "Default: no limit.",
+            "Network",
+            unit="seconds",
+            ge=1,
+        ),
+    ] = None
+    shutdown_timeout: Annotated[
+        int,
+        Meaning(
+            "Time for open answers to end after SIGTERM. Then they end with an error.",
+            "Network",
+            unit="seconds",
+            ge=0,
+        ),
+    ] = 5
+    access_log: Annotated[
+        bool, Meaning("Log a line for each request. LAMINA_LOG_LEVEL=INFO does so too.", "Network")
+    ] = False
+    log_format: Annotated[
+        Literal["text", "json"],
+        Meaning("Format of log lines of all processes. json: an object on each.", "Network"),
+    ] = "text"
+
     def __post_init__(self) -> None:
         for setting in settings(type(self)):
             setting.validate(getattr(self, setting.name))
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile belongs to a certificate: give ssl_certfile too")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"root_path is {self.root_path!r}; give a path that begins with / and ends without one")
+
+
+DEFAULTS = ServerConfig()

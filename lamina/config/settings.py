@@ -8,6 +8,7 @@ import difflib
 import enum
 import functools
 import inspect
+import os
 import re
 import types
 import typing
@@ -27,7 +28,7 @@ class Meaning:
     """What the type of a setting does not say.
 
     Attributes:
-        help: What the setting does. `lamina COMMAND -h` shows the first sentence, or two if common.
+        help: What the setting does. `lamina COMMAND -h` shows the first sentence.
         group: The panel of the help and the part of the page that describe the setting.
         unit: The unit of its value.
         ge: The least value.
@@ -81,9 +82,8 @@ class Setting:
 
     @property
     def brief(self) -> str:
-        """The first sentence of the help, or the first two of a common setting."""
-        sentences = re.split(r"(?<=\.) ", self.meaning.help)
-        return " ".join(sentences[: 2 if self.meaning.common else 1])
+        """The first sentence of the help."""
+        return re.split(r"(?<=\.) ", self.meaning.help)[0]
 
     def validate(self, value: object) -> None:
         """Raise ConfigError if ``value`` has the wrong type or is outside the range."""
@@ -154,6 +154,19 @@ def _setting(field: "dataclasses.Field[Any]", annotated: Any) -> Setting:
             kinds.append(part)
     optional = types.NoneType in parts
     return Setting(field.name, hint, meaning, field.default, tuple(kinds), tuple(choices), optional)
+
+
+def plain_values(config: Any) -> dict[str, Any]:
+    """Return the settings of ``config``, a dataclass, as values that can be sent, from which it can be made again."""
+    values = {setting.name: getattr(config, setting.name) for setting in settings(type(config))}
+    return {
+        name: value.value
+        if isinstance(value, enum.Enum)
+        else os.fspath(value)
+        if isinstance(value, os.PathLike)
+        else value
+        for name, value in values.items()
+    }
 
 
 def read_settings(file: Path, *configs: type[Any], others: Collection[str] = ()) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
         sampling_defaults: parameters of requests that give none.
         chat: what the settings say about chats.
         seed: from which those of requests without one are drawn.
+        server: settings of ``ServerConfig``, as plain values.
     """
 
     name: str
@@ -58,15 +59,19 @@ class FrontendBootstrap(msgspec.Struct, frozen=True):
     seed: int = 0
     model_aliases: tuple[str, ...] = ()
     chat: ChatSettings = ChatSettings()
+    server: dict[str, str | int | bool | None] = {}
 
 
-class Hello(msgspec.Struct, tag=True, frozen=True):
+class FrontendHello(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine, again and again until ``Welcome`` comes: it is connected."""
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True):
-    """A request that an earlier engine had, or may have had. ``drawn``: by completion that has not ended, its tokens,
-    packed."""
+    """A request that an earlier engine had, or may have had.
+
+    Attributes:
+        drawn: packed tokens of each completion that has not ended.
+    """
 
     request: int
     prompt: bytes
@@ -77,8 +82,11 @@ class Resumed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine, the answer to ``Welcome``: it begins with these requests. The engine of this ``incarnation``
-    ignores all that came before."""
+    """Frontend to engine, the answer to ``Welcome``: it begins with these requests, and what it sent before is void.
+
+    Attributes:
+        incarnation: of the engine that this is for.
+    """
 
     incarnation: int
     requests: list[Resumed]
@@ -87,8 +95,10 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine: queue all of these requests or none. The answer is ``Submitted``.
 
-    ``first``, ``first + 1`` ...: the frontend's numbers for them. ``params``: of all, or one for each. ``seeds``: of
-    those without one in their parameters.
+    Attributes:
+        first: the frontend's number for the first; the others follow.
+        params: of all, or one for each.
+        seeds: of requests without one in their parameters.
     """
 
     first: int
@@ -126,7 +136,7 @@ class Scale(msgspec.Struct, tag=True, frozen=True):
     memory: int | str
 
 
-FromFrontend = Hello | Resume | Submit | Finish | Abort | GetStats | Scale
+FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
@@ -162,7 +172,7 @@ class RequestTokens(msgspec.Struct, array_like=True, gc=False):
     cached_tokens: int = 0
 
 
-class Answers(msgspec.Struct, tag=True):
+class AnswerBatch(msgspec.Struct, tag=True):
     """Engine to frontend: what one turn has brought."""
 
     news: list[RequestTokens]

@@ -11,7 +11,7 @@ import msgspec
 READINGS = 8  # at a time: one of them hardly waits for anything
 
 
-class Reading(NamedTuple):
+class ClockReading(NamedTuple):
     """The other clock showed ``there_ns`` at some moment from ``sent_ns`` to ``received_ns`` of the clock here."""
 
     sent_ns: int
@@ -38,9 +38,9 @@ class Clock:
         readings: the best of each time, in order.
     """
 
-    readings: list[Reading] = field(default_factory=list)
+    readings: list[ClockReading] = field(default_factory=list)
 
-    def add_reading(self, readings: Sequence[Reading]) -> None:
+    def add_reading(self, readings: Sequence[ClockReading]) -> None:
         """Add a reading of the clock: the one of ``readings`` with the shortest round trip."""
         self.readings.append(min(readings, key=lambda each: each.round_trip_ns))
 

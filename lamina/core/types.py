@@ -178,6 +178,7 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 20),
     "length_penalty": (-10.0, 10.0),
+    "priority": (-(2**31), 2**31 - 1),
 }
 """Smallest and largest value of each numeric field of ``SamplingParams``; two ints mean that it is an integer."""
 
@@ -288,6 +289,8 @@ class SamplingParams:
         max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
         min_tokens: no end of sequence or stop token before this many tokens.
         logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
+        priority: a request with a smaller number goes first where the server's ``policy`` is priority; otherwise
+            without effect.
         cache_salt: only requests with the same one, at most 256 characters, share cached prefixes: nobody else can find
             out by time what these prompts begin with.
         use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, the best first. As
@@ -296,6 +299,7 @@ class SamplingParams:
         length_penalty: in [-10, 10]: a beam's score is the sum of its log-probabilities over its length to this power.
         early_stopping: whether to stop once ``n`` beams have ended. False: no; once no beam is likely to become better
             than these. "never": only once none can.
+        forced_token_ids: tokens that a completion begins with, whatever their probabilities, which ``logprobs`` report.
         structured_outputs: what an answer must match. It ends where nothing may follow, or at ``max_tokens``.
 
     Raises:
@@ -326,11 +330,13 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    priority: int = 0
     cache_salt: str = ""
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     structured_outputs: StructuredOutputs | None = None
+    forced_token_ids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -364,8 +370,16 @@ class SamplingParams:
         for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {_shown(value)}; give true or false")
+        self._check_forced_tokens()
         self._check_structured_outputs()
         self._check_beam_search()
+
+    def _check_forced_tokens(self) -> None:
+        for token in self.forced_token_ids:
+            _require("forced_token_ids", token, 0, 2**31 - 1)
+        count = len(self.forced_token_ids)
+        if self.max_tokens is not None and count > self.max_tokens:
+            raise ValueError(f"forced_token_ids has {count} tokens; max_tokens is {self.max_tokens}")
 
     def _check_structured_outputs(self) -> None:
         given = self.structured_outputs
@@ -379,6 +393,8 @@ class SamplingParams:
                 raise ValueError(f"structured_outputs has the fields {', '.join(given)}; give one of {names}") from None
         elif not isinstance(given, StructuredOutputs):
             raise ValueError(f"structured_outputs is {_shown(given)}; give an object such as {{'regex': '[0-9]+'}}")
+        if self.forced_token_ids:
+            raise ValueError("forced_token_ids has tokens; leave them out beside structured_outputs")
         if self.min_tokens:
             raise ValueError(
                 f"min_tokens is {self.min_tokens}; leave it out beside structured_outputs, which say the end"
@@ -404,6 +420,7 @@ class SamplingParams:
             "stop": ([],),
             "logprobs": (None,),
             "structured_outputs": (None,),
+            "forced_token_ids": ([],),
         }
         for name, neutral in unused.items():
             if (value := getattr(self, name)) not in neutral:

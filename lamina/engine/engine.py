@@ -38,6 +38,7 @@ from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.text.defaults import sampling_defaults
@@ -102,6 +103,7 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
+            policy=find_policy(config.policy, config.slo_ttft_ms),
             prefix_cache=config.prefix_cache,
             overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,
@@ -196,6 +198,7 @@ class Engine:
     ) -> Request:
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
+        check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 

@@ -20,13 +20,13 @@ import zmq
 
 from lamina.control.frontend_messages import (
     Abort,
-    Answers,
+    AnswerBatch,
     CompletionTokens,
     Finish,
     FromFrontend,
     FrontendBootstrap,
+    FrontendHello,
     GetStats,
-    Hello,
     RequestTokens,
     Resume,
     Resumed,
@@ -95,7 +95,7 @@ class _Submission:
 
 
 class Frontends:
-    """The frontends that say Hello. ``on_frontend_exit`` may be called by any thread."""
+    """The frontends that say that they are connected. ``on_frontend_exit`` may be called by any thread."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ class Frontends:
             if (known := self._members.get(name)) is not None:
                 self._lose(known, f"it sent an invalid message: {error}")
             return
-        if isinstance(message, Hello):
+        if isinstance(message, FrontendHello):
             self._welcome(self._members.setdefault(name, _Member(name)))
         elif (member := self._members.get(name)) is not None:  # else it has left
             self._take(member, message)
@@ -261,7 +261,7 @@ class Frontends:
         except LaminaError as error:
             member.running.discard(one.request)
             ends = [CompletionTokens(index, [], [], FinishReason.ERROR) for index in drawn]
-            self._send(member, Answers([RequestTokens(one.request, ends, True, str(error))]))
+            self._send(member, AnswerBatch([RequestTokens(one.request, ends, True, str(error))]))
 
     def _scale(self, member: _Member, message: Scale) -> None:
         def done(future: Future[list[str]]) -> None:
@@ -335,7 +335,7 @@ class Frontends:
         for member in list(self._members.values()):
             if member.news:
                 news, member.news = member.news, []
-                self._send(member, Answers(news))
+                self._send(member, AnswerBatch(news))
         if (reason := self._engine.dead) is not None and not self._told_of_death:
             self._told_of_death = True
             self._on_death(reason)

@@ -23,12 +23,12 @@ import zmq
 
 from lamina.control.frontend_messages import (
     Abort,
-    Answers,
+    AnswerBatch,
     CompletionTokens,
     Finish,
     FrontendBootstrap,
+    FrontendHello,
     GetStats,
-    Hello,
     Resume,
     Resumed,
     Scale,
@@ -66,7 +66,7 @@ SUBMIT_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 5.0
 MOST_AT_ONCE = 64  # messages read before other events of the loop have their turn
 
-_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | Answers | Stopped | StatsOf | Scaled)
+_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled)
 
 
 @dataclass(eq=False, slots=True)
@@ -134,7 +134,7 @@ class RemoteEngine:
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 while not made._welcome.is_set():
-                    made._send(Hello())
+                    made._send(FrontendHello())
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(HELLO_S):
                             await made._welcome.wait()
@@ -153,6 +153,7 @@ class RemoteEngine:
             text = one.prompt if isinstance(one.prompt, str) else None
             tokens = self._tokens(one.prompt)
             check_tokens(tokens, self.vocab_size, self.tokenizer)
+            check_tokens(one.params.forced_token_ids, self.vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)
@@ -269,8 +270,8 @@ class RemoteEngine:
             self._take(_DECODER.decode(payload))
         self._loop.call_soon(self._receive)
 
-    def _take(self, message: Welcome | Submitted | Answers | Stopped | StatsOf | Scaled) -> None:
-        if isinstance(message, Answers):
+    def _take(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled) -> None:
+        if isinstance(message, AnswerBatch):
             for one in message.news:
                 if (asked := self._asked.get(one.request)) is not None:
                     for part in one.completions:

@@ -80,7 +80,33 @@ class Timing:
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
 
+VLLM_NAMES = {
+    "lamina_requests_running": "vllm:num_requests_running",
+    "lamina_requests_waiting": "vllm:num_requests_waiting",
+    "lamina_kv_usage": "vllm:kv_cache_usage_perc",
+    "lamina_preemptions": "vllm:num_preemptions",
+    "lamina_prefix_cache_queries": "vllm:prefix_cache_queries",
+    "lamina_prefix_cache_hits": "vllm:prefix_cache_hits",
+    "lamina_prompt_tokens": "vllm:prompt_tokens",
+    "lamina_generated_tokens": "vllm:generation_tokens",
+    "lamina_completions": "vllm:request_success",
+    "lamina_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "lamina_time_between_tokens_seconds": "vllm:inter_token_latency_seconds",
+    "lamina_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+}
+"""Metrics that vLLM has with the same meaning, which its dashboards read, with the label ``model_name``."""
+
 __all__ = ["CONTENT_TYPE", "Metrics"]
+
+
+class _Collected:
+    """Metrics that have been collected, as what ``generate_latest`` reads."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 class Metrics:
@@ -105,7 +131,20 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in the exposition format of ``CONTENT_TYPE``."""
-        return generate_latest(self._registry) + generate_latest(self._traffic_registry)
+        families = [*self._registry.collect(), *self._traffic_registry.collect()]
+        shared = [self._as_vllm(family) for family in families if family.name in VLLM_NAMES]
+        return generate_latest(_Collected([*families, *shared]))
+
+    def _as_vllm(self, family: Metric) -> Metric:
+        """Return a metric under vLLM's name."""
+        name = VLLM_NAMES[family.name]
+        copy = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            labels = {"model_name": self._engine.model_name, **sample.labels}
+            if (reason := labels.pop("finish_reason", None)) is not None:
+                labels["finished_reason"] = reason
+            copy.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+        return copy
 
     def totals(self) -> dict[str, Any]:
         """Return the server's counts of tokens and its cumulative latency histograms as JSON.
@@ -159,6 +198,12 @@ class Metrics:
             "lamina_kv_imbalance",
             "Token slots in use on the fullest memory worker over the mean of all.",
             imbalance(stats.memory),
+        )
+        workers_memory = stats.memory.values()
+        yield GaugeMetricFamily(
+            "lamina_kv_usage",
+            "Share of all token slots that requests use, from 0 to 1.",
+            sum(each.used for each in workers_memory) / max(1, sum(each.capacity for each in workers_memory)),
         )
         moved = CounterMetricFamily(
             "lamina_kv_moved_bytes", "KV that came from other memory workers while it was in use.", labels=["worker"]

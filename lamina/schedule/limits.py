@@ -44,6 +44,11 @@ class Limits:
         if params.n > together:
             raise RequestError(f"n is {params.n}; this runtime decodes {together} sequences of a request at once")
         room = self.most_tokens(prompt_length, params, placement)
+        if (forced := len(params.forced_token_ids)) > room:
+            raise RequestError(
+                f"forced_token_ids has {forced} tokens; a prompt of {prompt_length} tokens leaves room for {room} "
+                f"(max_model_len {limit}). Force fewer or shorten the prompt"
+            )
         if params.min_tokens > room:
             raise RequestError(
                 f"min_tokens is {params.min_tokens}; a prompt of {prompt_length} tokens leaves room for {room} "

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from lamina.config.server_config import ServerConfig
 from lamina.control.frontend_messages import ALIVE, ALIVE_S, ENGINE_STOPPED, READY, FrontendBootstrap
 from lamina.core.errors import EngineDeadError, UserError
 from lamina.engine.remote_engine import RemoteEngine
@@ -49,9 +50,10 @@ def main() -> None:
 async def _serve(bootstrap: FrontendBootstrap, tokenizer: Tokenizer, listener: socket.socket) -> None:
     tokenizer.chat_settings = bootstrap.chat
     engine = await RemoteEngine.connect(bootstrap, tokenizer)
+    config = ServerConfig(**bootstrap.server)  # type: ignore[arg-type]
     alive = asyncio.create_task(_say_alive())
     try:
-        await serve_in_loop(engine, listener, lambda: _say(READY), bootstrap.supervisor_pid)
+        await serve_in_loop(engine, listener, lambda: _say(READY), bootstrap.supervisor_pid, config)
     finally:
         alive.cancel()
         engine.disconnect()

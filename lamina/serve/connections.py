@@ -13,6 +13,7 @@ import os
 import re
 import resource
 import socket
+import ssl
 import sys
 import uuid
 from collections.abc import Callable
@@ -175,7 +176,8 @@ class Connection(H11Protocol):
 
         "100 Continue" tells which: a client that has left replies with a reset.
         """
-        if self._refused or self.cycle is None or self.cycle.response_started or self.cycle.more_body:
+        tls = self.scheme == "https"  # which has no half-closed connections
+        if tls or self._refused or self.cycle is None or self.cycle.response_started or self.cycle.more_body:
             return False
         self._half_closed = True
         if self.conn.their_http_version != b"1.0":
@@ -263,7 +265,10 @@ class Connection(H11Protocol):
             self.cycle.disconnected = True  # the request whose body is malformed gets no other answer
             self.cycle.message_event.set()
         self._enter("drain")  # closing with unread bytes would reset the connection, and the answer would be lost
-        self.transport.write_eof()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
 
 def _phase_s(phase: str) -> float:
@@ -271,14 +276,21 @@ def _phase_s(phase: str) -> float:
     return {"header": HEADER_S, "drain": DRAIN_S}.get(phase, LEFT_S)
 
 
-async def accept(listener: socket.socket, make: Callable[[], Connection], connections: Connections, most: int) -> None:
-    """Accept connections until cancelled.
+async def accept(
+    listener: socket.socket,
+    make: Callable[[], Connection],
+    connections: Connections,
+    most: int,
+    tls: ssl.SSLContext | None = None,
+) -> None:
+    """Accept connections until cancelled. ``tls``: of the server's certificate, if it has one.
 
     At ``most`` connections, the one that has waited longest for a request is closed to make room; while all are busy,
     new ones wait in the kernel's queue.
     """
     loop = asyncio.get_running_loop()
     listener.setblocking(False)
+    handshakes: set[asyncio.Task[None]] = set()
     while True:
         try:
             accepted, _ = await loop.sock_accept(listener)
@@ -288,13 +300,24 @@ async def accept(listener: socket.socket, make: Callable[[], Connection], connec
                 connections.close_one()
                 await asyncio.sleep(WAIT_S)
             continue  # otherwise the client left before it was accepted
-        while len(connections.open) >= most:
+        while len(connections.open) + len(handshakes) >= most:
             if connections.close_one():
                 await asyncio.sleep(0)  # connection_lost runs in the next iteration of the event loop
             else:
                 logger.warning("all %d connections are busy; new ones wait", most)
                 await asyncio.sleep(WAIT_S)
-        try:
-            await loop.connect_accepted_socket(make, accepted)
-        except OSError:
-            accepted.close()  # its client has left
+        if tls is None:
+            await _connect(accepted, make, None)
+        else:  # clients take as long for a handshake as they like
+            task = asyncio.create_task(_connect(accepted, make, tls))
+            handshakes.add(task)
+            task.add_done_callback(handshakes.discard)
+
+
+async def _connect(accepted: socket.socket, make: Callable[[], Connection], tls: ssl.SSLContext | None) -> None:
+    try:
+        await asyncio.get_running_loop().connect_accepted_socket(
+            make, accepted, ssl=tls, ssl_handshake_timeout=None if tls is None else HEADER_S
+        )
+    except (OSError, TimeoutError):  # also of the handshake
+        accepted.close()  # its client has left

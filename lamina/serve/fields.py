@@ -20,7 +20,7 @@ MOST_LOGGED = 256
 SAMPLING: dict[str, Any] = {
     name: kind | None
     for name, kind in get_type_hints(SamplingParams).items()
-    if name not in ("max_tokens", "logprobs")  # the endpoints differ in them
+    if name not in ("max_tokens", "logprobs", "forced_token_ids")  # the endpoints differ in them
 }
 """Type of each sampling field in JSON."""
 
@@ -54,7 +54,6 @@ _EITHER: dict[str, Sequence[Any]] = {
     "regex": (),  # SGLang's, like the next
     "ebnf": (),
     "repetition_detection": (),
-    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),

@@ -19,12 +19,14 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from lamina.cluster.local_workers import describe_exit
+from lamina.config.server_config import ServerConfig
+from lamina.config.settings import plain_values
 from lamina.control.agent_messages import Serving
 from lamina.control.frontend_messages import ENGINE_STOPPED, READY
 from lamina.control.liveness import Liveness
 from lamina.core.errors import EngineDeadError, WorkerError
 from lamina.serve.http_errors import first_line
-from lamina.serve.server import GRACE_S, TELL_S
+from lamina.serve.server import TELL_S
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 ENGINE = "engine"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = GRACE_S + 2 * TELL_S + 5.0  # what a frontend takes to end its answers, at most
+STOP_TIMEOUT_S = 2 * TELL_S + 5.0  # what a frontend takes to end after the shutdown timeout, at most
 MOST_ENDS, ENDS_S = 5, 60.0  # frontends that end unexpectedly within so long, before the server gives up
 
 
@@ -108,9 +110,10 @@ class _Process:
 
 
 class FrontendProcesses:
-    """``count`` frontend processes, which load their tokenizers from now on and serve once there is an engine."""
+    """Frontend processes, which load their tokenizers from now on and serve once there is an engine."""
 
-    def __init__(self, count: int, model: Path, listener: socket.socket) -> None:
+    def __init__(self, config: ServerConfig, model: Path, listener: socket.socket) -> None:
+        self._config = config
         self._model = model
         self._listener = listener
         self._folder = tempfile.TemporaryDirectory(prefix="lamina-")  # nobody else may enter it
@@ -121,7 +124,7 @@ class FrontendProcesses:
         self._signals: list[int] = []
         self._liveness = Liveness(time.monotonic())
         self._beats = 0
-        for _ in range(count):
+        for _ in range(config.frontends):
             self._start()
 
     def _start(self) -> _Process:
@@ -180,7 +183,10 @@ class FrontendProcesses:
         process.name = f"frontend{self._started}"
         self._started += 1
         bootstrap = msgspec.structs.replace(
-            supervisor.serving.frontend, name=process.name, seed=supervisor.serving.frontend.seed + self._started
+            supervisor.serving.frontend,
+            name=process.name,
+            seed=supervisor.serving.frontend.seed + self._started,
+            server=plain_values(self._config),
         )
         with contextlib.suppress(BrokenPipeError), process.popen.stdin as pipe:  # type: ignore[union-attr]
             pipe.write(msgspec.msgpack.encode(bootstrap))
@@ -245,7 +251,7 @@ class FrontendProcesses:
         """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end.
         ``hurry``: they do not know of that yet. Those that still start have no clients, and end at once."""
         signals = [signal.SIGTERM, signal.SIGTERM] if hurry else self._signals
-        told, deadline = 0, time.monotonic() + STOP_TIMEOUT_S
+        told, deadline = 0, time.monotonic() + self._config.shutdown_timeout + STOP_TIMEOUT_S
         left = list(self._running)
         for process in left:
             process.said()

@@ -43,9 +43,11 @@ class Generation:
     ) -> None:
         self._writer = writer
         self._outputs = outputs
-        self._sent = Sent(engine.tokenizer, wanted.params.n, wanted.echo)
+        self._sent = Sent(engine.tokenizer, wanted.params.n, wanted.echo, wanted.scored)
         self._timing = timing
-        self._usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
+        lengths = {index: len(prompt) for index, prompt in enumerate(wanted.prompts)}
+        forced = sum(length - 1 for length in lengths.values()) if wanted.scored else 0
+        self._usage = Usage(lengths, forced=forced * wanted.params.n)
 
     async def answer(self, request: Request) -> Response:
         """Return the complete answer. If the client leaves, cancels the engine's requests and raises
@@ -132,9 +134,9 @@ async def respond(
         APIError, RequestError, OverloadedError, EngineDeadError: before anything is sent; nothing is left running.
     """
     most_unread = MOST_UNREAD if wanted.stream else None  # otherwise the whole answer is collected
-    params = wanted.params_of_prompts(engine.max_model_len)
+    prompts, params = zip(*wanted.submissions(engine.max_model_len), strict=True)
     timing = Timing(traffic)
-    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, wanted.prompts, params, _client(request), most_unread)
+    outputs = await AsyncOutputs.submit(engine, uuid.uuid4().hex, prompts, params, _client(request), most_unread)
     generation = Generation(engine, make_writer(wanted, engine.model_name), wanted, outputs, timing)
     request.state.figures = generation.figures
     response = generation.stream() if wanted.stream else await generation.answer(request)

@@ -211,17 +211,19 @@ def completion_choice(piece: Piece) -> Json:
     return {
         "index": piece.choice,
         "text": piece.text,
-        "logprobs": None if piece.logprobs is None else _completion_logprobs(piece.logprobs, piece.text_offsets),
+        "logprobs": None if piece.logprobs is None else _completion_logprobs(piece),
         "finish_reason": piece.finish_reason,
     }
 
 
-def _completion_logprobs(positions: Sequence[list[Logprob]], offsets: list[int]) -> Json:
+def _completion_logprobs(piece: Piece) -> Json:
+    positions = piece.logprobs or []
+    first = [] if piece.first is None else [piece.first]  # of the prompt, which nothing comes before
     return {
-        "tokens": [drawn.text for drawn, *_ in positions],
-        "token_logprobs": [_finite(drawn.logprob) for drawn, *_ in positions],
-        "top_logprobs": [_by_text(entries) for entries in positions],
-        "text_offset": offsets,
+        "tokens": [*first, *(drawn.text for drawn, *_ in positions)],
+        "token_logprobs": [*(None for _ in first), *(_finite(drawn.logprob) for drawn, *_ in positions)],
+        "top_logprobs": [*(None for _ in first), *map(_by_text, positions)],
+        "text_offset": [*(0 for _ in first), *piece.text_offsets],
     }
 
 

@@ -26,7 +26,10 @@ from lamina.schedule.waiting import MAX_WAITING
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
 from lamina.serve.chat_messages import MOST_MESSAGES
 from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT
+from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
 from lamina.serve.requests import GUIDED
+from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
+from lamina.serve.token_routes import DETOKENIZE_PATH, TOKENIZE_PATH, DetokenizeBody, TokenizeBody
 from lamina.serve.tools import MOST_TOOLS
 from lamina.text.chat_template import MAY_LACK_CONTENT
 
@@ -42,6 +45,7 @@ _ERRORS = {
     408: "The body arrived too slowly.",
     413: "The body is too large.",
     429: "Too many requests are in progress; Retry-After says when to try again.",
+    501: "The model cannot do that.",
     503: "The engine has stopped, or could not finish the request.",
 }
 _ERROR_SCHEMA = {
@@ -187,6 +191,16 @@ def interface(app: FastAPI, engine: Runtime) -> Schema:
             operation = schema["paths"][path]["post"]
             operation["requestBody"] = {"required": True, "content": content}
             operation["responses"]["200"] = _ANSWER
+        for path, required, names in (
+            (RESPONSES_PATH, ["input"], ResponsesBody.__struct_fields__),
+            (MESSAGES_PATH, ["messages", "max_tokens"], MessagesBody.__struct_fields__),
+            (COUNT_PATH, ["messages"], MessagesBody.__struct_fields__),
+            (TOKENIZE_PATH, [], TokenizeBody.__struct_fields__),
+            (DETOKENIZE_PATH, ["tokens"], DetokenizeBody.__struct_fields__),
+        ):
+            body: Schema = {"type": "object", "required": required, "properties": {name: {} for name in names}}
+            content = {"application/json": {"schema": body}}
+            schema["paths"][path]["post"]["requestBody"] = {"required": True, "content": content}
         metrics = schema["paths"]["/metrics"]["get"]["responses"]["200"]
         metrics["content"] = {CONTENT_TYPE: {"schema": {"type": "string"}}}
         for path, methods in schema["paths"].items():
@@ -285,8 +299,13 @@ _BEAMS = [
 ]
 _ONE_MATCH = [_left_out(**{name: neutral for name, neutral in _MATCH.items() if name != kept}) for kept in _MATCH]
 _ENDS = [_left_out(min_tokens=[0]), _left_out(**_MATCH)]
+_SCORES = [
+    _left_out(echo=[False]),
+    _left_out(logprobs=()),
+    _left_out(presence_penalty=[0], frequency_penalty=[0], **_MATCH),
+]
 _TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
-    CompletionBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, [_left_out(echo=[False]), _left_out(logprobs=())]),
+    CompletionBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, _SCORES),
     ChatBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
 }
 """What fields ask of each other: one of each group of alternatives."""
@@ -294,13 +313,18 @@ _TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
 
 def _statuses(path: str) -> list[int]:
     """Return the errors that a path answers with."""
-    if path in (COMPLETIONS_PATH, CHAT_PATH):
+    if path in (COMPLETIONS_PATH, CHAT_PATH, RESPONSES_PATH, MESSAGES_PATH, COUNT_PATH):
         return [400, 404, 408, 413, 429, 503]
     return {
         "/health": [503],
         "/metrics": [503],
         "/placement": [503],
         "/v1/models/{name}": [404],
+        TOKENIZE_PATH: [400, 404, 408, 413, 429],
+        DETOKENIZE_PATH: [400, 404, 408, 413, 429],
+        "/v1/embeddings": [501],
+        "/ping": [503],
+        "/load": [503],
         "/admin/scale": [400, 401, 403, 413, 503],
         "/admin/stop": [401, 403, 404],
     }.get(path, [])

@@ -18,6 +18,8 @@ class Piece:
     """The new part of one choice since its previous piece.
 
     Attributes:
+        first: the text of the first token of an echoed prompt, which has no log-probability; None in all other pieces.
+        stop_reason: the stop string or stop token that has ended the choice.
         text_offsets: where each token with logprobs begins in the text of the choice.
     """
 
@@ -26,6 +28,8 @@ class Piece:
     logprobs: list[list[Logprob]] | None
     text_offsets: list[int]
     finish_reason: str | None
+    stop_reason: str | int | None = None
+    first: str | None = None
 
 
 class Sent:
@@ -35,12 +39,14 @@ class Sent:
         tokenizer: gives the text of tokens in logprobs.
         n: completions per prompt.
         echo: for each prompt, the text to put before its completions; empty for none.
+        scored: that text is the first token of each prompt, and the completions repeat the others.
     """
 
-    def __init__(self, tokenizer: Tokenizer, n: int, echo: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, n: int, echo: Sequence[str] = (), scored: bool = False) -> None:
         self._tokenizer = tokenizer
         self._n = n
         self._echo = echo
+        self._scored = scored
         self._offsets: dict[int, int] = {}  # characters of the token texts sent so far, if logprobs are reported
         self._ended = set[int]()
 
@@ -49,8 +55,10 @@ class Sent:
         for completion in update.completions:
             choice = prompt * self._n + completion.index
             ends = completion.finish_reason is not None and choice not in self._ended
-            prefix = self._echo[prompt] if self._echo and choice not in self._offsets else ""
-            self._offsets.setdefault(choice, 0)
+            begins = bool(self._echo) and choice not in self._offsets
+            prefix = self._echo[prompt] if begins else ""
+            first = prefix if begins and self._scored else None
+            self._offsets.setdefault(choice, 0 if first is None else len(first))
             for start in range(0, max(1, len(completion.token_ids)), most):
                 stop = start + most
                 last = stop >= len(completion.token_ids)
@@ -63,8 +71,10 @@ class Sent:
                         self._offsets[choice] += len(position.text)
                 if text or logprobs or (ends and last):
                     reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
-                    yield Piece(choice, text, logprobs, offsets, reason)
-                prefix = ""
+                    yield Piece(
+                        choice, text, logprobs, offsets, reason, completion.stop_reason if last else None, first
+                    )
+                prefix, first = "", None
             if ends:
                 self._ended.add(choice)
 
@@ -76,13 +86,16 @@ class Usage:
     prompts: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     drawn: int = 0
+    forced: int = 0  # tokens of prompts that the engine has still to draw
     ends: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and completion
 
     def count(self, prompt: int, update: RequestUpdate) -> None:
         """Count the tokens of an update."""
-        self.prompts[prompt] = len(update.request.prompt_token_ids)
         self.cached[prompt] = update.cached_tokens
-        self.drawn += update.tokens
+        drawn = update.tokens
+        skipped = min(drawn, self.forced)
+        self.forced -= skipped
+        self.drawn += drawn - skipped
         for completion in update.completions:
             if completion.finish_reason is not None:
                 self.ends[prompt, completion.index] = completion.finish_reason.value

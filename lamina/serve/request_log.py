@@ -22,11 +22,13 @@ class RequestLog:
     """ASGI middleware: returns ``X-Request-Id``, the client's or a new one, and logs each request.
 
     The line has method, path, status, time, the id and, for a generation, tokens and finish reasons. It is written when
-    the answer has been sent or the client has left; LAMINA_LOG_LEVEL=INFO shows it.
+    the answer has been sent or the client has left, if ``always``, or LAMINA_LOG_LEVEL is INFO.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, always: bool = False) -> None:
         self._app = app
+        if always:
+            logger.setLevel(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application and log the request."""
@@ -57,6 +59,16 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
     figures: Callable[[], str] | None = scope.get("state", {}).get("figures")
     host, port = scope.get("client") or ("-", 0)
     path = scope["raw_path"].decode("ascii", "backslashreplace")
+    said = figures() if figures else ""
+    fields = {
+        "client": f"{host}:{port}",
+        "method": scope["method"],
+        "path": path,
+        "status": status,
+        "seconds": round(seconds, 6),
+        "figures": said,
+        "request_id": request_id.get(),
+    }
     logger.info(
         "%s:%d %s %s %s in %.3f s%s [%s]",
         host,
@@ -65,8 +77,9 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
         path,
         status or "unanswered",
         seconds,
-        f": {figures()}" if figures else "",
+        f": {said}" if said else "",
         request_id.get(),
+        extra={"fields": fields},
     )
 
 

@@ -31,6 +31,8 @@ class GenerationRequest:
         params: Sampling parameters of all prompts.
         stream: Send the answer as a stream of events.
         usage: Which events have token counts.
+        scored: The completions repeat their prompts, with log-probabilities. The engine gets the first token of each
+            prompt, and is forced to draw the others.
         echo: For each prompt, the text to put before its completions; empty for none.
         ignored: Names of fields that have no meaning here.
         make_parser: Makes what divides the text of one choice into content, reasoning and tool calls.
@@ -40,15 +42,26 @@ class GenerationRequest:
     params: SamplingParams
     stream: bool = False
     usage: UsageReports = "none"
+    scored: bool = False
     echo: Sequence[str] = ()
     ignored: Sequence[str] = ()
     make_parser: Callable[[], AnswerParser] = PlainText
 
-    def params_of_prompts(self, max_model_len: int) -> list[SamplingParams]:
-        """Return the parameters of each prompt: ``min_tokens`` is bounded by the context, as ``max_tokens`` is."""
-        rooms = [max_model_len - len(prompt) for prompt in self.prompts]
-        least = self.params.min_tokens
-        return [replace(self.params, min_tokens=r) if least > r > 0 else self.params for r in rooms]
+    def submissions(self, max_model_len: int) -> list[tuple[list[int], SamplingParams]]:
+        """Return the prompts as the engine gets them, each with its parameters.
+
+        ``min_tokens`` is bounded by the context, as ``max_tokens`` is.
+        """
+        return [self._submission(prompt, max_model_len - len(prompt)) for prompt in self.prompts]
+
+    def _submission(self, prompt: list[int], room: int) -> tuple[list[int], SamplingParams]:
+        params = self.params
+        least = min(params.min_tokens, room) if room > 0 else params.min_tokens
+        if not self.scored:
+            return prompt, params if least == params.min_tokens else replace(params, min_tokens=least)
+        forced = prompt[1:]
+        most = None if params.max_tokens is None else params.max_tokens + len(forced)
+        return prompt[:1], replace(params, forced_token_ids=forced, min_tokens=least + len(forced), max_tokens=most)
 
 
 def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -58,24 +71,43 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     """
     body = parse(CompletionBody, raw)
     require_model(engine, body.model)
-    if body.echo and body.logprobs is not None:
-        raise APIError(400, "logprobs of the prompt are not supported; leave out echo or logprobs", param="echo")
+    scored = bool(body.echo) and body.logprobs is not None
     _, limit = _limit(body)
     limit = COMPLETION_TOKENS if limit is None else limit
     params = _sampling_params(body, engine.sampling_defaults, {}, logprobs=body.logprobs, max_tokens=limit)
     tokenizer, longest = engine.tokenizer, engine.max_model_len
     prompts = [encode_prompt(tokenizer, p, longest) if isinstance(p, str) else p for p in body.prompt]
+    if scored:
+        _require_scorable(prompts, params, longest)
     skip = params.skip_special_tokens
     echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
-    return _generation(body, engine, prompts, params, echo)
+    if scored:
+        echo = [tokenizer.decode(prompt[:1], skip) for prompt in prompts]
+    return replace(_generation(body, engine, prompts, params, echo), scored=scored)
+
+
+def _require_scorable(prompts: Sequence[list[int]], params: SamplingParams, context: int) -> None:
+    """Raise APIError 400 if log-probabilities of the prompts cannot be reported."""
+    if params.presence_penalty or params.frequency_penalty or params.structured_outputs is not None:
+        message = "logprobs of the prompt are not supported with penalties or structured outputs; leave out echo"
+        raise APIError(400, message, param="echo")
+    if (longest := max(map(len, prompts))) >= context:
+        raise APIError(400, f"the prompt has {longest} tokens; at most {context - 1} fit (max_model_len {context})")
 
 
 def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
-    """Translate the body of a chat request. Raises APIError, RequestError.
+    """Translate the body of a chat request. Raises APIError, RequestError."""
+    return chat_generation(engine, parse(ChatBody, raw))
+
+
+def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> GenerationRequest:
+    """Translate a chat request. Raises APIError, RequestError.
 
     Without a limit, and if the model has no default, an answer may take the rest of the context.
+
+    Args:
+        clamped: A limit beyond the context means the rest of it, and is no error.
     """
-    body = parse(ChatBody, raw)
     require_model(engine, body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -101,7 +133,7 @@ def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
     params = _sampling_params(body, defaults, api_names, calls, **given)
     parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
     prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
-    return replace(_generation(body, engine, [prompt], params), make_parser=form.parser(text, parser))
+    return replace(_generation(body, engine, [prompt], params, clamped=clamped), make_parser=form.parser(text, parser))
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -143,12 +175,19 @@ def require_model(engine: Runtime, name: str | None) -> None:
 
 
 def _generation(
-    body: Body, engine: Runtime, prompts: Sequence[list[int]], params: SamplingParams, echo: Sequence[str] = ()
+    body: Body,
+    engine: Runtime,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    echo: Sequence[str] = (),
+    clamped: bool = False,
 ) -> GenerationRequest:
-    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together."""
+    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``."""
     name, limit = _limit(body)
     longest, context = max(map(len, prompts)), engine.max_model_len
-    if limit is not None and 0 < context - longest < limit:  # a prompt that leaves no room at all is refused as such
+    if (
+        limit is not None and not clamped and 0 < context - longest < limit
+    ):  # a prompt that leaves no room at all is refused as such
         raise APIError(
             400,
             f"{name} is {limit}, but the prompt has {longest} tokens, which leave room for {context - longest} "
@@ -158,7 +197,7 @@ def _generation(
     usage: UsageReports = "none"
     if (options := body.stream_options) is not None and options.include_usage:
         usage = "every" if options.continuous_usage_stats else "last"
-    return GenerationRequest(prompts, params, bool(body.stream), usage, echo, body.ignored)
+    return GenerationRequest(prompts, params, bool(body.stream), usage, echo=echo, ignored=body.ignored)
 
 
 def _limit(body: Body) -> tuple[str, int | None]:

@@ -13,11 +13,13 @@ from types import FrameType
 
 import uvicorn
 
+from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.core.errors import ConfigError, EngineDeadError
 from lamina.engine.streams import Runtime
 from lamina.serve.app import create_app
 from lamina.serve.connections import Connection, Connections, accept, connection_limit, raise_file_limit
 from lamina.serve.connections import logger as connections_logger
+from lamina.serve.gate import tls_context
 from lamina.serve.http_errors import first_line
 from lamina.serve.request_log import OncePer
 
@@ -27,7 +29,6 @@ KEEP_ALIVE_S = (
     75  # longer than clients keep idle connections (OpenAI's: 5 s), so that no request meets a closing server
 )
 WRITE_TIMEOUT_S = 60  # a client that has not read its answer for so long is disconnected, its requests cancelled
-GRACE_S = 5  # time for open answers to finish once the server is told to stop
 TELL_S = 3  # time to send clients the error when the engine stops; connections of those that do not read are cut
 POLL_S = 0.1
 
@@ -65,17 +66,21 @@ def _why_not(error: OSError, host: str, port: int) -> str:
     return f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}. Use --host 127.0.0.1, or 0.0.0.0 for all"
 
 
-def url(listener: socket.socket) -> str:
+def url(listener: socket.socket, config: ServerConfig = DEFAULTS) -> str:
     """Return the URL of ``listener`` for clients."""
+    scheme = "http" if config.ssl_certfile is None else "https"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server, which also ends when the engine stops; ``died`` then holds the engine's error."""
 
-    def __init__(self, config: uvicorn.Config, engine: Runtime, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: Runtime, on_ready: Callable[[], None], settings: ServerConfig
+    ) -> None:
         super().__init__(config)
+        self._grace_s, self._tls = settings.shutdown_timeout, tls_context(settings)
         self._engine = engine
         self._on_ready = on_ready
         self._hurry = False
@@ -87,7 +92,7 @@ class _Server(uvicorn.Server):
         connections, most = Connections(), connection_limit()
         make = functools.partial(Connection, connections, self.config, self.server_state, self.lifespan.state)
         for listener in sockets or []:
-            task = asyncio.create_task(accept(listener, make, connections, most))
+            task = asyncio.create_task(accept(listener, make, connections, most, self._tls))
             task.add_done_callback(self._accepting_ended)
             self._accepting.append(task)
         self._on_ready()
@@ -120,12 +125,12 @@ class _Server(uvicorn.Server):
             ending.cancel()
 
     async def _end_answers(self) -> None:
-        """After ``GRACE_S`` or a second signal, close the engine, which ends open answers with an error."""
+        """After the shutdown timeout or a second signal, close the engine, which ends open answers with an error."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + GRACE_S
+        deadline = loop.time() + self._grace_s
         if self._answers and not self._hurry:
             log.warning(
-                "%d open answers have %d s to finish; press Ctrl-C again to end them now", self._answers, GRACE_S
+                "%d open answers have %d s to finish; press Ctrl-C again to end them now", self._answers, self._grace_s
             )
         while loop.time() < deadline and not self._hurry:
             await asyncio.sleep(POLL_S)
@@ -142,22 +147,28 @@ class _Server(uvicorn.Server):
         return len(self.server_state.tasks)
 
 
-def serve(engine: Runtime, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+def serve(
+    engine: Runtime, listener: socket.socket, on_ready: Callable[[], None], config: ServerConfig = DEFAULTS
+) -> None:
     """Serve until SIGINT or SIGTERM, which is raised again once open answers have ended.
 
-    After ``GRACE_S`` or at a second signal the engine is closed, and answers still open end with an error.
+    After the shutdown timeout or at a second signal the engine is closed, and answers still open end with an error.
 
     Raises:
         EngineDeadError: the engine has stopped by itself; clients have received the error.
     """
-    asyncio.run(serve_in_loop(engine, listener, on_ready))
+    asyncio.run(serve_in_loop(engine, listener, on_ready, config=config))
 
 
 async def serve_in_loop(
-    engine: Runtime, listener: socket.socket, on_ready: Callable[[], None], owner: int | None = None
+    engine: Runtime,
+    listener: socket.socket,
+    on_ready: Callable[[], None],
+    owner: int | None = None,
+    config: ServerConfig = DEFAULTS,
 ) -> None:
     """Serve in the running event loop. ``owner``: the process to stop the server in; None: this one."""
-    server = make_server(engine, on_ready, owner)
+    server = make_server(engine, on_ready, owner, config)
     with no_old_garbage():
         await server.serve(sockets=[listener])
     if server.died is not None:
@@ -174,20 +185,22 @@ def no_old_garbage() -> Iterator[None]:
         gc.unfreeze()  # otherwise the exiting interpreter reports frozen objects as leaks
 
 
-def make_server(engine: Runtime, on_ready: Callable[[], None], owner: int | None = None) -> _Server:
+def make_server(
+    engine: Runtime, on_ready: Callable[[], None], owner: int | None = None, config: ServerConfig = DEFAULTS
+) -> _Server:
     """Build the server that ``serve`` runs. ``owner``: see ``serve_in_loop``."""
-    config = uvicorn.Config(
-        create_app(engine, owner or os.getpid()),
+    uvicorns = uvicorn.Config(
+        create_app(engine, owner or os.getpid(), config),
         log_config=None,
         access_log=False,
         http="h11",
         ws="none",
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S + 2 * TELL_S,
+        timeout_graceful_shutdown=config.shutdown_timeout + 2 * TELL_S,
         lifespan="off",
     )
     for name in ("uvicorn.error", connections_logger.name):  # clients can trigger any number of their lines
         target = logging.getLogger(name)
         if not any(isinstance(each, OncePer) for each in target.filters):
             target.addFilter(OncePer())
-    return _Server(config, engine, on_ready)
+    return _Server(uvicorns, engine, on_ready, config)

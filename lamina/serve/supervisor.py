@@ -5,8 +5,6 @@ frontends send it the requests that had not ended. What an engine says is that i
 """
 
 import contextlib
-import dataclasses
-import enum
 import itertools
 import logging
 import multiprocessing
@@ -21,10 +19,11 @@ import time
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from lamina.cluster.local_workers import LocalWorkers, describe_exit
 from lamina.config.engine_config import EngineConfig
+from lamina.config.settings import plain_values
 from lamina.control.agent_messages import (
     Beat,
     CloseEngine,
@@ -71,7 +70,7 @@ class Supervisor:
         self.gave_up = False
         self.beats = self.restarted = 0
         self.lost_frontends: dict[str, str] = {}
-        self._settings = _settings(config)
+        self._settings = plain_values(config)
         self._folder = folder
         self._frontends = frontends
         self._secret: Secret = configured(config.secret_file) or new()
@@ -277,15 +276,6 @@ class Supervisor:
         with self._sending, contextlib.suppress(OSError):
             if self._line is not None:
                 send(self._line, message)
-
-
-def _settings(config: EngineConfig) -> dict[str, Any]:
-    """Return the settings as plain values, from which the same config can be made."""
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return {
-        name: value.value if isinstance(value, enum.Enum) else os.fspath(value) if isinstance(value, Path) else value
-        for name, value in values.items()
-    }
 
 
 def _error(refusal: EngineStopped) -> LaminaError:

@@ -58,6 +58,9 @@ GIVEN: dict[str, Any] = {
     "max_num_seqs": 300,
     "max_num_batched_tokens": 3000,
     "trace": "t.json",
+    "chat_template": "t.jinja",
+    "tool_call_parser": "hermes",
+    "reasoning_parser": "none",
     "seed": 11,
 }
 

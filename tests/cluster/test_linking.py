@@ -6,7 +6,7 @@ import pytest
 
 from lamina.cluster.conversations import Gather, converse
 from lamina.cluster.linking import SlotSizes, link
-from lamina.control.messages import Grant, Granted, Link, Linked, Way
+from lamina.control.messages import Grant, Granted, Link, Linked, LinkWay
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import TransportError, UnreachableError
 from lamina.dataplane.leases import Lease
@@ -57,7 +57,7 @@ def test_every_worker_is_told_how_to_reach_its_peers() -> None:
     workers = FakeWorkers({})
     assert workers.link("tcp") == dict.fromkeys(PAIRS, Choice(TCP, "requested by name"))
     assert {name: message.peers for name, message in workers.heard} == {
-        name: {peer: Way(TCP, f"{peer} by tcp".encode(), lease(peer, name)) for peer in peers}
+        name: {peer: LinkWay(TCP, f"{peer} by tcp".encode(), lease(peer, name)) for peer in peers}
         for name, peers in {
             "compute0": ("memory0", "memory1"),
             "memory0": ("compute0",),

@@ -6,7 +6,7 @@ import pynvml
 import pytest
 
 from lamina.cli.doctor import lines
-from lamina.cluster.locality import Way, core_list, find, near_cores
+from lamina.cluster.locality import Route, core_list, find, near_cores
 from lamina.kernels.gpu.device import Gpu, reach
 
 EVERY = frozenset(range(16))
@@ -73,11 +73,11 @@ def test_gpus_are_placed_beside_interfaces_and_cores(server: Path) -> None:
     assert [nic.name for nic in found.nics] == ["eth0", "mlx5_0 (ens1)"]
     nearest = [found.nearest(gpu) for gpu in found.gpus]
     assert [(each[0].name, each[1]) for each in nearest if each] == [
-        ("mlx5_0 (ens1)", Way.SWITCH),
-        ("mlx5_0 (ens1)", Way.HOST_BRIDGE),
-        ("eth0", Way.SYSTEM),
+        ("mlx5_0 (ens1)", Route.SWITCH),
+        ("mlx5_0 (ens1)", Route.HOST_BRIDGE),
+        ("eth0", Route.SYSTEM),
     ]
-    assert found.way(near, beside) is Way.HOST_BRIDGE and found.way(beside, found.nics[0]) is Way.NODE
+    assert found.way(near, beside) is Route.HOST_BRIDGE and found.way(beside, found.nics[0]) is Route.NODE
     assert [found.node(gpu) for gpu in (near, beside, far)] == [0, 0, 1]
     assert near_cores(found, "cuda:2", EVERY) == frozenset([*range(4, 8), *range(12, 16)])
     assert near_cores(found, "cuda:2", frozenset({1, 2, 5})) == {5}

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.cluster.pool import GPUS
-from lamina.cluster.ray_placement import ACCELERATORS, Node, bundle, device, own_kinds, place
+from lamina.cluster.ray_placement import ACCELERATORS, RayNode, bundle, device, own_kinds, place
 from lamina.core.errors import ConfigError
 
 A100 = {"CPU": 16.0, "GPU": 2.0, "accelerator_type:A100": 1.0, "memory": 1e12, "node:10.0.0.5": 1.0}
 
 
-def node(name: str, **amounts: float) -> Node:
-    return Node(name, amounts, amounts)
+def node(name: str, **amounts: float) -> RayNode:
+    return RayNode(name, amounts, amounts)
 
 
 def test_each_kind_takes_what_ray_calls_it() -> None:
@@ -45,7 +45,7 @@ def test_ray_itself_recognizes_the_gpus_that_it_is_said_to() -> None:
 
 
 def test_what_is_missing_is_named_with_what_there_is() -> None:
-    nodes = [Node("10.0.0.5 (ab12cd)", A100, {**A100, "GPU": 1.0}), node("10.0.0.6 (ef34ab)", CPU=8.0)]
+    nodes = [RayNode("10.0.0.5 (ab12cd)", A100, {**A100, "GPU": 1.0}), node("10.0.0.6 (ef34ab)", CPU=8.0)]
     wanted = {f"memory{index}": bundle("rtx3090", {}, None) for index in range(6)}
     with pytest.raises(ConfigError) as caught:
         place(wanted, nodes)

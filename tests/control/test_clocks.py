@@ -5,18 +5,18 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.control.timeline import Clock, Reading
+from lamina.control.timeline import Clock, ClockReading
 
 S = 10**9
 DELAYS = st.lists(st.tuples(st.integers(0, 10**8), st.integers(0, 10**8)), min_size=1, max_size=8)
 """Nanoseconds there and back, of each reading: any asymmetry."""
 
 
-def read(at: int, delays: list[tuple[int, int]], shows: Callable[[int], int]) -> list[Reading]:
+def read(at: int, delays: list[tuple[int, int]], shows: Callable[[int], int]) -> list[ClockReading]:
     """Readings one after the other, of the clock that ``shows`` a time at every moment here."""
     readings = []
     for there, back in delays:
-        readings.append(Reading(at, shows(at + there), at + there + back))
+        readings.append(ClockReading(at, shows(at + there), at + there + back))
         at += there + back
     return readings
 

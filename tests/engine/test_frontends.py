@@ -2,12 +2,9 @@
 
 import asyncio
 import os
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import pytest
@@ -16,94 +13,28 @@ import zmq
 from lamina.control.frontend_messages import CompletionTokens, FrontendBootstrap
 from lamina.control.logprobs import pack
 from lamina.core.errors import EngineDeadError, LaminaError, OverloadedError, RequestError
-from lamina.core.requests import Drawn
 from lamina.core.types import Client, FinishReason, Logprob, SamplingParams
-from lamina.dataplane.transport_choice import Choice, Transport
 from lamina.engine import frontends
 from lamina.engine.frontends import Frontends
 from lamina.engine.remote_engine import RemoteEngine
-from lamina.engine.stats import EngineStats, MemoryStats
 from lamina.engine.streams import Submission
-from lamina.engine.updates import OnTokens, RequestUpdate, TokenUpdate, Whole
+from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
 from lamina.text.tokenizer import Tokenizer
+from tests.support.recording_engine import STATS, RecordingEngine
 
 END_S = 20.0
 TOKENIZER = Tokenizer(find(None))
 CLIENT = Client("key", "127.0.0.1:5")
-STATS = EngineStats(
-    1, 2, 3, 4, 5, 6, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
-)
-
-
-class ScriptedEngine:
-    """Records what it is told; ``tell`` is a turn that brings tokens."""
-
-    model_aliases = ("alias",)
-    model_name, max_model_len, vocab_size = "scripted", 100, 2048
-    sampling_defaults: ClassVar[dict[str, int | float]] = {"temperature": 0.5, "top_k": 3}
-
-    def __init__(self) -> None:
-        self.longest = 98
-        self.scaling = 0
-        self.after_turn: Callable[[], None] = lambda: None
-        self.places = 3
-        self.accepts = threading.Event()
-        self.accepts.set()
-        self.dead: str | None = None
-        self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
-        self.aborted: list[str] = []
-        self.finished: list[tuple[str, int]] = []
-        self.begun: dict[str, tuple[int, Drawn | None]] = {}  # seeds, and what was drawn before
-
-    def new_seed(self) -> int:
-        return 11
-
-    def submit_tokens(
-        self,
-        request_id: str,
-        tokens: list[int],
-        params: SamplingParams,
-        on_tokens: OnTokens,
-        client: Client,
-        seed: int,
-        drawn: Drawn | None = None,
-        again: bool = False,
-    ) -> None:
-        assert self.accepts.wait(END_S)
-        if len(self.queued) == self.places and not again:
-            raise OverloadedError("three are enough")
-        if len(tokens) > self.longest:
-            raise RequestError(f"{len(tokens)} is too long")
-        self.queued[request_id] = tokens, params, on_tokens, client
-        self.begun[request_id] = seed, drawn
-
-    def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
-
-    def end_completion(self, request_id: str, index: int) -> None:
-        self.finished.append((request_id, index))
-
-    def stats(self) -> EngineStats:
-        return STATS
-
-    def scale(self, *, compute: int, memory: int) -> "Future[list[str]]":
-        """Never done."""
-        self.scaling += 1
-        return Future()
-
-    def tell(self, request_id: str, *completions: CompletionTokens, finished: bool = False) -> None:
-        self.queued[request_id][2](TokenUpdate(list(completions), finished))
-        self.after_turn()
 
 
 @pytest.fixture
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
+def engine() -> RecordingEngine:
+    return RecordingEngine()
 
 
 @pytest.fixture
-def room(engine: ScriptedEngine, tmp_path: Path) -> Iterator[Frontends]:
+def room(engine: RecordingEngine, tmp_path: Path) -> Iterator[Frontends]:
     made = Frontends(engine, tmp_path, os.getpid())  # type: ignore[arg-type]
     yield made
     made.close()
@@ -148,7 +79,7 @@ async def submit(remote: RemoteEngine, *submissions: Submission) -> None:
     await asyncio.to_thread(remote.submit_all, submissions, CLIENT)
 
 
-async def test_requests_go_one_way_and_tokens_the_other(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+async def test_requests_go_one_way_and_tokens_the_other(engine: RecordingEngine, remote: RemoteEngine) -> None:
     first, second = Caller(), Caller()
     params = SamplingParams(n=2, seed=2**63 - 1, stop=["zz"], stop_token_ids=[9], logprobs=2, max_tokens=None)
     await submit(remote, Submission("a", "import os", params, first), Submission("b", [5, 6], SamplingParams(), second))
@@ -181,7 +112,9 @@ async def test_requests_go_one_way_and_tokens_the_other(engine: ScriptedEngine, 
     assert await asyncio.to_thread(remote.stats) == STATS
 
 
-async def test_a_stop_string_is_found_here_and_the_engine_is_told(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+async def test_a_stop_string_is_found_here_and_the_engine_is_told(
+    engine: RecordingEngine, remote: RemoteEngine
+) -> None:
     caller = Caller()
     await submit(remote, Submission("a", [5], SamplingParams(stop=["on"], max_tokens=None, n=2), caller))
     (name,) = engine.queued
@@ -198,7 +131,7 @@ async def test_a_stop_string_is_found_here_and_the_engine_is_told(engine: Script
 
 
 async def test_of_requests_submitted_together_none_is_left_if_one_is_refused(
-    engine: ScriptedEngine, remote: RemoteEngine
+    engine: RecordingEngine, remote: RemoteEngine
 ) -> None:
     def submissions(*prompts: str | list[int]) -> list[Submission]:
         return [Submission(str(number), each, SamplingParams(), Caller()) for number, each in enumerate(prompts)]
@@ -215,7 +148,7 @@ async def test_of_requests_submitted_together_none_is_left_if_one_is_refused(
 
 
 async def test_a_message_with_thousands_of_prompts_delays_no_other(
-    engine: ScriptedEngine, remote: RemoteEngine
+    engine: RecordingEngine, remote: RemoteEngine
 ) -> None:
     engine.places = 10_000
     many = [Submission(f"many{n}", [5], SamplingParams(), Caller()) for n in range(3_000)]
@@ -232,7 +165,7 @@ async def test_a_message_with_thousands_of_prompts_delays_no_other(
     await until(lambda: list(engine.queued)[-1] in engine.aborted)
 
 
-async def test_when_the_engine_stops_every_request_ends_once(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+async def test_when_the_engine_stops_every_request_ends_once(engine: RecordingEngine, remote: RemoteEngine) -> None:
     callers = [Caller() for _ in range(3)]
     await submit(remote, *(Submission(str(n), [5], SamplingParams(n=2), each) for n, each in enumerate(callers)))
     names = list(engine.queued)
@@ -248,7 +181,7 @@ async def test_when_the_engine_stops_every_request_ends_once(engine: ScriptedEng
 
 
 async def test_a_frontend_that_connects_after_the_engine_has_stopped_is_told(
-    engine: ScriptedEngine, room: Frontends
+    engine: RecordingEngine, room: Frontends
 ) -> None:
     engine.dead = "worker memory0 is gone"
     engine.after_turn()
@@ -257,7 +190,7 @@ async def test_a_frontend_that_connects_after_the_engine_has_stopped_is_told(
     late.disconnect()
 
 
-async def test_a_caller_that_fails_loses_its_request_alone(engine: ScriptedEngine, remote: RemoteEngine) -> None:
+async def test_a_caller_that_fails_loses_its_request_alone(engine: RecordingEngine, remote: RemoteEngine) -> None:
     def fail(update: RequestUpdate) -> None:
         raise LaminaError("the callback's own business")
 
@@ -271,7 +204,7 @@ async def test_a_caller_that_fails_loses_its_request_alone(engine: ScriptedEngin
 
 
 async def test_a_frontend_that_has_ended_leaves_nothing_in_the_engine(
-    engine: ScriptedEngine, room: Frontends, remote: RemoteEngine
+    engine: RecordingEngine, room: Frontends, remote: RemoteEngine
 ) -> None:
     await submit(remote, *(Submission(str(n), [5], SamplingParams(), Caller()) for n in range(3)))
     first, second, third = engine.queued
@@ -282,7 +215,7 @@ async def test_a_frontend_that_has_ended_leaves_nothing_in_the_engine(
 
 
 def test_what_a_frontend_does_not_take_is_bounded(
-    engine: ScriptedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: RecordingEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is suspended: its descriptors stay open, and nobody reads."""
     monkeypatch.setattr(frontends, "MOST_UNSENT", 10)
@@ -306,7 +239,7 @@ def test_what_a_frontend_does_not_take_is_bounded(
 
 
 async def test_another_engine_gets_the_requests_that_have_not_ended_with_what_they_have_drawn(
-    engine: ScriptedEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
+    engine: RecordingEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
 ) -> None:
     """What the frontend had sent to the engine before, and it has not read, counts for nothing."""
     several, ended, stopped = Caller(), Caller(), Caller()
@@ -326,7 +259,7 @@ async def test_another_engine_gets_the_requests_that_have_not_ended_with_what_th
     await asyncio.sleep(0.05)
     room.close()
 
-    other = ScriptedEngine()
+    other = RecordingEngine()
     again = Frontends(other, tmp_path, os.getpid(), 1, ["frontend0"])  # type: ignore[arg-type]
     try:
         await late
@@ -350,12 +283,12 @@ async def test_another_engine_gets_the_requests_that_have_not_ended_with_what_th
 
 
 async def test_a_request_that_another_engine_cannot_serve_ends_with_its_error(
-    engine: ScriptedEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
+    engine: RecordingEngine, room: Frontends, remote: RemoteEngine, tmp_path: Path
 ) -> None:
     caller = Caller()
     await submit(remote, Submission("a", [5] * 98, SamplingParams(n=2), caller))
     room.close()
-    other = ScriptedEngine()
+    other = RecordingEngine()
     other.longest = 97
     again = Frontends(other, tmp_path, os.getpid(), 1, ["frontend0"])  # type: ignore[arg-type]
     await until(lambda: caller.finished)

@@ -19,12 +19,12 @@ from lamina.control.messages import (
     Granted,
     Link,
     Linked,
+    LinkWay,
     MemorySetup,
     Register,
     Registered,
     Reserve,
     Step,
-    Way,
     Working,
 )
 from lamina.core.errors import DeadlineError
@@ -129,8 +129,10 @@ class Pair:
         self.control.tell(Grant({"compute0": sizes.request}, ["compute0"] if inboxes else []))
         theirs = self.control.hear(Granted).leases["compute0"]
         own = self.links.grant(Grant({"memory0": sizes.reply}, ["memory0"] if inboxes else [])).leases["memory0"]
-        self.control.tell(Link(1, {"compute0": Way(Transport.SHM, self.links.offer.descriptors[Transport.SHM], own)}))
-        self.links.link(Link(1, {"memory0": Way(Transport.SHM, offer.descriptors[Transport.SHM], theirs)}))
+        self.control.tell(
+            Link(1, {"compute0": LinkWay(Transport.SHM, self.links.offer.descriptors[Transport.SHM], own)})
+        )
+        self.links.link(Link(1, {"memory0": LinkWay(Transport.SHM, offer.descriptors[Transport.SHM], theirs)}))
         assert not self.control.hear(Linked).failures
         self.control.tell(connect)
         self.worker = building.result(TIMEOUT_S)

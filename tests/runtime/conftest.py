@@ -26,3 +26,11 @@ def undisturbed(checkpoint: Path) -> list[list[CompletionOutput]]:
         return Streams(engine, REQUESTS).results()
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with room for the turns of a chat."""
+    place = tmp_path_factory.mktemp("llama")
+    write_prepared(served("llama", max_position_embeddings=256), place)
+    return place

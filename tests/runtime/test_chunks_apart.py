@@ -128,7 +128,7 @@ def test_a_worker_killed_while_chunks_run_apart_changes_no_token(
     workers = Killable()
     engine = begin(reference.folder, workers)
     try:
-        engine.submit("0", PROMPTS[1], params(), lambda update: None)
+        engine.submit("long", PROMPTS[1], params(), lambda update: None)
         wait_until(lambda: sum(lent.values()) >= 3, "no chunk ran in another lane")
         workers.signal(victim, signal.SIGKILL)
         wait_for_recoveries(engine, 1)
@@ -145,9 +145,9 @@ def test_a_request_aborted_while_its_chunks_run_apart_frees_its_slots(reference:
     try:
         for number in range(4):
             before = sum(lent.values())
-            engine.submit(str(number), PROMPTS[1], params(), lambda update: None)
+            engine.submit(f"long {number}", PROMPTS[1], params(), lambda update: None)
             wait_until(lambda before=before: sum(lent.values()) > before, "no chunk ran in another lane")  # type: ignore[misc]
-            engine.abort(str(number))
+            engine.abort(f"long {number}")
         (output,) = run_all(engine, PROMPTS[:1], params())
         reference.check(0, output)
         wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")

@@ -1,65 +1,24 @@
 """Requests that share the KV of earlier ones give the tokens that they give without it."""
 
 import itertools
-import random
 import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.core.types import RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
-from lamina.launch import launch
-from tests.support.prepared_checkpoints import write_prepared
-from tests.support.random_models import SERVED_VOCABULARY, served
-from tests.support.running import Killable, Streams, wait_for_recoveries
+from tests.support.prefix_runs import GREEDY, drawn, run, start, tokens
+from tests.support.running import Killable, wait_for_recoveries
 from tests.support.waiting import wait_until
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 KINDS = [
     GREEDY,
     SamplingParams(n=2, seed=5, max_tokens=10, ignore_eos=True),
     SamplingParams(seed=6, max_tokens=14, repetition_penalty=1.3, presence_penalty=0.5, logprobs=2),
     SamplingParams(n=3, seed=7, max_tokens=9, temperature=1.5, stop_token_ids=list(range(3, 40))),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("llama")
-    write_prepared(served("llama", max_position_embeddings=256), place)
-    return place
-
-
-def start(model: Path, workers: Killable | None = None, **settings: object) -> Engine:
-    base = EngineConfig(
-        model=str(model),
-        compute="cpu:2",
-        memory="cpu:2",
-        dtype=DType.FLOAT32,
-        max_num_seqs=16,
-        max_num_batched_tokens=64,
-        kv_cache_memory_bytes=1_000_000,
-    )
-    return launch(replace(base, **settings), workers=workers)  # type: ignore[arg-type]
-
-
-def tokens(count: int, seed: int) -> list[int]:
-    draw = random.Random(seed)
-    return [draw.randrange(3, SERVED_VOCABULARY) for _ in range(count)]
-
-
-def run(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) -> list[RequestOutput]:
-    """Outputs of requests that run together."""
-    streams = Streams(engine, requests)
-    streams.results()
-    return [streams.outputs[str(number)] for number in range(len(requests))]
-
-
-def drawn(outputs: list[RequestOutput]) -> list[list[list[int]]]:
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 def wait_until_idle(engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import RequestOutput
 from lamina.engine.engine import Engine
 from lamina.kv.disk import FULL
-from tests.runtime.test_prefix_cache import GREEDY, drawn, model, run, start, tokens
+from tests.support.prefix_runs import GREEDY, drawn, run, start, tokens
 from tests.support.running import Killable, wait_for_recoveries
 from tests.support.waiting import wait_until
 
-assert model
 CHATS = 24
 OVERCOMMIT = 12.0
 
@@ -26,8 +26,9 @@ OVERCOMMIT = 12.0
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     """Not the folder of temporary files, which may be memory."""
-    place = Path(__file__).parent / ".spilled"
-    place.mkdir(exist_ok=True)
+    place = Path(
+        tempfile.mkdtemp(prefix=".spilled-", dir=Path(__file__).parent)
+    )  # other processes test beside this one
     yield place
     place.rmdir()  # which fails if it is not empty
 

@@ -8,13 +8,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lamina.config.server_config import ServerConfig
 from lamina.control.agent_messages import Serving
 from lamina.core.errors import EngineDeadError
 from lamina.engine.frontends import Frontends
 from lamina.models.directory import find
 from lamina.serve.frontend_processes import FrontendProcesses
 from lamina.serve.server import bind, url
-from tests.engine.test_frontends import ScriptedEngine
+from tests.support.recording_engine import RecordingEngine
 
 LATE_S = 3.0  # a frontend that has heard of the end of its engine has exited, and another would be starting
 
@@ -24,7 +25,7 @@ class LateOwner:
 
     gave_up, beats = False, 0
 
-    def __init__(self, engine: ScriptedEngine, frontends: Frontends) -> None:
+    def __init__(self, engine: RecordingEngine, frontends: Frontends) -> None:
         self.serving: Serving | None = Serving(frontends.bootstrap, "")
         self.dead: str | None = None
         self.lost_frontends: dict[str, str] = {}
@@ -46,7 +47,7 @@ class LateOwner:
 
 @pytest.mark.slow
 def test_frontends_are_not_replaced_once_the_engine_has_stopped_for_good(tmp_path: Path) -> None:
-    engine = ScriptedEngine()
+    engine = RecordingEngine()
     frontends = Frontends(engine, tmp_path, os.getpid())  # type: ignore[arg-type]
     owner = LateOwner(engine, frontends)
     ending = threading.Thread(target=owner.end)
@@ -56,7 +57,10 @@ def test_frontends_are_not_replaced_once_the_engine_has_stopped_for_good(tmp_pat
         served.append(httpx.get(f"{url(listener)}/v1/models").status_code)
         ending.start()
 
-    with bind("127.0.0.1", 0) as listener, FrontendProcesses(1, find(None, weights=False).path, listener) as processes:
+    with (
+        bind("127.0.0.1", 0) as listener,
+        FrontendProcesses(ServerConfig(), find(None, weights=False).path, listener) as processes,
+    ):
         with pytest.raises(EngineDeadError, match="the engine has stopped: a worker hangs"):
             processes.serve(owner, on_ready)
         assert processes.names() == [] and served == [200]

@@ -197,5 +197,6 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == {429: "rate_limit_error", 503: "server_error"}.get(status, "invalid_request_error")
+    kinds = {429: "rate_limit_error", 501: "server_error", 503: "server_error"}
+    assert error["type"] == kinds.get(status, "invalid_request_error")
     return error

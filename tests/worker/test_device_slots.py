@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from lamina.control.messages import Grant, Link, Linked, Register, Way
+from lamina.control.messages import Grant, Link, Linked, LinkWay, Register
 from lamina.core.errors import TransportError
 from lamina.dataplane.leases import HEADER_NBYTES, SLOTS
 from lamina.dataplane.transport_choice import Transport
@@ -224,7 +224,7 @@ def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
     theirs = far.grant(Grant({"near": 128}, [], ["near"])).leases["near"]
     assert not own.inbox_key and theirs.inbox_key and not theirs.inbox, "the near one's device has no inboxes"
     ways = [
-        Way(Transport.RDMA, links.offer.descriptors[Transport.RDMA], lease)
+        LinkWay(Transport.RDMA, links.offer.descriptors[Transport.RDMA], lease)
         for links, lease in ((far, theirs), (near, own))
     ]
     near.connect(Link(1, {"far": ways[0]}))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from lamina.control.messages import Grant, Link, Linked, Register, Way
+from lamina.control.messages import Grant, Link, Linked, LinkWay, Register
 from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.dataplane.channel import Channel
 from lamina.dataplane.leases import ArenaPlan, Lease, lease_nbytes
@@ -47,7 +47,7 @@ class Cluster:
 
     def link(self, pairs: dict[tuple[str, str], Transport], round_: int = 1) -> dict[str, Linked]:
         """What every worker answers, each working in a thread of its own."""
-        peers: dict[str, dict[str, Way]] = {}
+        peers: dict[str, dict[str, LinkWay]] = {}
         for (a, b), transport in pairs.items():
             for name, peer in ((a, b), (b, a)):
                 peers.setdefault(name, {})[peer] = self.way(name, peer, transport)
@@ -56,12 +56,12 @@ class Cluster:
             answers = {name: pool.submit(self.links[name].link, messages[name]) for name in peers}
             return {name: answer.result(TIMEOUT_S) for name, answer in answers.items()}
 
-    def way(self, name: str, peer: str, transport: Transport) -> Way:
+    def way(self, name: str, peer: str, transport: Transport) -> LinkWay:
         """How ``name`` reaches ``peer``, which leases it a part of its arena at the first call."""
         if (peer, name) not in self.leases:
             inboxes = [name] if {name, peer} <= self.inboxes.keys() else []
             self.leases[peer, name] = self.links[peer].grant(Grant({name: 128}, inboxes)).leases[name]
-        return Way(transport, self.offers[peer].descriptors[transport], self.leases[peer, name])
+        return LinkWay(transport, self.offers[peer].descriptors[transport], self.leases[peer, name])
 
 
 @pytest.fixture

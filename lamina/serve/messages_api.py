@@ -1,0 +1,273 @@
+"""Anthropic's messages: their bodies become those of chats, and answers become blocks."""
+
+import contextlib
+import json
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import ClientDisconnect
+
+from lamina.engine.streams import Runtime
+from lamina.serve.blocks import Block, Blocks, Change
+from lamina.serve.bodies import ChatBody
+from lamina.serve.http_errors import APIError, as_api_error
+from lamina.serve.json_fields import decode_field
+from lamina.serve.openai_answers import Json, event, new_call_id
+from lamina.serve.pieces import Piece, Usage
+from lamina.serve.requests import GenerationRequest, chat_generation
+from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
+
+MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
+
+
+class _Tool(msgspec.Struct):
+    name: str
+    input_schema: dict[str, Any] = {}
+    description: str | None = None
+    type: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessagesBody(msgspec.Struct):
+    """Body of ``POST /v1/messages``. Other fields have no effect."""
+
+    messages: list[_Message]
+    model: str | None = None
+    max_tokens: int | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _Choice | None = None
+    thinking: dict[str, Any] | None = None
+
+
+def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> GenerationRequest:
+    """Translate a body. Raises APIError, RequestError. ``counting``: only its tokens are counted."""
+    body = decode_field("the body", msgspec.json.Decoder(MessagesBody).decode, raw)
+    if body.max_tokens is None and not counting:
+        raise APIError(400, "max_tokens: Field required", param="max_tokens")
+    messages: list[Json] = []
+    if body.system:
+        messages.append({"role": "system", "content": _text("system", body.system)})
+    for index, message in enumerate(body.messages):
+        messages += _translated(f"messages[{index}].content", message)
+    sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
+    if body.stop_sequences:
+        sampling["stop"] = body.stop_sequences
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": t.name, "description": t.description or "", "parameters": t.input_schema},
+        }
+        for t in body.tools or ()
+    ]
+    chat = ChatBody(
+        model=body.model,
+        messages=messages,
+        tools=tools,
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=not (body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use),
+        max_tokens=body.max_tokens,
+        stream=body.stream,
+        chat_template_kwargs=None
+        if body.thinking is None
+        else {"enable_thinking": body.thinking.get("type") != "disabled"},
+        sampling={name: value for name, value in sampling.items() if value is not None},
+    )
+    return chat_generation(engine, chat, clamped=True)
+
+
+def _choice(choice: _Choice | None) -> ToolChoice | None:
+    if choice is None:
+        return None
+    if choice.type == "tool":
+        return NamedTool(NamedFunction(choice.name or ""))
+    return {"auto": "auto", "any": "required", "none": "none"}[choice.type]  # type: ignore[return-value]
+
+
+def _text(place: str, content: Any) -> str:
+    """Return the text of a string or of text blocks. Raises APIError 400 for other blocks."""
+    if isinstance(content, str):
+        return content
+    for block in content or ():
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            raise APIError(400, f"{place} has a block of type {kind!r}, which is not supported; give text", param=place)
+    return "\n".join(block["text"] for block in content or ())
+
+
+def _translated(place: str, message: _Message) -> list[Json]:
+    """Return the messages of a chat that say what one message says: results of tools have messages of their own."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results, calls, texts, thoughts = [], [], [], []
+    for block in message.content:
+        kind = block.get("type")
+        if kind == "tool_use":
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result":
+            content = _text(place, block.get("content"))
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
+        elif kind in ("thinking", "redacted_thinking"):
+            thoughts.append(str(block.get("thinking", "")))
+        else:
+            texts.append(block)
+    own: Json = {"role": message.role, "content": _text(place, texts)}
+    if calls:
+        own["tool_calls"] = calls
+    if thoughts:
+        own["reasoning_content"] = "".join(thoughts)
+    return [*results, *([own] if texts or calls or not results else [])]
+
+
+class AnthropicError(APIError):
+    """An error in Anthropic's form."""
+
+    def body(self) -> Json:
+        """Return the error's JSON."""
+        return error_body(self)
+
+
+@contextlib.contextmanager
+def as_anthropic_errors() -> Iterator[None]:
+    """Raise every failure within as ``AnthropicError``, but for clients that leave."""
+    try:
+        yield
+    except ClientDisconnect:
+        raise
+    except Exception as failure:
+        error = as_api_error(failure)
+        raise AnthropicError(error.status, str(error), code=error.code, headers=error.headers) from failure
+
+
+def error_body(error: APIError) -> Json:
+    """Return an error in Anthropic's form."""
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
+    kinds |= {429: "rate_limit_error", 500: "api_error", 503: "overloaded_error"}
+    return {"type": "error", "error": {"type": kinds.get(error.status, "invalid_request_error"), "message": str(error)}}
+
+
+class MessagesWriter:
+    """The form of ``/v1/messages``. See ``AnswerWriter``."""
+
+    def __init__(self, wanted: GenerationRequest, model: str) -> None:
+        self._parser = wanted.make_parser()
+        self._blocks = Blocks()
+        self._ids: dict[int, str] = {}
+        self._stop_reason: str | None = None
+        self._stop_sequence: str | None = None
+        self._message: Json = {
+            "id": f"msg_{uuid.uuid4().hex}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    def begin_stream(self, usage: Usage) -> bytes:
+        """Return the event of an empty message."""
+        return _named({"type": "message_start", "message": self._message | {"usage": _counts(usage)}})
+
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        """Return the events of blocks that open, grow and close."""
+        return b"".join(self._event(change) for piece in pieces for change in self._read(piece))
+
+    def end_stream(self, usage: Usage) -> bytes:
+        """Return why the answer has ended, and the token counts."""
+        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        last = _named({"type": "message_delta", "delta": delta, "usage": _counts(usage)})
+        return last + _named({"type": "message_stop"})
+
+    def fail_stream(self, error: APIError) -> bytes:
+        """Return the error."""
+        return _named(error_body(error))
+
+    def begin_answer(self) -> bytes:
+        """Return nothing: the message is written at its end."""
+        return b""
+
+    def write_choice(self, piece: Piece) -> bytes:
+        """Read the one choice."""
+        for _ in self._read(piece):
+            pass
+        return b""
+
+    def end_answer(self, usage: Usage) -> bytes:
+        """Return the whole message."""
+        content = [self._content(block) for block in self._blocks.blocks]
+        ends = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence, "usage": _counts(usage)}
+        return msgspec.json.encode(self._message | {"content": content} | ends)
+
+    def _read(self, piece: Piece) -> list[Change]:
+        last = piece.finish_reason is not None
+        changes = list(self._blocks.append(self._parser.append(piece.text) + (self._parser.flush() if last else [])))
+        if last:
+            changes += self._blocks.close()
+            calls = any(block.kind == "call" for block in self._blocks.blocks)
+            if isinstance(piece.stop_reason, str):
+                self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
+            elif piece.finish_reason == "length":
+                self._stop_reason = "max_tokens"
+            else:
+                self._stop_reason = "tool_use" if calls else "end_turn"
+        return changes
+
+    def _event(self, change: Change) -> bytes:
+        what, block, text = change
+        if what == "open":
+            empty = self._content(Block(block.index, block.kind, block.name))
+            return _named({"type": "content_block_start", "index": block.index, "content_block": empty})
+        if what == "close":
+            return _named({"type": "content_block_stop", "index": block.index})
+        names = {"text": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+        kind, key = names.get(block.kind, ("input_json_delta", "partial_json"))
+        return _named({"type": "content_block_delta", "index": block.index, "delta": {"type": kind, key: text}})
+
+    def _content(self, block: Block) -> Json:
+        if block.kind == "text":
+            return {"type": "text", "text": block.text}
+        if block.kind == "reasoning":
+            return {"type": "thinking", "thinking": block.text, "signature": ""}
+        call_id = self._ids.setdefault(block.index, new_call_id())
+        return {"type": "tool_use", "id": call_id, "name": block.name, "input": arguments(block.text)}
+
+
+def arguments(text: str) -> Any:
+    """Return the arguments of a call; empty if the call was cut off."""
+    try:
+        return json.loads(text) if text else {}
+    except ValueError:
+        return {}
+
+
+def _named(data: Json) -> bytes:
+    return event(data, data["type"])
+
+
+def _counts(usage: Usage) -> Json:
+    cached = usage.cached_tokens
+    return {
+        "input_tokens": usage.prompt_tokens - cached,
+        "output_tokens": usage.drawn,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }

@@ -1,0 +1,292 @@
+"""OpenAI's responses: their bodies become those of chats, and answers become output items. None are stored."""
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from lamina.engine.streams import Runtime
+from lamina.serve.blocks import Block, Blocks, Change
+from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
+from lamina.serve.http_errors import APIError
+from lamina.serve.json_fields import decode_field
+from lamina.serve.openai_answers import Json, event, new_call_id
+from lamina.serve.pieces import Piece, Usage
+from lamina.serve.requests import GenerationRequest, chat_generation
+from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
+
+RESPONSES_PATH = "/v1/responses"
+
+_TEXTS = ("input_text", "output_text", "text")
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+
+
+class _TextOptions(msgspec.Struct):
+    format: _Format | None = None
+    verbosity: str | None = None
+
+
+class _Reasoning(msgspec.Struct):
+    effort: str | None = None
+
+
+class ResponsesBody(msgspec.Struct):
+    """Body of ``POST /v1/responses``. Other fields have no effect."""
+
+    input: str | list[dict[str, Any]]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: _TextOptions | None = None
+    reasoning: _Reasoning | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+
+def read_response(engine: Runtime, raw: bytes) -> GenerationRequest:
+    """Translate a body. Raises APIError, RequestError."""
+    body = decode_field("the body", msgspec.json.Decoder(ResponsesBody).decode, raw)
+    for name in ("previous_response_id", "conversation", "background"):
+        if getattr(body, name):
+            raise APIError(400, f"{name} is not supported: responses are not stored; send the whole input", param=name)
+    messages: list[Json] = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
+    if isinstance(body.input, str):
+        messages.append({"role": "user", "content": body.input})
+    else:
+        for index, item in enumerate(body.input):
+            _add_item(messages, f"input[{index}]", item)
+    functions = [tool for tool in body.tools or () if tool.get("type") == "function"]
+    others = {str(tool.get("type")) for tool in body.tools or () if tool.get("type") != "function"}
+    sampling = {"temperature": body.temperature, "top_p": body.top_p}
+    chat = ChatBody(
+        model=body.model,
+        messages=messages,
+        tools=[{"type": "function", "function": _function(tool)} for tool in functions],
+        tool_choice=_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
+        max_tokens=body.max_output_tokens,
+        stream=body.stream,
+        response_format=_format(body.text),
+        reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        sampling={name: value for name, value in sampling.items() if value is not None},
+        ignored=sorted(f"tools.{kind}" for kind in others),
+    )
+    return chat_generation(engine, chat, clamped=True)
+
+
+def _function(tool: Json) -> Json:
+    if not isinstance(tool.get("name"), str) or not tool["name"]:
+        raise APIError(400, "tools has a function without a name", param="tools")
+    return {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
+
+
+def _choice(choice: str | dict[str, Any] | None) -> ToolChoice | None:
+    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
+        return NamedTool(NamedFunction(choice["name"]))
+    if choice is None or choice in ("none", "auto", "required"):
+        return choice  # type: ignore[return-value]
+    raise APIError(400, 'tool_choice must be "none", "auto", "required" or a function', param="tool_choice")
+
+
+def _format(text: _TextOptions | None) -> ResponseFormat | None:
+    wanted = None if text is None else text.format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return ResponseFormat("json_object")
+    if wanted.type != "json_schema" or wanted.schema is None:
+        raise APIError(400, "text.format must be text, json_object, or json_schema with a schema", param="text")
+    return ResponseFormat("json_schema", JsonSchema(wanted.schema, wanted.name))
+
+
+def _text(place: str, content: Any) -> str:
+    """Return the text of a string or of text parts. Raises APIError 400 for other parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise APIError(400, f"{place} is not a text or a list of parts", param="input")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise APIError(
+                400, f"{place} has a part of type {kind!r}, which is not supported; give text", param="input"
+            )
+    return "\n".join(part["text"] for part in content)
+
+
+def _add_item(messages: list[Json], place: str, item: Json) -> None:
+    """Add to the messages of a chat what one item of the input says."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
+        messages.append({"role": role, "content": _text(f"{place}.content", item.get("content"))})
+    elif kind == "function_call_output":
+        content = _text(f"{place}.output", item.get("output"))
+        messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+    elif kind in ("function_call", "reasoning"):
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": None})
+        last = messages[-1]
+        if kind == "reasoning":
+            parts = item.get("content") or item.get("summary") or []
+            last["reasoning_content"] = "".join(str(part.get("text", "")) for part in parts if isinstance(part, dict))
+        else:
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            last.setdefault("tool_calls", []).append(
+                {"id": item.get("call_id"), "type": "function", "function": function}
+            )
+    else:
+        raise APIError(400, f"{place} has the type {kind!r}, which is not supported", param="input")
+
+
+_PARTS = {"text": ("output_text", "response.output_text"), "reasoning": ("reasoning_text", "response.reasoning_text")}
+
+
+class ResponsesWriter:
+    """The form of ``/v1/responses``. See ``AnswerWriter``."""
+
+    def __init__(self, wanted: GenerationRequest, model: str) -> None:
+        self._parser = wanted.make_parser()
+        self._blocks = Blocks()
+        self._ids: dict[int, tuple[str, str]] = {}  # of items and of calls, by block
+        self._number = 0
+        self._cut = False
+        params = wanted.params
+        self._response: Json = {
+            "id": f"resp_{uuid.uuid4().hex}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "status": "in_progress",
+            "error": None,
+            "incomplete_details": None,
+            "instructions": None,
+            "max_output_tokens": params.max_tokens,
+            "metadata": {},
+            "model": model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": params.temperature,
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": params.top_p,
+            "usage": None,
+        }
+
+    def begin_stream(self, usage: Usage) -> bytes:
+        """Return the events of an empty response."""
+        created = self._named("response.created", response=self._response)
+        return created + self._named("response.in_progress", response=self._response)
+
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        """Return the events of items that open, grow and close."""
+        return b"".join(self._events(change) for piece in pieces for change in self._read(piece))
+
+    def end_stream(self, usage: Usage) -> bytes:
+        """Return the event of the whole response."""
+        return self._named("response.incomplete" if self._cut else "response.completed", response=self._whole(usage))
+
+    def fail_stream(self, error: APIError) -> bytes:
+        """Return the event of a response that has failed."""
+        failed = {"status": "failed", "error": {"code": error.code or "server_error", "message": str(error)}}
+        return self._named("response.failed", response=self._response | failed)
+
+    def begin_answer(self) -> bytes:
+        """Return nothing: the response is written at its end."""
+        return b""
+
+    def write_choice(self, piece: Piece) -> bytes:
+        """Read the one choice."""
+        self._read(piece)
+        return b""
+
+    def end_answer(self, usage: Usage) -> bytes:
+        """Return the whole response."""
+        return msgspec.json.encode(self._whole(usage))
+
+    def _whole(self, usage: Usage) -> Json:
+        counts = {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.drawn,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + usage.drawn,
+        }
+        whole = {
+            "status": "incomplete" if self._cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
+            "output": [self._item(block, "completed") for block in self._blocks.blocks],
+            "usage": counts,
+        }
+        return self._response | whole
+
+    def _read(self, piece: Piece) -> list[Change]:
+        last = piece.finish_reason is not None
+        changes = list(self._blocks.append(self._parser.append(piece.text) + (self._parser.flush() if last else [])))
+        if last:
+            changes += self._blocks.close()
+            self._cut = piece.finish_reason == "length"
+        return changes
+
+    def _item(self, block: Block, status: str) -> Json:
+        prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
+        item_id, call_id = self._ids.setdefault(block.index, (f"{prefix}_{uuid.uuid4().hex}", new_call_id()))
+        if block.kind == "call":
+            call = {"call_id": call_id, "name": block.name, "arguments": block.text}
+            return {"type": "function_call", "id": item_id, "status": status} | call
+        content = [self._part(block)] if status == "completed" else []
+        if block.kind == "reasoning":
+            return {"type": "reasoning", "id": item_id, "summary": [], "content": content, "status": status}
+        return {"type": "message", "id": item_id, "role": "assistant", "content": content, "status": status}
+
+    def _part(self, block: Block) -> Json:
+        part: Json = {"type": _PARTS[block.kind][0], "text": block.text}
+        return part if block.kind == "reasoning" else part | {"annotations": [], "logprobs": []}
+
+    def _events(self, change: Change) -> bytes:
+        what, block, text = change
+        item = self._item(block, "completed" if what == "close" else "in_progress")
+        place: Json = {"output_index": block.index, "item_id": item["id"]}
+        if block.kind == "call":
+            return self._call_events(what, block, text, place, item)
+        place["content_index"] = 0
+        name = _PARTS[block.kind][1]
+        texts: Json = {"logprobs": []} if block.kind == "text" else {}
+        if what == "add":
+            return self._named(f"{name}.delta", **place, **texts, delta=text)
+        if what == "open":
+            opened = self._named("response.output_item.added", output_index=block.index, item=item)
+            empty = self._part(Block(block.index, block.kind))
+            return opened + self._named("response.content_part.added", **place, part=empty)
+        closed = self._named(f"{name}.done", **place, **texts, text=block.text)
+        closed += self._named("response.content_part.done", **place, part=self._part(block))
+        return closed + self._named("response.output_item.done", output_index=block.index, item=item)
+
+    def _call_events(self, what: str, block: Block, text: str, place: Json, item: Json) -> bytes:
+        name = "response.function_call_arguments"
+        if what == "add":
+            return self._named(f"{name}.delta", **place, delta=text)
+        if what == "open":
+            return self._named("response.output_item.added", output_index=block.index, item=item)
+        closed = self._named(f"{name}.done", **place, arguments=block.text, name=block.name)
+        return closed + self._named("response.output_item.done", output_index=block.index, item=item)
+
+    def _named(self, kind: str, /, **fields: Any) -> bytes:
+        self._number += 1
+        return event({"type": kind, "sequence_number": self._number - 1, **fields}, kind)

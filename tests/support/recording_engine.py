@@ -1,0 +1,83 @@
+"""An engine without workers that records what frontends ask of it, and says what a test lets it say."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import ClassVar
+
+from lamina.control.frontend_messages import CompletionTokens
+from lamina.core.errors import OverloadedError, RequestError
+from lamina.core.requests import Drawn
+from lamina.core.types import Client, SamplingParams
+from lamina.dataplane.transport_choice import Choice, Transport
+from lamina.engine.stats import EngineStats, MemoryStats
+from lamina.engine.updates import OnTokens, TokenUpdate
+from lamina.models.directory import find
+from lamina.text.tokenizer import Tokenizer
+
+END_S = 20.0
+STATS = EngineStats(
+    1, 2, 3, 4, 5, 6, {"memory0": MemoryStats(1, 2, 3)}, None, {}, {}, [(Choice(Transport.SHM, "a"), 1)]
+)
+
+
+class RecordingEngine:
+    """Records what it is told; ``tell`` is a turn that brings tokens."""
+
+    model_aliases = ("alias",)
+    tokenizer = Tokenizer(find(None))
+    model_name, max_model_len, vocab_size = "scripted", 100, 2048
+    sampling_defaults: ClassVar[dict[str, int | float]] = {"temperature": 0.5, "top_k": 3}
+
+    def __init__(self) -> None:
+        self.longest = 98
+        self.scaling = 0
+        self.after_turn: Callable[[], None] = lambda: None
+        self.places = 3
+        self.accepts = threading.Event()
+        self.accepts.set()
+        self.dead: str | None = None
+        self.queued: dict[str, tuple[list[int], SamplingParams, OnTokens, Client]] = {}
+        self.aborted: list[str] = []
+        self.finished: list[tuple[str, int]] = []
+        self.begun: dict[str, tuple[int, Drawn | None]] = {}  # seeds, and what was drawn before
+
+    def new_seed(self) -> int:
+        return 11
+
+    def submit_tokens(
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        on_tokens: OnTokens,
+        client: Client,
+        seed: int,
+        drawn: Drawn | None = None,
+        again: bool = False,
+    ) -> None:
+        assert self.accepts.wait(END_S)
+        if len(self.queued) == self.places and not again:
+            raise OverloadedError("three are enough")
+        if len(tokens) > self.longest:
+            raise RequestError(f"{len(tokens)} is too long")
+        self.queued[request_id] = tokens, params, on_tokens, client
+        self.begun[request_id] = seed, drawn
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def end_completion(self, request_id: str, index: int) -> None:
+        self.finished.append((request_id, index))
+
+    def stats(self) -> EngineStats:
+        return STATS
+
+    def scale(self, *, compute: int, memory: int) -> "Future[list[str]]":
+        """Never done."""
+        self.scaling += 1
+        return Future()
+
+    def tell(self, request_id: str, *completions: CompletionTokens, finished: bool = False) -> None:
+        self.queued[request_id][2](TokenUpdate(list(completions), finished))
+        self.after_turn()
