@@ -30,6 +30,7 @@ from lamina.engine.engine import Engine
 from lamina.models import directory
 from lamina.models.directory import ModelDirectory, checkpoint_digest
 from lamina.observe.step_trace import write_trace
+from lamina.schedule.policy import find_policy
 from lamina.text.defaults import sampling_defaults
 from lamina.text.tokenizer import Tokenizer
 from lamina.transport.listener import LOOPBACK
@@ -114,6 +115,7 @@ def launch(
     receivers = [] if on_trace is None else [on_trace]
     if config.trace is not None:
         receivers.append(partial(write_trace, Path(config.trace)))
+    find_policy(config.policy, config.slo_ttft_ms)  # raises before anything is started
     sizing.check(config, model, len(pools["compute"]))
     sizing.check_alike([one.kind for one in pools["compute"].values()], config.tensor_parallel)
     if home is not None and home.saved is not None:

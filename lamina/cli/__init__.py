@@ -17,6 +17,7 @@ from lamina.cli import (
     doctor,
     generate,
     launch,
+    models,
     plan,
     simulate,
     split,
@@ -50,6 +51,7 @@ app.command(cls=PanelledCommand)(status.status)
 app.command(cls=PanelledCommand)(administer.scale)
 app.command(cls=PanelledCommand)(administer.down)
 app.command(cls=PanelledCommand)(worker.worker)
+app.command(cls=PanelledCommand)(models.models)
 app.command(cls=PanelledCommand)(split.split)
 app.command(cls=PanelledCommand)(plan.plan)
 app.command(cls=PanelledCommand)(simulate.simulate)

@@ -49,6 +49,12 @@ def simulate(
     slo_tbt_ms: Annotated[
         int | None, typer.Option(min=1, help="Target of the time between tokens while prompts are computed.")
     ] = None,
+    slo_ttft_ms: Annotated[
+        int | None, typer.Option(min=1, help="Target of the time to the first token, for --policy slo.")
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Order of requests: fifo, shortest, priority, slo, or an installed entry point.")
+    ] = "fifo",
     rate_scale: Annotated[float, typer.Option(help="Multiply the trace's request rate by this factor.")] = 1.0,
     draw: Annotated[
         int | None,
@@ -98,6 +104,7 @@ def simulate(
     from lamina.planning import simulate as sim
     from lamina.planning.plan import hardware as catalogue_of
     from lamina.planning.plan import model_shapes
+    from lamina.planning.plan.engines import VLLM
     from lamina.planning.plan.fit_store import ProfileStore
 
     if requests is not None:
@@ -124,10 +131,13 @@ def simulate(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         slo_tbt_ms=slo_tbt_ms,
+        slo_ttft_ms=slo_ttft_ms,
+        policy=policy,
         kv_tokens_per_worker=kv_tokens_per_worker,
         prefix_cache=prefix_cache,
         profile=ProfileStore.beside(hardware),
         prices=_market(prices, (kind, memory_kind)),
+        engine=VLLM,
     )
     arrivals = _arrivals(trace, rate_scale, draw, seed, first, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]

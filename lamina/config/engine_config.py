@@ -37,7 +37,11 @@ class EngineConfig:
 
     model: Annotated[
         str | os.PathLike[str] | None,
-        Meaning("Hugging Face model directory; the default is the bundled small model.", group="Model", common=True),
+        Meaning(
+            "Hugging Face model: a directory, or OWNER/NAME[@REVISION] to download. Default: the bundled small model.",
+            group="Model",
+            common=True,
+        ),
     ] = None
     _: KW_ONLY
     served_model_name: Annotated[
@@ -167,6 +171,24 @@ class EngineConfig:
             group="Scheduling",
         ),
     ] = None
+    slo_ttft_ms: Annotated[
+        int | None,
+        Meaning(
+            "Target for the time to the first token. policy slo orders requests by it.",
+            unit="milliseconds",
+            ge=1,
+            group="Scheduling",
+        ),
+    ] = None
+    policy: Annotated[
+        str,
+        Meaning(
+            "Order in which requests are admitted, preempted and computed. fifo: order of arrival, fair between "
+            "clients; shortest: shortest prompt first; priority: smallest priority of the request first; slo: earliest "
+            "deadline by slo_ttft_ms first, late requests last; or the name of an entry point lamina.policies.",
+            group="Scheduling",
+        ),
+    ] = "fifo"
     kv_cache_memory_bytes: Annotated[
         int | None,
         Meaning(

@@ -38,8 +38,11 @@ class ModelFile(msgspec.Struct, array_like=True, frozen=True):
 
 
 class FileSource(msgspec.Struct, frozen=True):
-    """A model's files, which can be fetched from a port of the engine's machine. ``digest``: see
-    ``models.directory``."""
+    """A model's files, which can be fetched from a port of the engine's machine.
+
+    Attributes:
+        digest: see ``models.directory``.
+    """
 
     port: int
     digest: str

@@ -67,8 +67,11 @@ class FrontendHello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True):
-    """A request that an earlier engine had, or may have had. ``drawn``: by completion that has not ended, its tokens,
-    packed."""
+    """A request that an earlier engine had, or may have had.
+
+    Attributes:
+        drawn: packed tokens of each completion that has not ended.
+    """
 
     request: int
     prompt: bytes
@@ -79,8 +82,11 @@ class Resumed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Resume(msgspec.Struct, tag=True, frozen=True):
-    """Frontend to engine, the answer to ``Welcome``: it begins with these requests. The engine of this ``incarnation``
-    ignores all that came before."""
+    """Frontend to engine, the answer to ``Welcome``: it begins with these requests, and what it sent before is void.
+
+    Attributes:
+        incarnation: of the engine that this is for.
+    """
 
     incarnation: int
     requests: list[Resumed]
@@ -89,8 +95,10 @@ class Resume(msgspec.Struct, tag=True, frozen=True):
 class Submit(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine: queue all of these requests or none. The answer is ``Submitted``.
 
-    ``first``, ``first + 1`` ...: the frontend's numbers for them. ``params``: of all, or one for each. ``seeds``: of
-    those without one in their parameters.
+    Attributes:
+        first: the frontend's number for the first; the others follow.
+        params: of all, or one for each.
+        seeds: of requests without one in their parameters.
     """
 
     first: int

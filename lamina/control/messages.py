@@ -13,16 +13,21 @@ from lamina.dataplane.transport_choice import Offer, Transport
 
 
 class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to compute worker: load this model, for steps of at most ``rows`` rows sent with this ``overlap``.
+    """Engine to compute worker: load this model.
 
-    The heads of a sequence may be on up to ``head_workers`` memory workers (``HeadShards.over``).
-    ``local``: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory. ``source``: of the
-    model's files, for machines that do not have them under this path.
-    ``quantization``: of the weights of linear layers.
-    ``rank`` of ``ranks``: which part of every slice to load; ``stage`` of ``stages``: which slices. ``meeting``: a path
-    in a folder of the engine's machine by which the ranks of a replica on GPUs join; the folder is removed once they
-    have loaded the model. ``sequences``: the most that draw a token in a step. ``gpu_share``: of a GPU's memory, which
-    may be in use in all.
+    Attributes:
+        rows: most rows of a step.
+        overlap: how steps are sent to memory workers.
+        head_workers: most memory workers that share the heads of a sequence (``HeadShards.over``).
+        local: a MemorySetup follows once the model is loaded, for a slab in the worker's own memory.
+        source: of the model's files, for machines that do not have them under this path.
+        rank: which of ``ranks`` parts of every slice to load.
+        sequences: most sequences that draw a token in a step.
+        meeting: a path in a folder of the engine's machine by which the ranks of a replica on GPUs join. The folder is
+            removed once they have loaded the model.
+        stage: which of ``stages`` parts of the slices to load.
+        quantization: of the weights of linear layers.
+        gpu_share: the part of a GPU's memory that all its processes together may use.
     """
 
     model: str
@@ -48,13 +53,18 @@ class ComputeSetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class MemorySetup(msgspec.Struct, tag=True, frozen=True):
-    """Engine to memory worker: make a slab of ``capacity`` tokens for these attentions.
+    """Engine to memory worker, or to a compute worker with local memory: make a slab for these attentions.
 
-    Also to a compute worker with local memory. Messages hold ``dtype``, the model's element type; ``kv_cache_dtype``
-    says what the slab holds. The heads of every attention are cut into ``head_shards`` (``lamina.core.heads``), which
-    the ``ranks`` of a replica share. ``overcommit`` times as many tokens are held by the slab and a file in
-    ``spill_dir`` together. ``forgets``: layers with a window keep no tokens that it has left. ``polling``: who waits
-    for messages. ``gpu_share``: as in ComputeSetup.
+    Attributes:
+        dtype: the model's element type, which messages have.
+        capacity: of the slab, in tokens.
+        kv_cache_dtype: what the slab holds.
+        head_shards: parts into which the heads of every attention are cut (``lamina.core.heads``).
+        overcommit: the slab and a file in ``spill_dir`` together hold so many times the tokens of the slab.
+        ranks: of a replica, which share the head shards.
+        forgets: layers with a window keep no tokens that it has left.
+        polling: who waits for messages.
+        gpu_share: as in ComputeSetup.
     """
 
     attentions: list[AttentionSpec]
@@ -74,11 +84,15 @@ class MemorySetup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
-    """Engine to a worker that a MemorySetup follows: take the memory of your device that steps need beside the slab,
-    and compile kernels, before it is asked what is free.
+    """Engine to worker, before MemorySetup: allocate the device memory that steps need beside the slab, and compile
+    kernels. Free memory is asked for afterwards.
 
-    ``setup``: what follows, with the largest capacity that it may have. A step has at most ``rows`` rows of
-    ``sequences``, and up to ``steps`` are planned at once, of ``lanes`` lanes. A slot holds ``slot_rows``.
+    Attributes:
+        setup: the MemorySetup that follows, with the largest capacity that it may have.
+        rows: most rows of a step.
+        sequences: most sequences of a step.
+        steps: most steps that are planned at once, of all lanes.
+        slot_rows: rows that a slot holds.
     """
 
     setup: MemorySetup
@@ -90,11 +104,12 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: make this arena and let peers in by these transports; answered by Registered.
+    """Engine to worker: make this arena and let peers connect by these transports; answered by Registered.
 
-    ``tls``: only by transports that are encrypted or stay on one machine. ``spin_s``: seconds that waits busy-wait
-    before they sleep, if all links use one transport. ``open``: later workers may link by a transport that no link uses
-    yet.
+    Attributes:
+        spin_s: seconds for which waits busy-wait before they sleep, if all links use one transport.
+        tls: only transports that are encrypted or stay on one machine may be used.
+        open: later workers may link by a transport that no link uses yet.
     """
 
     arena: ArenaPlan
@@ -105,9 +120,12 @@ class Register(msgspec.Struct, tag=True, frozen=True):
 
 
 class Grant(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: lease parts of your arena, with slots of so many bytes, to these peers; answered by Granted.
+    """Engine to worker: lease parts of your arena to these peers; answered by Granted.
 
-    ``inboxes``, ``inbox_keys``: the peers whose devices, or whose NICs, may be able to write into an inbox here.
+    Attributes:
+        slots: bytes of a slot, by peer.
+        inboxes: peers whose devices may be able to write into an inbox here.
+        inbox_keys: peers whose NICs may be able to.
     """
 
     slots: dict[str, int]
@@ -116,7 +134,11 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class LinkWay(msgspec.Struct, array_like=True, frozen=True):
-    """How to reach a peer, and the part of its arena that one may write into."""
+    """How a worker reaches a peer.
+
+    Attributes:
+        lease: the part of the peer's arena that the worker may write into.
+    """
 
     transport: Transport
     descriptor: bytes
@@ -126,8 +148,9 @@ class LinkWay(msgspec.Struct, array_like=True, frozen=True):
 class Link(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: connect to these peers and prove that data arrives; answered by Linked.
 
-    ``round`` counts up from 1: pairs that could not prove a link are linked again in the next one, in which ``workers``
-    workers take part.
+    Attributes:
+        round: counts up from 1. Pairs that could not prove a link are linked again in the next round.
+        workers: that take part in this round.
     """
 
     round: int
@@ -136,10 +159,12 @@ class Link(msgspec.Struct, tag=True, frozen=True):
 
 
 class Connect(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: all links are up, and this is what they are for; answered by Connected.
+    """Engine to worker: all links are up; answered by Connected.
 
-    A worker's number is its index in ``computes`` or ``memories``, which name all workers of a pool. ``epoch`` is the
-    current one.
+    Attributes:
+        computes: all compute workers; the number of one is its index.
+        memories: all memory workers; the number of one is its index.
+        epoch: the current one.
     """
 
     computes: list[str]
@@ -149,8 +174,11 @@ class Connect(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """Engine to worker: run this plan, or the part of it that concerns the worker. It belongs to ``epoch``: a worker
-    that is in a later one ignores it."""
+    """Engine to worker: run this plan, or the part of it that concerns the worker.
+
+    Attributes:
+        epoch: of the plan. A worker that is in a later epoch ignores it.
+    """
 
     plan: StepPlan
     epoch: Epoch = FIRST
@@ -159,11 +187,11 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 class EndEpoch(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: workers were lost; drop every step in flight and be ready for the epoch of ``topology``.
 
-    Answered by EpochEnded. All plans sent before it have been applied; of what their steps did, only this remains:
+    Answered by EpochEnded. All plans sent before it have been applied. A compute worker also forgets what it knows of
+    requests: plans tell it again what it needs.
 
     Attributes:
-        kept: tokens of KV to keep of each sequence that the worker holds; it forgets all other KV. What a compute
-            worker knows of requests besides, it forgets: plans tell it again what it needs.
+        kept: tokens of KV to keep of each sequence that the worker holds. It forgets all other KV.
     """
 
     topology: Topology
@@ -255,9 +283,12 @@ class LoadProgress(msgspec.Struct, tag=True, frozen=True):
 class ModelLoaded(msgspec.Struct, tag=True, frozen=True):
     """Compute worker to engine: the model is split and its weights are in memory.
 
-    ``context_nbytes``: the largest message from one replica or stage to the next. ``digest``: of the checkpoint, see
-    ``models.directory``. ``starts``: the first slice of each stage. ``weights``: how they are held, in words; empty:
-    all have ``dtype``. ``vocabulary``: rows of the embedding.
+    Attributes:
+        vocabulary: rows of the embedding.
+        context_nbytes: of the largest message from one replica or stage to the next.
+        digest: of the checkpoint, see ``models.directory``.
+        starts: the first slice of each stage.
+        weights: how they are held, in words; empty: all have ``dtype``.
     """
 
     attentions: list[AttentionSpec]
@@ -281,14 +312,22 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the leases, by peer; ``obstacle``: why there are none."""
+    """Worker to engine: the leases, by peer.
+
+    Attributes:
+        obstacle: why there are none.
+    """
 
     leases: dict[str, Lease]
     obstacle: str = ""
 
 
 class Linked(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: linked, but for the peers with which it could not exchange proofs, and why."""
+    """Worker to engine: it is linked with its peers.
+
+    Attributes:
+        failures: peers with which it could not exchange proofs, with the reasons.
+    """
 
     failures: dict[str, str]
 
@@ -298,7 +337,11 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence; ``logprobs`` as ``control.logprobs`` packs them, empty without a request."""
+    """The token drawn for one sequence.
+
+    Attributes:
+        logprobs: packed by ``control.logprobs``; empty if none are wanted.
+    """
 
     sequence: int
     token: int
@@ -306,11 +349,15 @@ class Draw(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StepDone(msgspec.Struct, tag=True, frozen=True):
-    """Compute worker to engine: the step ran; one draw per sequence named in ``draws`` of the plan.
+    """Compute worker to engine: the step has run.
 
-    ``undrawable`` sequences got none because their logits are not finite, as ``error`` says. ``rows`` went through the
-    slices, which took ``busy_s`` in all. ``waited_s`` is how long slices waited for attention in all, estimated from
-    those where this worker ran the slice before and was idle when the attention arrived; 0 without any.
+    Attributes:
+        draws: one for each sequence named in ``draws`` of the plan.
+        undrawable: sequences without a draw because their logits are not finite, as ``error`` says.
+        rows: that went through the slices.
+        busy_s: time that the slices took in all.
+        waited_s: time that slices waited for attention in all, estimated from those where this worker ran the slice
+            before and was idle when the attention arrived; 0 without any.
     """
 
     step: int
@@ -323,9 +370,12 @@ class StepDone(msgspec.Struct, tag=True, frozen=True):
 
 
 class SlabUsage(msgspec.Struct, tag=True, frozen=True):
-    """Worker with a slab to engine: slots in use and sequences known. ``busy_s``: time spent on attention so far.
+    """Worker with a slab to engine, every ``USAGE_S`` until two in a row are equal, and as soon as the slab is empty.
 
-    Sent every ``USAGE_S`` until two in a row are equal, and as soon as the slab is empty.
+    Attributes:
+        used: slots in use.
+        sequences: that it holds KV of.
+        busy_s: time spent on attention so far.
     """
 
     used: int
@@ -350,9 +400,11 @@ class Migrated(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True):
-    """Memory worker to engine: Spill or Fetch ``number`` is over. ``error``: of its disk.
+    """Memory worker to engine: Spill or Fetch ``number`` is over.
 
-    Not ``complete``: some blocks were not copied, since the disk failed or the sequence was released.
+    Attributes:
+        complete: False if some blocks were not copied, because the disk failed or the sequence was released.
+        error: of its disk.
     """
 
     number: int
@@ -361,9 +413,10 @@ class Stored(msgspec.Struct, tag=True, frozen=True):
 
 
 class EpochEnded(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: it has dropped all of the epochs before ``epoch`` and sends nothing of them any more.
+    """Worker to engine: it has dropped the steps of all epochs before ``epoch`` and sends nothing of them any more.
 
-    Something that the ``missing`` peers sent in an earlier epoch may still arrive. Sent again once there are none.
+    Attributes:
+        missing: peers whose messages of an earlier epoch may still arrive. EpochEnded is sent again without any.
     """
 
     epoch: Epoch
@@ -390,8 +443,13 @@ class Traced(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: it cannot continue. ``kind`` is the exception's class name; ``user`` marks a UserError;
-    ``machine`` is as in Hello."""
+    """Worker to engine: it cannot continue.
+
+    Attributes:
+        kind: the exception's class name.
+        user: the exception is a UserError.
+        machine: as in Hello.
+    """
 
     kind: str
     message: str

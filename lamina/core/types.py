@@ -178,6 +178,7 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 20),
     "length_penalty": (-10.0, 10.0),
+    "priority": (-(2**31), 2**31 - 1),
 }
 """Smallest and largest value of each numeric field of ``SamplingParams``; two ints mean that it is an integer."""
 
@@ -289,6 +290,8 @@ class SamplingParams:
         max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
         min_tokens: no end of sequence or stop token before this many tokens.
         logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
+        priority: a request with a smaller number goes first where the server's ``policy`` is priority; otherwise
+            without effect.
         cache_salt: only requests with the same one, at most 256 characters, share cached prefixes: nobody else can find
             out by time what these prompts begin with.
         use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, the best first. As
@@ -330,6 +333,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    priority: int = 0
     cache_salt: str = ""
     use_beam_search: bool = False
     length_penalty: float = 1.0

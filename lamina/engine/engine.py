@@ -38,6 +38,7 @@ from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
 from lamina.schedule.beam_search import check_beams
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.text.defaults import sampling_defaults
@@ -102,6 +103,7 @@ class Engine:
             attentions=len(cluster.attentions),
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
+            policy=find_policy(config.policy, config.slo_ttft_ms),
             prefix_cache=config.prefix_cache,
             overcommit=overcommit(config),
             step_bound_s=None if config.slo_tbt_ms is None else config.slo_tbt_ms / 1e3,

@@ -4,34 +4,48 @@ from collections.abc import Callable, Iterator, Mapping
 
 from lamina.core.requests import Completion, Group
 
-Policy = Callable[[Group, int], int]
-"""Orders victims, the smallest first, by a request and the KV tokens that it holds on the worker that runs out."""
+Victim = Callable[[Group, int], int]
+"""Orders victims, the smallest first, by a request and the KV tokens that it holds on the worker that runs out. Victims
+of the same order are preempted from the last in the order of admission on."""
 
 
 def latest(group: Group, held: int) -> int:
-    """Return the latest arrival: it has waited least, and dropping it does not change the order in which requests
-    end."""
-    return -group.arrival
+    """Choose the last in the order of admission: it has waited least, and the order in which requests end stays."""
+    return 0
 
 
 def smallest(group: Group, held: int) -> int:
-    """Return the one with fewest tokens to compute again."""
+    """Choose the one with fewest tokens to compute again."""
     return held
 
 
-POLICIES: Mapping[str, Policy] = {"latest": latest, "smallest": smallest}
+POLICIES: Mapping[str, Victim] = {"latest": latest, "smallest": smallest}
 
 
-def victims(holders: Mapping[Group, int], tokens: int, policy: Policy = latest) -> list[Group]:
-    """Return the requests to drop so that ``tokens`` come back, or as many as possible.
+def _arrival(group: Group) -> tuple[float, ...]:
+    return (group.arrival,)
 
-    ``holders``: the requests with KV on one worker, and how many tokens. The earliest of them stays in any case: so
-    there is always one that ends.
+
+def victims(
+    holders: Mapping[Group, int],
+    tokens: int,
+    victim: Victim = latest,
+    rank: Callable[[Group], tuple[float, ...]] = _arrival,
+) -> list[Group]:
+    """Return the requests to preempt so that ``tokens`` come back, or as many as possible.
+
+    The request with the smallest rank stays in any case: so there is always one that ends.
+
+    Args:
+        holders: The requests with KV on one worker, and how many tokens.
+        tokens: How many must come back.
+        victim: Chooses among the others.
+        rank: Order of admission; no two requests have the same.
     """
     if not holders:
         return []
-    earliest = min(holders, key=lambda group: group.arrival)
-    order = sorted((group for group in holders if group is not earliest), key=lambda one: policy(one, holders[one]))
+    others = sorted(holders, key=rank)[1:]
+    order = sorted(reversed(others), key=lambda one: victim(one, holders[one]))
     chosen = []
     for group in order:
         if tokens <= 0:

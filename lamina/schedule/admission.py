@@ -20,7 +20,8 @@ from lamina.kv.placement import NOWHERE, Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.residents import Residents
 from lamina.schedule.limits import Limits
-from lamina.schedule.waiting import Seats, WaitingQueue
+from lamina.schedule.policy import Policy, Rank, rank_of
+from lamina.schedule.waiting import RankedQueue, Seats, WaitingQueue
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
@@ -57,14 +58,17 @@ class Admissions:
     latter. A reservation or a preference says more of a skipped request, and ends when that leaves ``_skipped``.
     """
 
-    def __init__(self, limits: Limits, placement: Placement, residents: Residents, prefixes: PrefixCache) -> None:
+    def __init__(
+        self, limits: Limits, placement: Placement, residents: Residents, prefixes: PrefixCache, policy: Policy
+    ) -> None:
         self._only: Collection[str] | None = None  # the requests that may be admitted; None: all may
         self._max_sequences = limits.max_sequences
         self._rows = limits.max_num_batched_tokens  # of a step, and so the sequences that fit one lane
         self._placement = placement
         self._residents = residents
         self._prefixes = prefixes
-        self._queue = WaitingQueue()
+        self._policy = policy
+        self._queue = WaitingQueue() if policy.fair else RankedQueue(policy)
         self._skipped: dict[Group, int] = {}  # with the step since which each is there
         self._reserved: _Reservation | None = None  # for the first skipped request
         self._preferred: _Preference | None = None
@@ -92,6 +96,10 @@ class Admissions:
         if self._queue.first() is group:
             self._exhausted = False
 
+    def advance(self, now: float, token_s: float) -> None:
+        """Let requests become late. Arguments are those of ``Policy.start_by``."""
+        self._queue.advance(now, token_s)
+
     def put_back(self, group: Group) -> None:
         """Let a request that was admitted before wait again, ahead of all others."""
         self._reserved = None  # another request was the first
@@ -101,7 +109,8 @@ class Admissions:
     @property
     def may_share(self) -> bool:
         """True if ``share`` is due."""
-        return self._steps >= self._shared + SHARE and len(self) > 0 and self._only is None
+        due = self._steps >= self._shared + SHARE and len(self) > 0 and self._only is None
+        return due and self._policy.fair
 
     def share(self, seats: Seats) -> list[Client]:
         """Prefer the waiting request whose client has fewest seats, if others have more than their share.
@@ -213,16 +222,27 @@ class Admissions:
             self._passed = self._steps
 
     def _in_turn(self) -> Iterator[Group]:
-        """Yield each waiting request once: the one with a reservation, the preferred one, the other skipped ones, then
-        the head of the queue, as long as the caller admits or skips it."""
+        """Yield each waiting request once: the one with a reservation, the preferred one, then the other skipped ones
+        and the head of the queue, as long as the caller admits or skips it. Skipped ones precede the queue, unless a
+        policy ranks both."""
         if self._only is not None:
             yield from [one for one in (*self._skipped, *self._queue) if one.request.request_id in self._only]
             return
         ahead = [] if self._reserved is None else [*self._skipped][:1]
         ahead += [] if self._preferred is None else [self._preferred.group]
-        yield from dict.fromkeys([*ahead, *self._skipped])
+        if self._policy.fair:
+            ahead += self._skipped
+        yield from dict.fromkeys(ahead)
+        skipped = [] if self._policy.fair else sorted(self._skipped.keys() - set(ahead), key=self._rank)
+        for group in skipped:
+            while self._queue and self._rank(self._queue.first()) < self._rank(group):
+                yield self._queue.first()
+            yield group
         while self._queue:
             yield self._queue.first()
+
+    def _rank(self, group: Group) -> Rank:
+        return rank_of(self._policy, group)
 
     def _room_for(self, group: Group, lane: int, seats: Seats) -> list[tuple[str, int]] | None:
         """Reserve this request's present tokens: how many on which memory workers; None if they, or its seats, do not

@@ -1,11 +1,13 @@
 """The rows of a lane's next step: decoding sequences, and chunks of prompts. Pure."""
 
 import heapq
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 from lamina.core.requests import Completion, Group, Owner
 from lamina.core.segments import holding
 from lamina.core.steps import LAST_DRAWN, DecodeRows
+from lamina.schedule.policy import Rank
 
 
 class DecodeBatch:
@@ -144,14 +146,17 @@ SMALLEST = 64  # tokens: a smaller chunk is not worth its share of a step's fixe
 class PromptBatch:
     """Sequences with tokens of a prompt left to run, or with tokens whose KV was dropped.
 
-    Half of a step's prompt budget is the oldest prompt's, so that each takes at most twice as long as in order of
-    arrival; the other half goes to those with fewest tokens left. So a short prompt does not wait for long ones, equal
-    ones run one after the other, and a step has at most two prompts that it does not finish: steps do not fill up with
-    small chunks.
+    A part of a step's prompt budget is the first prompt's, by default half, so that each takes at most twice as long as
+    in order of arrival; the rest goes to those with fewest tokens left. So a short prompt does not wait for long ones,
+    equal ones run one after the other, and a step has at most two prompts that it does not finish: steps do not fill up
+    with small chunks.
     """
 
-    def __init__(self) -> None:
-        self._owners: dict[Completion, Group] = {}  # the oldest first
+    def __init__(self, first_share: float = 0.5, rank: Callable[[Group], Rank] | None = None) -> None:
+        """``first_share``: of the first prompt. ``rank``: the smallest is first; without it, the oldest here."""
+        self._first_share = first_share
+        self._rank = rank
+        self._owners: dict[Completion, Group] = {}  # in order
         self._shortest: list[tuple[int, int, Completion]] = []  # a heap of (left, sequence, ...); some are out of date
 
     def __len__(self) -> int:
@@ -160,6 +165,8 @@ class PromptBatch:
     def add(self, group: Group, completion: Completion) -> None:
         """Run the tokens that a completion has left."""
         self._owners[completion] = group
+        if (rank := self._rank) is not None:
+            self._owners = dict(sorted(self._owners.items(), key=lambda one: rank(one[1])))
         self._note(completion)
 
     def discard(self, completion: Completion) -> None:
@@ -187,21 +194,21 @@ class PromptBatch:
         """Return what ``share`` would give each. Changes nothing."""
         if budget <= 0 or not self._owners:
             return {}
-        oldest = next(iter(self._owners))
-        shares = {oldest: min(oldest.left, (budget + 1) // 2)}
-        spare = budget - shares[oldest]
+        first = next(iter(self._owners))
+        shares = {first: min(first.left, math.ceil(budget * self._first_share))}
+        spare = budget - shares[first]
         smallest, shortest = min(SMALLEST, budget // 2), self._shortest.copy()
         while spare and (one := self._pop_shortest(shortest)) is not None:
             if spare < min(smallest, one.left):
-                more = min(spare, oldest.left - shares[oldest])
-                shares[oldest] += more
+                more = min(spare, first.left - shares[first])
+                shares[first] += more
                 spare -= more
             tokens = min(spare, one.left - shares.get(one, 0))
             if tokens:
                 shares[one] = shares.get(one, 0) + tokens
                 spare -= tokens
-        shares[oldest] += min(spare, oldest.left - shares[oldest])
-        return shares
+        shares[first] += min(spare, first.left - shares[first])
+        return {one: tokens for one, tokens in shares.items() if tokens}
 
     def _note(self, completion: Completion) -> None:
         heapq.heappush(self._shortest, (completion.left, completion.sequence, completion))

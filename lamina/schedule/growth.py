@@ -8,11 +8,11 @@ so does every request:
    what is free in its next plan.
 2. If nothing is free, requests that run only grow, each up to its ``max_tokens``, or end, or are dropped: at the latest
    when only the earliest is left it has room, as no request is accepted that all workers together cannot hold.
-3. The earliest request with KV on a worker is never dropped for its slots (``recovery.victims``). So the earliest of
-   all that run keeps what it has, and every step of its lane runs more of it.
+3. The request with the smallest rank on a worker is never preempted for its slots (``lamina.kv.preemption.victims``).
+   So the first of all that run keeps what it has, and every step of its lane runs more of it.
 
-Others may be dropped again and again, but each time the earliest has come closer to its end; and as a dropped request
-keeps its place in the order of arrival, it is the earliest sooner or later.
+Others may be preempted again and again, but each time the first has come closer to its end. A preempted request keeps
+its rank: in order of arrival it is the first sooner or later, and with another policy once no better ones arrive.
 
 Workers that leave (``lamina.schedule.balancing``) change none of this. Nothing is placed, grows or moves onto a closed
 worker, so each of them drops a request at most once, the earliest too, and each range leaves it once. Ranges move only
@@ -20,15 +20,17 @@ to slots that the sequences there do not need for the next ``AHEAD`` tokens, as 
 could not hold every request; if some of those are lost too, requests that are too long for the rest end in an error.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from lamina.core.requests import Completion, Group
 from lamina.core.segments import grown, holding
 from lamina.core.types import Segment
 from lamina.kv.placement import AHEAD, Placement
-from lamina.kv.preemption import Policy, victims
+from lamina.kv.preemption import Victim, victims
 from lamina.kv.residents import Residents
 from lamina.schedule.lane import Lane
+from lamina.schedule.policy import Policy, rank_of
 
 
 class Growth:
@@ -39,12 +41,14 @@ class Growth:
         placement: Placement,
         residents: Residents,
         policy: Policy,
+        victim: Victim,
         lanes: Sequence[Lane],
     ) -> None:
-        """``policy``: whose KV is dropped. ``lanes``: all of them, also those added later."""
+        """``policy``, ``victim``: who is preempted. ``lanes``: all of them, also those added later."""
         self._placement = placement
         self._residents = residents
-        self._policy = policy
+        self._rank = functools.partial(rank_of, policy)
+        self._victim = victim
         self._lanes = lanes
 
     def turn_over(self, lane: Lane) -> None:
@@ -98,7 +102,7 @@ class Growth:
                 continue
             holders = {group: freed for group, freed in self._residents.holders(worker).items() if freed}
             if len(holders) > 1:
-                yield from victims(holders, lacking, self._policy)
+                yield from victims(holders, lacking, self._victim, self._rank)
             elif placement.left(worker) + placement.returning[worker] < needed.get(worker, 0):
                 yield from self._squeeze(lane, worker)
 
@@ -129,4 +133,4 @@ class Growth:
         holders = {
             group: sum(self._lanes[group.lane].held(group).values()) for group in running if group not in lane.dealt
         }
-        return victims(holders, AHEAD * needed[worker], self._policy)
+        return victims(holders, AHEAD * needed[worker], self._victim, self._rank)

@@ -46,7 +46,7 @@ class Lane:
     running: dict[Group, None] = field(default_factory=dict)  # all requests
     dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
-    prompts: PromptBatch = field(default_factory=PromptBatch)
+    prompts: PromptBatch = field(default_factory=PromptBatch)  # ordered by the policy
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
     prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
     decoding: DecodeBatch = field(init=False)

@@ -16,6 +16,7 @@ and without moving what it has, where its segment is as long as one may be or it
 grow no more may move to another worker (``lamina.schedule.moves``).
 """
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -27,17 +28,19 @@ from lamina.core.types import Request, SamplingParams
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
 from lamina.kv.policies import Policy as BalancePolicy
-from lamina.kv.preemption import Policy, again, latest, resumed
+from lamina.kv.preemption import Victim, again, latest, resumed
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.residents import Residents
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.balancing import Balancing, Draining
+from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.growth import Growth
 from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
-from lamina.schedule.pace import Pace
+from lamina.schedule.pace import LEARN, Pace
+from lamina.schedule.policy import FIFO, Policy, rank_of
 from lamina.schedule.readiness import Readiness
 from lamina.schedule.suspects import Hold, Holding
 from lamina.schedule.waiting import Seats
@@ -56,7 +59,8 @@ class Scheduler:
         lanes: int,
         attentions: int,
         kv_heads: int,
-        policy: Policy = latest,
+        policy: Policy = FIFO,
+        victim: Victim = latest,
         prefix_cache: bool = False,
         pace: Pace | None = None,
         overcommit: float = 1.0,
@@ -68,7 +72,8 @@ class Scheduler:
         Args:
             attentions: Number of attentions of the model.
             kv_heads: Number of KV heads of a whole segment.
-            policy: Whose KV is dropped when a memory worker runs out of slots.
+            policy: Order of the requests.
+            victim: Who is preempted when a memory worker runs out of slots.
             prefix_cache: Whether KV is kept for other requests that begin with the same tokens.
             pace: Bounds the time of steps in which sequences decode.
             overcommit: How many times its slots a memory worker and its disk hold.
@@ -83,6 +88,8 @@ class Scheduler:
         self._attentions = attentions
         self._kv_heads = kv_heads
         self._pace = pace
+        self._policy = policy
+        self._token_s = 0.0  # of a prompt, lately
         self._lanes = [self._new_lane(number) for number in range(lanes)]
         self._seats = Seats(self.active)
         self._ready = Readiness(lanes)
@@ -92,10 +99,10 @@ class Scheduler:
         self._sequences = itertools.count()
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
         self._residents = Residents(placement, self.prefixes, lambda group: self._lanes[group.lane].held(group))
-        self._admissions = Admissions(limits, placement, self._residents, self.prefixes)
+        self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
         self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
         self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
-        self._growth = Growth(placement, self._residents, policy, self._lanes)
+        self._growth = Growth(placement, self._residents, policy, victim, self._lanes)
         self._draining = Draining(placement, self._residents, self.moves, self._growth)
         self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready)
         self._holding = Holding(self._admissions)
@@ -103,7 +110,10 @@ class Scheduler:
         self._steps = itertools.count(1)
 
     def _new_lane(self, number: int) -> Lane:
-        return Lane(self.placement.longest, number, self._pace, allowance=self.limits.max_num_batched_tokens)
+        policy = self._policy
+        prompts = PromptBatch(policy.first_share, None if policy.fair else functools.partial(rank_of, policy))
+        allowance = self.limits.max_num_batched_tokens
+        return Lane(self.placement.longest, number, self._pace, allowance=allowance, prompts=prompts)
 
     @property
     def waiting(self) -> int:
@@ -130,6 +140,15 @@ class Scheduler:
     def migrating(self) -> list[int]:
         """Numbers of the migrations in progress."""
         return self.moves.numbers
+
+    def advance(self, now: float) -> None:
+        """Let requests that wait become late. ``now``: seconds of any monotonic clock."""
+        self._admissions.advance(now, self._token_s)
+
+    def note_prompts(self, tokens: int, seconds: float) -> None:
+        """Record how long a step with this many tokens of prompts took."""
+        latest_s = seconds / tokens
+        self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
 
     def in_flight(self, lane: int) -> int:
         """Planned steps of a lane that have not completed."""

@@ -12,11 +12,12 @@ from lamina.core.topology import Topology
 from lamina.core.types import Balance
 from lamina.kv.placement import Placement
 from lamina.kv.policies import POLICIES
-from lamina.kv.preemption import Policy, latest
+from lamina.kv.preemption import Victim, latest
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import Pace
+from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
 
@@ -90,17 +91,21 @@ class Turn:
         attentions: int,
         kv_heads: int,
         plan_ahead: bool = True,
-        policy: Policy = latest,
+        policy: Policy = FIFO,
+        victim: Victim = latest,
         prefix_cache: bool = False,
         step_bound_s: float | None = None,
         balance: Balance = "off",
         overcommit: float = 1.0,
         window: int = 0,
     ) -> None:
-        """``attentions`` of the model, ``kv_heads`` of a whole segment. ``plan_ahead``: a lane may have its next step
-        planned before the tokens of the running one are known. ``policy``, ``prefix_cache``, ``overcommit``,
-        ``window``: as for ``Scheduler``. ``step_bound_s``: chunks of prompts are cut so that steps with sequences that
-        decode take no longer. ``balance``: what moves between memory workers."""
+        """Create a turn; other arguments are those of ``Scheduler``.
+
+        Args:
+            plan_ahead: Whether a lane may have its next step planned before the tokens of the running one are known.
+            step_bound_s: Prompts are cut into chunks so that steps with sequences that decode take no longer.
+            balance: Which KV moves between memory workers.
+        """
         self._pace = None if step_bound_s is None else Pace(step_bound_s, pipeline.replicas * pipeline.stages)
         self.scheduler = Scheduler(
             limits,
@@ -109,6 +114,7 @@ class Turn:
             attentions,
             kv_heads,
             policy,
+            victim,
             prefix_cache,
             self._pace,
             overcommit,
@@ -204,6 +210,8 @@ class Turn:
         self.busy_s += done.busy_s
         if self._pace is not None and done.rows:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
+        if plan.chunks and done.rows:
+            self.scheduler.note_prompts(sum(len(one.tokens) for one in plan.chunks), done.busy_s + done.waited_s)
         if self._suspects.searching:
             self._clear_suspects(plan)
         if self._balancing is not None and done.rows:
@@ -239,6 +247,7 @@ class Turn:
             chosen = self._chooser.choose(self._sequences, now)
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)
         scheduler, depth = self.scheduler, self._depth
+        scheduler.advance(now)
         for lane in scheduler.plannable(depth):
             while scheduler.in_flight(lane) < depth and (plan := scheduler.plan(lane)) is not None:
                 self._answers.expect(plan)

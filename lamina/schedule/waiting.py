@@ -2,12 +2,14 @@
 
 import heapq
 import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
 from lamina.core.errors import OverloadedError
 from lamina.core.requests import Group
 from lamina.core.types import Client
+from lamina.schedule.policy import Policy, Rank, rank_of
 
 
 class Seats:
@@ -129,6 +131,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Group]:
         return itertools.chain.from_iterable(self._lines.values())
 
+    def advance(self, now: float, token_s: float) -> None:
+        """Do nothing: no request becomes late."""
+
     def enqueue(self, group: Group) -> None:
         """Queue a request behind those of its connection."""
         name = group.request.client[self._level]
@@ -182,6 +187,61 @@ class WaitingQueue:
         if not self._length:
             self._lines.clear()
             self._order.clear()
+
+
+class RankedQueue:
+    """Requests of all clients, ordered by a policy; those that are late go behind all others."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._keys: dict[Group, Rank] = {}
+        self._order: list[tuple[Rank, int, Group]] = []  # a heap; entries with another key than ``_keys`` are stale
+        self._deadlines: list[tuple[float, int, Group]] = []  # a heap, of requests that may become late
+        self._arrived: list[Group] = []  # since the time was last told
+        self._entries = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(sorted(self._keys, key=self._keys.__getitem__))
+
+    def enqueue(self, group: Group) -> None:
+        """Queue a request."""
+        self._arrived.append(group)
+        self._put(group, late=False)
+
+    def _put(self, group: Group, late: bool) -> None:
+        self._keys[group] = (late, *rank_of(self._policy, group))
+        heapq.heappush(self._order, (self._keys[group], next(self._entries), group))
+
+    def advance(self, now: float, token_s: float) -> None:
+        """Let requests become late. Arguments are those of ``Policy.start_by``."""
+        for group in self._arrived:
+            if group in self._keys and (start_by := self._policy.start_by(group, now, token_s)) < math.inf:
+                heapq.heappush(self._deadlines, (start_by, next(self._entries), group))
+        self._arrived.clear()
+        while self._deadlines and self._deadlines[0][0] < now:
+            *_, group = heapq.heappop(self._deadlines)
+            if group in self._keys:
+                self._put(group, late=True)
+
+    def first(self) -> Group:
+        """Return the request to admit next. The queue must not be empty."""
+        while self._keys.get(self._order[0][2]) != self._order[0][0]:
+            heapq.heappop(self._order)
+        return self._order[0][2]
+
+    def firsts(self) -> Iterator[Group]:
+        """Yield the request to admit next, if there is one."""
+        if self._keys:
+            yield self.first()
+
+    def pop(self, group: Group) -> None:
+        """Remove a request that is served."""
+        del self._keys[group]
+
+    remove = pop
 
 
 class Places:

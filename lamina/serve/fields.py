@@ -51,7 +51,6 @@ _EITHER: dict[str, Sequence[Any]] = {
     "regex": (),  # SGLang's, like the next
     "ebnf": (),
     "repetition_detection": (),
-    "priority": (0,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),

@@ -28,6 +28,7 @@ from lamina.kv.residents import Residents
 from lamina.schedule import admission
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import FIFO
 from lamina.schedule.waiting import Seats
 from tests.support.schedules import client, request
 
@@ -78,7 +79,7 @@ class Waiting(RuleBasedStateMachine):
         self.placement = Placement(self.topology.capacities)
         prefixes = PrefixCache(self.placement, itertools.count(), enabled=False)
         self.residents = Residents(self.placement, prefixes, lambda _: {})
-        self.admissions = Admissions(LIMITS, self.placement, self.residents, prefixes)
+        self.admissions = Admissions(LIMITS, self.placement, self.residents, prefixes, FIFO)
         self.seats = Seats(PIPELINE.lanes)
         self.model = Model()
         self.allowed: set[str] | None = None

@@ -30,6 +30,7 @@ from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.simulate import Arrivals, Deployment, virtual_runtime
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import Fifo
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.text.tokenizer import Tokenizer
 from tests.support.schedules import ATTENTIONS, LIMITS, client, request
@@ -234,7 +235,8 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     engine.Engine(config, model, Tokenizer(model), limits, control, NoWorkers(), cluster).close()
 
     (simulated, simulated_settings), (real, real_settings) = made
-    assert simulated_settings.pop("policy") is latest  # the engine's default
+    assert simulated_settings.pop("victim") is latest  # the engine's default
+    assert type(simulated_settings.pop("policy")) is type(real_settings.pop("policy")) is Fifo
     assert real_settings.pop("overcommit") == 1.0  # simulated workers have no disks
     assert real_settings.pop("window") == 0  # layers of the model see everything, as simulated ones do
     # These arrivals say nothing of what prompts have in common.

@@ -26,6 +26,12 @@ def test_the_salt_of_the_prefix_cache_reaches_the_engine(server: Running) -> Non
     assert [params.cache_salt for _, params in server.engine.submitted] == ["tenant", "other"]
 
 
+def test_priorities_reach_the_engine(server: Running) -> None:
+    server.completion(prompt="a", priority=-3)
+    server.post("/v1/chat/completions", messages=[{"role": "user", "content": "a"}], priority=7)
+    assert [params.priority for _, params in server.engine.submitted] == [-3, 7]
+
+
 def test_beam_search_reaches_the_engine(server: Running) -> None:
     beams = {"use_beam_search": True, "n": 3, "length_penalty": 0.5, "early_stopping": "never"}
     server.completion(prompt="a", **beams)

@@ -16,6 +16,7 @@ from lamina.core.types import Request, Segment
 from lamina.memory.slab import Slab
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import FIFO, Policy
 from tests.support.schedules import ATTENTIONS, LIMITS, client, request, scheduler
 
 MANY = Limits(max_num_seqs=16, max_num_batched_tokens=16, max_model_len=32)  # as memory allows
@@ -234,6 +235,7 @@ class Cluster:
     prefix_cache = False
     overcommit = 1.0
     window = 0
+    policy: Policy = FIFO
 
     def __init__(
         self,
@@ -249,7 +251,9 @@ class Cluster:
         self.limits = limits
         self.memories = [MemoryModel(f"memory{index}", capacity) for index in range(memories)]
         capacities = {memory.name: capacity for memory in self.memories}
-        self.scheduler = scheduler(capacities, lanes, limits, longest, self.prefix_cache, self.overcommit, self.window)
+        self.scheduler = scheduler(
+            capacities, lanes, limits, longest, self.prefix_cache, self.overcommit, self.window, self.policy
+        )
         self.groups: dict[int, Group] = {}
         self.lengths: dict[str, list[int]] = {}  # of completions that ended by themselves
         self.unservable = set[int]()  # requests that the workers left cannot hold

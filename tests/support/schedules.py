@@ -6,6 +6,7 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import NOBODY, Client, Request, SamplingParams
 from lamina.kv.placement import Placement
 from lamina.schedule.limits import Limits
+from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=32)
@@ -20,6 +21,7 @@ def scheduler(
     prefix_cache: bool = False,
     overcommit: float = 1.0,
     window: int = 0,
+    policy: Policy = FIFO,
 ) -> Scheduler:
     return Scheduler(
         limits,
@@ -30,6 +32,7 @@ def scheduler(
         prefix_cache=prefix_cache,
         overcommit=overcommit,
         window=window,
+        policy=policy,
     )
 
 

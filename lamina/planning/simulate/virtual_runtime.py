@@ -31,6 +31,7 @@ from lamina.planning.simulate.arrivals import Arrivals, Ints
 from lamina.planning.simulate.deployment import Deployment, Fault
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
+from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from lamina.schedule.waiting import MAX_WAITING
 
@@ -141,7 +142,8 @@ class Simulation:
             attentions=shape.layers,
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
-            policy=POLICIES[deployment.victim],
+            policy=find_policy(deployment.policy, deployment.slo_ttft_ms),
+            victim=POLICIES[deployment.victim],
             step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
             prefix_cache=self._shares,
             balance=deployment.balance,

@@ -1,0 +1,166 @@
+"""Policies: the order in which requests are admitted, preempted and computed."""
+
+import importlib.metadata
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lamina.core.errors import ConfigError
+from lamina.core.requests import Completion, Group
+from lamina.kv.preemption import victims
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.simulate import Arrivals, Deployment, State, simulate
+from lamina.schedule.limits import Limits
+from lamina.schedule.policy import FIFO, POLICIES, Policy, Priority, Shortest, Slo, find_policy, rank_of
+from lamina.schedule.waiting import RankedQueue
+from tests.schedule.test_prefixes import LOSSES, Caching
+from tests.schedule.test_prefixes import requests as mixed
+from tests.support.clusters import Course
+from tests.support.schedules import request, scheduler
+
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
+
+CATALOGUE = hardware.load()
+
+
+def group(number: int, prompt: int = 4, priority: int = 0) -> Group:
+    return Group(request(str(number), prompt, priority=priority), 4, [Completion(number, 0)], number)
+
+
+@given(
+    jobs=st.lists(st.tuples(st.integers(1, 9), st.integers(-3, 3)), min_size=1, max_size=12),
+    policy=st.sampled_from([Shortest(), Priority(), Slo(10.0)]),
+    events=st.lists(st.tuples(st.sampled_from(["enqueue", "pop", "remove", "advance"]), st.integers(0, 11))),
+)
+def test_a_ranked_queue_serves_the_smallest_rank_and_late_requests_last(
+    jobs: list[tuple[int, int]], policy: Policy, events: list[tuple[str, int]]
+) -> None:
+    groups = [group(number, *job) for number, job in enumerate(jobs)]
+    queue, late, start_by, now = RankedQueue(policy), set[Group](), dict[Group, float](), 0.0
+    waiting: list[Group] = []
+    for what, number in events:
+        one = groups[number % len(groups)]
+        if what == "enqueue" and one not in waiting:
+            queue.enqueue(one)
+            waiting.append(one)
+        elif what == "advance":
+            now += number
+            queue.advance(now, 0.5)
+            for each in waiting:
+                start_by.setdefault(each, policy.start_by(each, now, 0.5))
+            late |= {each for each in waiting if start_by[each] < now}
+        elif waiting and what in ("pop", "remove"):
+            one = queue.first() if what == "pop" else waiting[number % len(waiting)]
+            (queue.pop if what == "pop" else queue.remove)(one)
+            waiting.remove(one)
+            groups = [each for each in groups if each is not one] or [group(99)]
+        expected = sorted(waiting, key=lambda each: (each in late, rank_of(policy, each)))
+        assert list(queue) == expected and len(queue) == len(expected)
+        assert list(queue.firsts()) == expected[:1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=mixed, course=LOSSES, policy=st.sampled_from([Shortest(), Priority(), Slo(3.0)]))
+def test_every_request_ends_and_every_slot_comes_back_with_every_policy(
+    requests: list, course: Course, policy: Policy
+) -> None:
+    class Ordered(Caching):
+        """The clock advances with every turn, so that requests become late."""
+
+        def arrive(self, turn: int) -> None:
+            super().arrive(turn)
+            self.scheduler.advance(float(turn))
+
+    Ordered.policy = policy
+    prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
+    cluster = Ordered(others, prompts, *course.sizes)
+    cluster.play(course, 40)
+    cluster.leave()
+    cluster.check_rest()
+    cluster.check_ends()
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(-3, 3)), min_size=1, max_size=10))
+def test_requests_of_a_full_server_run_in_order_of_priority_then_of_arrival(jobs: list[tuple[int, int]]) -> None:
+    """One seat: each request runs alone, and the others wait, of several clients."""
+    under_test = scheduler({"memory0": 64}, limits=Limits(1, 8, 32), policy=Priority())
+    for number, (prompt, priority) in enumerate(jobs):
+        under_test.submit(request(str(number), prompt, max_tokens=1, priority=priority))
+    served = []
+    while under_test.waiting or under_test.running:
+        under_test.plan(0)
+        for one, completion in under_test.complete(0).values():
+            completion.generated.append(7)
+            served.append(int(one.request.request_id))
+            under_test.end_completion(one, completion)
+    assert served == sorted(range(len(jobs)), key=lambda number: (jobs[number][1], number))
+
+
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(1, 9)), min_size=1, max_size=8), st.integers(1, 30))
+def test_the_lowest_priority_is_preempted_first_and_the_highest_never(jobs: list[tuple[int, int]], tokens: int) -> None:
+    holders = {group(number, priority=priority): held for number, (priority, held) in enumerate(jobs)}
+    chosen = victims(holders, tokens, rank=lambda one: rank_of(Priority(), one))
+    order = sorted(holders, key=lambda one: (one.request.params.priority, one.arrival))
+    assert chosen == order[::-1][: len(chosen)] and order[0] not in chosen
+    freed = [holders[one] for one in chosen]
+    assert sum(freed) >= tokens or len(chosen) == len(order) - 1
+    assert sum(freed[:-1]) < tokens
+
+
+def burst(count: int = 160) -> Arrivals:
+    """Long and short prompts, in bursts that take longer to compute than the next one takes to come."""
+    draw = np.random.default_rng(4)
+    arrival = np.sort(np.concatenate([draw.uniform(start, start + 1.0, count // 4) for start in (0, 12, 24, 36)]))
+    prompt = np.where(draw.random(count) < 0.2, 8000, draw.integers(100, 1500, count))
+    return Arrivals(arrival - arrival[0], prompt, draw.integers(5, 60, count))
+
+
+def waits(policy: str, **settings: Any) -> np.ndarray:
+    deployment = Deployment(
+        model=model_shapes.find("Llama-2-7B"),
+        compute=CATALOGUE["a100"],
+        compute_workers=1,
+        memory=CATALOGUE["rtx3090"],
+        memory_workers=2,
+        lanes=1,
+        max_num_seqs=16,
+    )
+    arrivals = burst()
+    result = simulate(replace(deployment, policy=policy, **settings), arrivals)
+    assert set(result.log.states) == {State.FINISHED}
+    return np.asarray(result.log.first_s - arrivals.arrival_s)
+
+
+def test_shortest_first_lowers_the_mean_wait_and_makes_long_prompts_wait() -> None:
+    fifo, shortest = waits("fifo"), waits("shortest")
+    long = burst().prompt == 8000
+    assert shortest.mean() < 0.8 * fifo.mean()
+    assert shortest[long].max() > fifo[~long].mean()
+
+
+def test_slo_misses_fewer_deadlines_than_fifo_where_bursts_overload() -> None:
+    target_s = 4.0
+    fifo, slo = waits("fifo"), waits("slo", slo_ttft_ms=int(target_s * 1e3))
+    assert (slo > target_s).sum() < 0.8 * (fifo > target_s).sum()
+
+
+def test_policies_are_found_by_name_or_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(find_policy("fifo"), type(FIFO)) and all(find_policy(name, 1000) for name in POLICIES)
+    assert find_policy("slo", 2000).start_by(group(0, 10), 5.0, 0.1) == 5.0 + 2.0 - 2 * 10 * 0.1
+    assert find_policy("priority").start_by(group(0), 5.0, 0.1) == math.inf
+    with pytest.raises(ConfigError, match="slo_ttft_ms"):
+        find_policy("slo")
+    with pytest.raises(ConfigError, match="give one of fifo, shortest, priority, slo"):
+        find_policy("random")
+    point = importlib.metadata.EntryPoint("mine", "tests.schedule.test_policy:made", "lamina.policies")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point] * (group == "lamina.policies"))
+    assert isinstance(find_policy("mine", 1000), Shortest)
+
+
+def made(_targets: object) -> Policy:
+    return Shortest()
