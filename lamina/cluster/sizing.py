@@ -1,5 +1,6 @@
 """Derives limits, cores, threads, lanes and bytes of KV from a configuration and what machines report. Pure."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,20 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
+    """Return the lanes of a cluster, see ``_pipeline``, with some for prompts alone if ``config.prefill_replicas``."""
+    made, prefill = _pipeline(config, computes, shared), config.prefill_replicas
+    if not prefill:
+        return made
+    if prefill >= made.replicas or config.pipelining == "rotational":
+        raise ConfigError(
+            f"prefill_replicas {prefill} leaves {max(0, made.replicas - prefill)} of {made.replicas} copies of the "
+            f"weights to decode, in lanes of {config.pipelining} order: leave at least one, in fixed order"
+        )
+    lanes = made.replicas * made.stages if made.start.rotates else made.start.lanes
+    return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
+
+
+def _pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     """Lanes and their order for ``computes`` compute workers. ``shared``: both pools run on the same cores.
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker

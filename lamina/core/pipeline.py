@@ -18,6 +18,9 @@ between, the last slice of a step and the first of the next run on different wor
 import bisect
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+LaneRole: TypeAlias = Literal["prefill", "decode", "both"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Pipeline:
         stages: compute workers of each replica, which have different slices. Worker number n is stage ``n % stages`` of
             replica ``n // stages``.
         starts: the first slice of each stage, once the model is known; empty until then, and without stages.
+        prefill: replicas that only run prompts, the first ones; the others only decode. 0: each does both. While too few
+            replicas are left, one of them decodes.
     """
 
     lanes: int
@@ -51,6 +56,7 @@ class Pipeline:
     ranks: int = 1
     stages: int = 1
     starts: tuple[int, ...] = ()
+    prefill: int = 0
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.lanes < self.replicas * self.stages:
@@ -60,6 +66,8 @@ class Pipeline:
             )
         if self.stages > 1 and (self.ranks > 1 or self.rotates or any(one.rotates for one in self.choices)):
             raise ValueError("replicas of several stages neither rotate nor have several ranks")
+        if self.prefill and (self.rotates or self.choices):
+            raise ValueError("lanes of replicas that only run prompts, or only decode, are fixed")
         if self.rotates and self.lanes != self.replicas + 1:
             raise ValueError(
                 f"rotational pipelining runs {self.replicas + 1} lanes on {self.replicas} replicas, not {self.lanes}"
@@ -78,7 +86,14 @@ class Pipeline:
     @property
     def interchangeable(self) -> bool:
         """True if sequences may change lanes, and so replicas."""
-        return self.replicas == 1 or self.moves or bool(self.choices)
+        return self.replicas == 1 or self.moves or bool(self.choices) or self.prefill > 0
+
+    def role(self, lane: int) -> LaneRole:
+        """Return what a lane runs."""
+        prefill = min(self.prefill, self.replicas - 1)
+        if not prefill:
+            return "both"
+        return "prefill" if lane % self.replicas < prefill else "decode"
 
     def with_replicas(self, replicas: int) -> "Pipeline":
         """This pipeline on another number of replicas. Lanes keep their numbers; with fewer replicas, some may not be
