@@ -172,6 +172,7 @@ class EngineConfig:
         Meaning(
             "Copies of the weights that only run prompts; the others only decode. KV stays where it is. 0: each does "
             "both.",
+            unit="replicas",
             ge=0,
             group="Scheduling",
         ),

@@ -45,8 +45,8 @@ class Pipeline:
         stages: compute workers of each replica, which have different slices. Worker number n is stage ``n % stages`` of
             replica ``n // stages``.
         starts: the first slice of each stage, once the model is known; empty until then, and without stages.
-        prefill: replicas that only run prompts, the first ones; the others only decode. 0: each does both. While too few
-            replicas are left, one of them decodes.
+        prefill: replicas that only run prompts, the first ones; the others only decode. 0: each does both. While
+            too few replicas are left, one of them decodes.
     """
 
     lanes: int

@@ -13,9 +13,9 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import DType, SamplingParams
 from lamina.launch import launch
 from lamina.schedule.scheduler import Scheduler
-from tests.runtime.test_parity import run_all
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.running import run_all
 from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
 
@@ -69,4 +69,4 @@ def test_roles_that_leave_nobody_to_decode_are_an_error_before_workers_start() -
     pool = EngineConfig(compute="cpu:2", memory="cpu:1", prefill_replicas=1)
     for changes in ({"prefill_replicas": 2}, {"pipelining": "rotational"}):
         with pytest.raises(ConfigError, match="prefill_replicas"):
-            launch(dataclasses.replace(pool, **changes))  # type: ignore[arg-type]
+            launch(dataclasses.replace(pool, **changes))
