@@ -167,8 +167,8 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for number, name in enumerate(plan.computes):
-            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/replica{number // ranks}"
-            part = {"rank": number % ranks, "ranks": ranks, "stage": number % stages, "stages": stages}
+            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/stage{number // ranks}"
+            part = {"rank": number % ranks, "ranks": ranks, "stage": number // ranks % stages, "stages": stages}
             setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, meeting=meeting, **part)
             control.send([name], setup_of)
         loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
@@ -224,7 +224,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         epoch,
         kv_dtype,
         plan.kinds,
-        fabric if ranks == 1 else None,  # so far, pools with replicas of several ranks keep their size
+        fabric if ranks == 1 or all(plan.kinds[name] == CPU for name in plan.computes) else None,  # see Sums.reset
         head_shards=shards.count,
         window=forgotten_window(setup),
         weights=loaded.weights,
@@ -380,10 +380,10 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
 
 
 def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], SlotSizes]:
-    """Return the slots that the ranks of each replica have for each other's sums."""
+    """Return the slots that the ranks of each stage have for each other's sums."""
     ranks, size = plan.pipeline.ranks, fabric.sizes.sums
-    replicas = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
-    return {pair: SlotSizes(size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
+    stages = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
+    return {pair: SlotSizes(size, size) for stage in stages for pair in itertools.combinations(stage, 2)}
 
 
 def _near(plan: ClusterPlan, number: int) -> list[str]:

@@ -4,17 +4,15 @@ import functools
 import time
 
 from fastapi import FastAPI, Request
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import lamina
 from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
-from lamina.observe.metrics import Metrics
-from lamina.serve import admin, http_errors, monitoring, pages, token_routes
+from lamina.observe.metrics import Metrics, Traffic
+from lamina.serve import admin, gate, http_errors, monitoring, pages, token_routes
 from lamina.serve.fields import IgnoredLog
-from lamina.serve.gate import Gate
 from lamina.serve.generation import respond
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
 from lamina.serve.messages_api import (
@@ -43,34 +41,62 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
     http_errors.install(app)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
-    app.add_middleware(Gate, config=config)
-    if config.allowed_origins is not None:  # outside the gate: browsers ask first, without a key
-        origins = [origin.strip() for origin in config.allowed_origins.split(",")]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
-    started = int(time.time())
+    gate.install(app, config)
     intake = Intake()
-    ignored = IgnoredLog()
     metrics = Metrics(engine)
+
+    _install_answers(app, engine, metrics.traffic, intake)
+    _install_models(app, engine)
+    monitoring.install(app, engine, metrics)
+    pages.install(app, engine, metrics)
+    token_routes.install(app, engine, intake)
+    admin.install(app, engine, owner)
+    app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
+    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
+
+
+def _install_answers(app: FastAPI, engine: Runtime, traffic: Traffic, intake: Intake) -> None:
+    """Add the routes that generate text to ``app``."""
+    ignored = IgnoredLog()
 
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, CompletionWriter, wanted)
+        return await respond(request, engine, traffic, CompletionWriter, wanted)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, ChatWriter, wanted)
+        return await respond(request, engine, traffic, ChatWriter, wanted)
+
+    @app.post(RESPONSES_PATH)
+    async def responses(request: Request) -> Response:
+        """Answer a conversation, in the form of OpenAI's responses."""
+        wanted = await intake.decode_in_thread(request, functools.partial(read_response, engine))
+        ignored.report(wanted.ignored)
+        return await respond(request, engine, traffic, ResponsesWriter, wanted)
+
+    @app.post(MESSAGES_PATH)
+    async def messages(request: Request) -> Response:
+        """Answer a conversation, in the form of Anthropic's messages."""
+        with as_anthropic_errors():
+            wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine))
+            return await respond(request, engine, traffic, MessagesWriter, wanted)
+
+    @app.post(COUNT_PATH)
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a conversation, in the form of Anthropic's messages."""
+        with as_anthropic_errors():
+            wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine, counting=True))
+            return JSONResponse({"input_tokens": len(wanted.prompts[0])})
+
+
+def _install_models(app: FastAPI, engine: Runtime) -> None:
+    started = int(time.time())
 
     @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
@@ -85,35 +111,6 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
         """Return the served model, if ``name`` is one of its names."""
         require_model(engine, name)
         return JSONResponse(_model(engine, name, started))
-
-    monitoring.install(app, engine, metrics)
-    pages.install(app, engine, metrics)
-
-    @app.post(RESPONSES_PATH)
-    async def responses(request: Request) -> Response:
-        """Answer a conversation, in the form of OpenAI's responses."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_response, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, ResponsesWriter, wanted)
-
-    @app.post(MESSAGES_PATH)
-    async def messages(request: Request) -> Response:
-        """Answer a conversation, in the form of Anthropic's messages."""
-        with as_anthropic_errors():
-            wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine))
-            return await respond(request, engine, metrics.traffic, MessagesWriter, wanted)
-
-    @app.post(COUNT_PATH)
-    async def count_tokens(request: Request) -> Response:
-        """Count the tokens of a conversation, in the form of Anthropic's messages."""
-        with as_anthropic_errors():
-            wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine, counting=True))
-            return JSONResponse({"input_tokens": len(wanted.prompts[0])})
-
-    token_routes.install(app, engine, intake)
-    admin.install(app, engine, owner)
-    app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
-    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
 
 
 def _model(engine: Runtime, name: str, created: int) -> dict[str, object]:
