@@ -15,6 +15,7 @@ from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, 
 from lamina.cluster.joining import check_version
 from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
+from lamina.cluster.refusals import require_allowed
 from lamina.cluster.remote_workers import LocalAndRemote, RemoteWorkers
 from lamina.cluster.takeover import Saved, take_over
 from lamina.config.engine_config import EngineConfig, check_writable
@@ -100,7 +101,6 @@ def launch(
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
     memory = _memory_pool(config)
-    _check_autoscale(config, memory)
     config = dataclasses.replace(config, memory=",".join(map(str, memory)))
     pools = _assigned(config, memory)
     where = _where(config, host)
@@ -117,7 +117,6 @@ def launch(
         receivers.append(partial(write_trace, Path(config.trace)))
     find_policy(config.policy, config.slo_ttft_ms)  # raises before anything is started
     sizing.check(config, model, len(pools["compute"]))
-    sizing.check_alike([one.kind for one in pools["compute"].values()], config.tensor_parallel)
     if home is not None and home.saved is not None:
         control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace=bool(receivers))
         return _engine(config, model, tokenizer, plan, control, home.workers, cluster, receivers, home)
@@ -216,44 +215,22 @@ def _take_over(
 
 def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """Return the memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
-    memory = _configured_memory(config)
-    if config.polling == "device" and all(entry.kind in (pool.CPU, LOCAL) for entry in memory):
-        raise ConfigError(
-            "polling is device, but memory workers on CPUs have no device that could poll; give auto, or memory "
-            "workers on GPUs, such as --memory cuda:1"
-        )
-    return memory
-
-
-def _configured_memory(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     if config.ray is not None:
-        return pool.parse(config.memory or pool.CPU, _known_to_ray(config))
-    given = {
-        "memory_cores": config.memory_cores is not None,
-        "kv_overcommit": config.kv_overcommit > 1,
-        "polling device": config.polling == "device",
-    }
-    least, _ = pool.parse_bounds(config.autoscale).get("memory", (0, 0)) if config.autoscale is not None else (0, 0)
-    apart = any(given.values()) or config.partition == "head" or least > 0
-    memory = pool.memory_pool(config.memory, pool.parse(config.compute), apart)
-    name = next((name for name in given if given[name]), None)
-    if name is not None and [entry.kind for entry in memory] == [LOCAL]:
-        raise ConfigError(f"{name} needs memory workers, and memory local starts none; leave one of them out")
+        known = _known_to_ray(config)
+        compute, memory = pool.parse(config.compute, known), pool.parse(config.memory or pool.CPU, known)
+    else:
+        compute = pool.parse(config.compute)
+        bounds = {} if config.autoscale is None else pool.parse_bounds(config.autoscale)
+        apart = (
+            config.memory_cores is not None
+            or config.kv_overcommit > 1
+            or config.polling == "device"
+            or config.partition == "head"
+            or bounds.get("memory", (0, 0))[0] > 0
+        )
+        memory = pool.memory_pool(config.memory, compute, apart)
+    require_allowed(config, pool.kinds(compute), pool.kinds(memory))
     return memory
-
-
-def _check_autoscale(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> None:
-    """Raises ConfigError for bounds that this memory pool rules out."""
-    bounds = {} if config.autoscale is None else pool.parse_bounds(config.autoscale)
-    local = LOCAL in (entry.kind for entry in memory)
-    if local and "compute" in bounds:
-        raise ConfigError(
-            "local memory works with one compute worker so far; give --memory cpu:1 to let the compute pool grow"
-        )
-    if not local and "memory" in bounds and bounds["memory"][0] == 0:
-        raise ConfigError(
-            f"autoscale is {config.autoscale!r}: without local memory, one memory worker must stay: give at least 1"
-        )
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:

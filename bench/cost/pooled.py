@@ -108,6 +108,9 @@ class Lender(Instance):
             return False
         return super()._next_has_room()
 
+    def steps_alike(self, batch: Batch) -> int:
+        return 1  # what it lends, and so how long a step takes, may change with every step
+
     def step_seconds(self, batch: Batch) -> float:
         """A step: attention to KV elsewhere runs beside that to KV here. Copies that decode keep pace, and attend once
         a step for each that borrows; beside a prompt, as often as these decode, for at most ``OUTPUT`` tokens."""

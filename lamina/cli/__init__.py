@@ -11,12 +11,14 @@ import typer
 from lamina import __version__
 from lamina.cli import (
     administer,
+    batch,
     bench,
     bench_transport,
     chat,
     doctor,
     generate,
     launch,
+    models,
     plan,
     simulate,
     split,
@@ -45,11 +47,13 @@ app = typer.Typer(
 )
 app.command(cls=PanelledCommand)(generate.generate)
 app.command(cls=PanelledCommand)(chat.chat)
+app.command(cls=PanelledCommand)(batch.batch)
 app.command(cls=PanelledCommand)(launch.launch)
 app.command(cls=PanelledCommand)(status.status)
 app.command(cls=PanelledCommand)(administer.scale)
 app.command(cls=PanelledCommand)(administer.down)
 app.command(cls=PanelledCommand)(worker.worker)
+app.command(cls=PanelledCommand)(models.models)
 app.command(cls=PanelledCommand)(split.split)
 app.command(cls=PanelledCommand)(plan.plan)
 app.command(cls=PanelledCommand)(simulate.simulate)

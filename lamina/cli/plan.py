@@ -128,14 +128,15 @@ def plan(
         plan_map.show(shape, pools, costs, market, slo, map_file)
         return
     from lamina.cli import plan_ways as table
+    from lamina.planning.plan.engines import VLLM
     from lamina.planning.plan.serving import Server
     from lamina.planning.plan.ways import segments, ways
     from lamina.planning.simulate.trial import Course
 
     lengths = DEFAULT_PROMPT if prompt is None else prompt, DEFAULT_OUTPUT if output is None else output
     served, requests = _workload(trace, lengths)
-    server = Server(shape, served, costs, market, slo)
-    course = Course(shape, served, requests, market, slo, profile)
+    server = Server(shape, served, costs, market, slo, VLLM)
+    course = Course(shape, served, requests, market, slo, profile, engine=VLLM)
     table.show(server, course, list(ways(shape, *pools, segments(served))), model, trace, as_json)
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from html import escape
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from lamina.config.engine_config import check_writable
 from lamina.core.errors import ConfigError, LaminaError
@@ -66,7 +66,7 @@ def show(
                     found.append(cell)
                     on_progress(done := done + 1)
                 drawn.append((f"{shape.name}, {one[0].kind} and {other[0].kind}", grid, found))
-    with _simulations() as run:
+    with in_processes("Cells simulated") as run:
         checked = iter(confirm([cell for *_, found in drawn for cell in found], shape, prices, slo, run))
     drawn = [(title, grid, list(islice(checked, len(found)))) for title, grid, found in drawn]
     for title, grid, found in drawn:
@@ -85,24 +85,28 @@ def show(
     picture.write_text(svg(drawn))
 
 
+One = TypeVar("One")
+Done = TypeVar("Done")
+
+
 @contextmanager
-def _simulations() -> "Iterator[Callable[[Callable[[Cell], Cell], Sequence[Cell]], Iterable[Cell]]]":
-    """Calls a function for cells, in a process per core, under a progress bar."""
+def in_processes(what: str) -> "Iterator[Callable[[Callable[[One], Done], Sequence[One]], Iterable[Done]]]":
+    """Call a function for each of several things, in a process per core, under a progress bar. ``what``: their name."""
     from lamina.observe.progress import counting_progress
 
     # Processes that are not forked: numpy's threads would be. Ctrl-C is for this one, which ends them.
     context, ignored = multiprocessing.get_context("spawn"), (signal.SIGINT, signal.SIG_IGN)
     with context.Pool(len(os.sched_getaffinity(0)), signal.signal, ignored) as pool:
 
-        def run(simulate: "Callable[[Cell], Cell]", cells: "Sequence[Cell]") -> "Iterator[Cell]":
-            found = pool.imap(simulate, cells)
-            with counting_progress("Cells simulated", len(cells)) as on_progress:
-                for done in range(1, len(cells) + 1):
+        def run(simulate: "Callable[[One], Done]", things: "Sequence[One]") -> "Iterator[Done]":
+            found = pool.imap(simulate, things)
+            with counting_progress(what, len(things)) as on_progress:
+                for done in range(1, len(things) + 1):
                     try:
                         yield found.next(CELL_S)
                     except multiprocessing.TimeoutError as error:
                         raise LaminaError(
-                            f"cell {done} of {len(cells)} was not simulated within {CELL_S:.0f} s; if the machine ran "
+                            f"{what}: {done} of {len(things)} did not end within {CELL_S:.0f} s; if the machine ran "
                             "out of memory, let lamina use fewer cores (taskset)"
                         ) from error
                     on_progress(done)

@@ -104,6 +104,7 @@ def simulate(
     from lamina.planning import simulate as sim
     from lamina.planning.plan import hardware as catalogue_of
     from lamina.planning.plan import model_shapes
+    from lamina.planning.plan.engines import VLLM
     from lamina.planning.plan.fit_store import ProfileStore
 
     if requests is not None:
@@ -136,6 +137,7 @@ def simulate(
         prefix_cache=prefix_cache,
         profile=ProfileStore.beside(hardware),
         prices=_market(prices, (kind, memory_kind)),
+        engine=VLLM,
     )
     arrivals = _arrivals(trace, rate_scale, draw, seed, first, max_tokens)
     faults = [*map(sim.parse_failure, fail or ()), *map(sim.parse_slowdown, slow or ())]

@@ -122,6 +122,8 @@ class Cluster:
     def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int] | None = None) -> "Cluster":
         """Return the cluster of linked members. ``wanted``: see above."""
         loaded, setup = fabric.loaded, fabric.memory_setup
+        kinds = {member.name: member.kind for member in topology.members}
+        may_grow = setup.ranks == 1 or all(kinds[name] == CPU for name in topology.computes)  # see Sums.reset
         return cls(
             topology.computes,
             topology.capacities,
@@ -134,8 +136,8 @@ class Cluster:
             {member.name: member.host for member in topology.members},
             topology.epoch,
             setup.kv_cache_dtype,
-            {member.name: member.kind for member in topology.members},
-            fabric if setup.ranks == 1 else None,  # so far, pools with replicas of several ranks keep their size
+            kinds,
+            fabric if may_grow else None,
             wanted,
             setup.head_shards,
             max(spec.window for spec in setup.attentions) if setup.forgets else 0,
@@ -191,8 +193,8 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for number, name in enumerate(plan.computes):
-            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/replica{number // ranks}"
-            part = {"rank": number % ranks, "ranks": ranks, "stage": number % stages, "stages": stages}
+            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/stage{number // ranks}"
+            part = {"rank": number % ranks, "ranks": ranks, "stage": number // ranks % stages, "stages": stages}
             setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, meeting=meeting, **part)
             control.send([name], setup_of)
         loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
@@ -387,10 +389,10 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
 
 
 def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], SlotSizes]:
-    """Return the slots that the ranks of each replica have for each other's sums."""
+    """Return the slots that the ranks of each stage have for each other's sums."""
     ranks, size = plan.pipeline.ranks, fabric.sizes.sums
-    replicas = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
-    return {pair: SlotSizes(size, size) for replica in replicas for pair in itertools.combinations(replica, 2)}
+    stages = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
+    return {pair: SlotSizes(size, size) for stage in stages for pair in itertools.combinations(stage, 2)}
 
 
 def _near(plan: ClusterPlan, number: int) -> list[str]:

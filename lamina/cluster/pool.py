@@ -185,19 +185,15 @@ def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -
     """Return the memory pool beside ``compute``. None: ``local`` beside one worker on a CPU of this machine, unless
     other settings are about memory workers (``apart``). Beside one on a GPU, ``local`` is memory of that GPU.
 
-    Raises ConfigError for a pool that is impossible.
+    Raises ConfigError if the text is malformed.
     """
     alone = compute == (PoolEntry(CPU, 1),)
-    if text is None:
-        text = LOCAL if alone and not apart else CPU
-    pool = parse(text)
-    one = len(compute) == 1 and compute[0].count == 1 and compute[0].kind != REMOTE
-    if LOCAL in (entry.kind for entry in pool) and not one:
-        raise ConfigError(
-            f"--memory {text}: local memory works with one compute worker of this machine so far, not with "
-            f"{','.join(map(str, compute))}. Use --memory cpu:{sum(entry.count for entry in compute)}"
-        )
-    return pool
+    return parse(text if text is not None else LOCAL if alone and not apart else CPU)
+
+
+def kinds(pool: tuple[PoolEntry, ...]) -> list[str]:
+    """Return the kind of each worker of a pool; ``local`` once."""
+    return [entry.kind for entry in pool for _ in range(entry.count)]
 
 
 def assign_pools(pools: Mapping[Role, tuple[PoolEntry, ...]], devices: Devices) -> dict[Role, tuple[Assigned, ...]]:

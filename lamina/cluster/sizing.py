@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from lamina.cluster.bringup import ClusterPlan
 from lamina.cluster.conversations import START_TIMEOUT_S
 from lamina.cluster.joining import boot
-from lamina.cluster.pool import parse_bounds
 from lamina.cluster.ray_placement import PLACE_S
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello
@@ -135,106 +134,29 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
-    """Lanes and their order for ``computes`` compute workers. ``shared``: both pools run on the same cores.
+    """Return lanes and their order for ``computes`` compute workers, whose settings have no ``refusals``.
 
-    If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per compute worker
-    in fixed order, or one more lane than compute workers, rotating. It starts with two per worker, which is the most if
-    devices poll. On shared cores nothing can overlap, nor without memory workers, so each worker gets one lane. Raises
-    ConfigError.
+    If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per stage in fixed
+    order, or one more lane than replicas, rotating. It starts with two per stage, which is the most if devices poll. On
+    shared cores nothing can overlap, nor without memory workers, so that each stage gets one lane.
+
+    Args:
+        shared: both pools run on the same cores.
     """
-    if config.pipeline_parallel > 1:
-        return _pipeline_parallel(config, computes, shared)
-    if config.tensor_parallel > 1:
-        return _tensor_parallel(config, computes)
-    try:
-        if config.lanes is None and not shared and config.pipelining != "rotational":
-            most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
-            fixed = _fixed(computes, most)
-            rotates = config.pipelining == "auto" and computes > 1 and config.polling != "device"
-            rotational = (Arrangement(computes + 1, rotates=True),) if rotates else ()
-            return Pipeline(most * computes, computes, choices=fixed + rotational)
-        lanes = config.lanes or (computes if shared else computes + 1)
-        rotates = lanes == computes + 1 if config.pipelining == "auto" else config.pipelining == "rotational"
-        return Pipeline(lanes, computes, rotates)
-    except ValueError as error:
-        raise ConfigError(f"{error}. Change lanes, pipelining or the compute pool") from error
-
-
-def _tensor_parallel(config: EngineConfig, computes: int) -> Pipeline:
-    """One lane for each replica: its ranks, which add up what each has computed, must run slices in the same order.
-
-    Ranks send their own heads, so requests are placed as with partition head; and pools are fixed.
-    """
-    ranks = config.tensor_parallel
-    replicas = _replicas("tensor_parallel", ranks, computes)
-    _refuse(
-        "tensor_parallel",
-        {
-            f"partition {config.partition}": config.partition not in ("auto", "head"),
-            f"balance {config.balance}": config.balance not in ("auto", "off"),
-            "kv_overcommit": config.kv_overcommit > 1,
-            "autoscale": config.autoscale is not None,
-            "pipelining rotational": config.pipelining == "rotational",
-            f"lanes {config.lanes}": config.lanes not in (None, replicas),
-        },
-    )
-    return Pipeline(replicas, replicas, ranks=ranks)
-
-
-def _fixed(computes: int, most: int = LANES_PER_REPLICA) -> tuple[Arrangement, ...]:
-    """Return the arrangements in fixed order from which the engine chooses, of ``most`` lanes per compute worker; the
-    first is that at the start."""
-    return tuple(Arrangement(each * computes) for each in (2, 1, *range(3, most + 1)))
-
-
-def _pipeline_parallel(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
-    """At least as many lanes as compute workers, so that each stage has one to work on while others work on the other
-    stages, on shared cores too: each worker has its own share of them."""
-    stages = config.pipeline_parallel
-    replicas = _replicas("pipeline_parallel", stages, computes)
-    _refuse(
-        "pipeline_parallel",
-        {
-            f"tensor_parallel {config.tensor_parallel}": config.tensor_parallel > 1,
-            "pipelining rotational": config.pipelining == "rotational",
-            f"autoscale {config.autoscale}": config.autoscale is not None
-            and "compute" in parse_bounds(config.autoscale),
-        },
-    )
-    try:
-        if config.lanes is None and not shared:
-            return Pipeline(LANES_PER_REPLICA * computes, replicas, choices=_fixed(computes), stages=stages)
-        return Pipeline(config.lanes or computes, replicas, stages=stages)
-    except ValueError as error:
-        raise ConfigError(f"{error}. Change lanes, pipeline_parallel or the compute pool") from error
-
-
-def _replicas(setting: str, workers: int, computes: int) -> int:
-    """Return how many replicas of so many workers there are. Raises ConfigError if some workers would be left."""
-    if computes % workers:
-        raise ConfigError(
-            f"{setting} {workers} makes replicas of {workers} compute workers, which does not divide {computes}; "
-            f"give --compute a multiple of {workers}"
-        )
-    return computes // workers
-
-
-def check_alike(kinds: Sequence[str], ranks: int) -> None:
-    """Raises ConfigError if the ranks of a replica are of different kinds: what each of them computes for itself, such
-    as the experts of a token, could be rounded differently."""
-    for first in range(0, len(kinds), ranks):
-        replica = kinds[first : first + ranks]
-        if len(set(replica)) > 1:
-            raise ConfigError(
-                f"tensor_parallel {ranks} makes a replica of {' and '.join(replica)}, which must be of one kind; give "
-                f"--compute a multiple of {ranks} of each"
-            )
-
-
-def _refuse(setting: str, given: Mapping[str, bool]) -> None:
-    """Raises ConfigError for the first of these settings that is given."""
-    if name := next((name for name in given if given[name]), None):
-        raise ConfigError(f"{name} does not work with {setting} so far: leave out one of them")
+    ranks, stages = config.tensor_parallel, config.pipeline_parallel
+    replicas = computes // (ranks * stages)
+    units = replicas * stages
+    may_rotate = stages == 1 and config.pipelining != "fixed"
+    if config.lanes is None and not shared and config.pipelining != "rotational":
+        most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
+        choices = [Arrangement(each * units) for each in (2, 1, *range(3, most + 1))]
+        if may_rotate and replicas > 1 and config.polling != "device":
+            choices.append(Arrangement(replicas + 1, rotates=True))
+        return Pipeline(most * units, replicas, choices=tuple(choices), ranks=ranks, stages=stages)
+    apart = units + 1 if stages == 1 else units
+    lanes = config.lanes or (units if shared and config.pipelining != "rotational" else apart)
+    rotates = may_rotate and (lanes == replicas + 1 or config.pipelining == "rotational")
+    return Pipeline(lanes, replicas, rotates, ranks=ranks, stages=stages)
 
 
 @dataclass(frozen=True)
@@ -348,5 +270,5 @@ def cluster_plan(
 
 
 def check(config: EngineConfig, model: ModelDirectory, computes: int) -> None:
-    """Find what is wrong before any worker starts. Raises ConfigError."""
+    """Raises ConfigError for bounds of steps and requests that the model rules out."""
     limits(config, model, pipeline(config, computes, shared=False))

@@ -70,11 +70,9 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
     before, last = saved.topology, saved.topology.epoch
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
     while True:
-        lost = before.names & workers.ended().keys()
+        lost = before.whole_replicas(before.names & workers.ended().keys())
         if (role := before.lacks(lost)) is not None:
             raise TransportError(f"no {role} worker is left: {dict(workers.ended())}")
-        if before.pipeline.stages > 1 and not lost.isdisjoint(before.computes):
-            raise TransportError(f"a stage is lost: {dict(workers.ended())}")
         before = before.without(lost)
         control.apply_topology(before)
         workers.kill_workers(workers.processes - before.names)

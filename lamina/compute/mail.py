@@ -6,7 +6,7 @@ slot if it took the last slot of its link and its lane cannot continue yet. Then
 one whose lane can run without waiting.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lamina.core.errors import DeadlineError
 from lamina.core.topology import Topology
@@ -24,13 +24,21 @@ class Mail:
         missing: by lane, the peers from which it still waits for a message.
     """
 
-    def __init__(self, hub: Hub, channels: Mapping[str, Channel], fetcher: Fetcher, lanes: int) -> None:
+    def __init__(
+        self,
+        hub: Hub,
+        channels: Mapping[str, Channel],
+        fetcher: Fetcher,
+        lanes: int,
+        may_run: Callable[[int], bool] | None = None,
+    ) -> None:
+        """``may_run``: False for lanes that wait for another rank to announce their slice, whatever has arrived."""
         self.channels = channels
         self.landing_nbytes = fetcher.landing_nbytes
         self.missing = [set[str]() for _ in range(lanes)]
         self._arrived: list[dict[str, Arrival]] = [{} for _ in range(lanes)]
         self._expecting = set[int]()  # lanes with a slice to run
-        self._fetcher, self._hub = fetcher, hub
+        self._fetcher, self._hub, self._may_run = fetcher, hub, may_run
         self._fetched: list[int] = []  # lanes whose message has just been fetched
 
     def reset(self, topology: Topology) -> None:
@@ -68,13 +76,17 @@ class Mail:
         """Return the lane's message from a peer, which must have arrived, with its body."""
         return self._arrived[lane].pop(peer)
 
-    def receive(self, wait: Wait, peers: Collection[str], timeout_s: float) -> list[int]:
-        """Wait until a message of one of ``peers``, a piece of a fetched one or a credit for a kept one arrives.
+    def receive(
+        self, wait: Wait, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()
+    ) -> list[int]:
+        """Wait until a message of one of ``peers``, a piece of a fetched one or a credit for a kept one arrives, or one
+        of ``besides`` is reached.
 
         All messages of ``peers`` that have arrived by then are taken in. Returns their lanes. Raises DeadlineError;
         PeerLostError.
         """
-        peers = list(peers)
+        # The credit for a kept message may be in the header of a message that no lane waits for yet.
+        peers = list(dict.fromkeys((*peers, *(channel.name for channel in self._hub.keeping))))
         if lanes := self._take_in(peers):
             return lanes
         targets: list[Target] = []
@@ -83,6 +95,7 @@ class Mail:
         coming = self._fetcher.awaited
         targets += coming
         targets += self._hub.credits
+        targets += besides
         if not targets:
             raise DeadlineError("nothing is awaited")
         index = wait(targets, timeout_s)
@@ -127,7 +140,7 @@ class Mail:
         return arrival.lane
 
     def _can_run(self, lane: int) -> bool:
-        return lane in self._expecting and not self.missing[lane]
+        return lane in self._expecting and not self.missing[lane] and (self._may_run is None or self._may_run(lane))
 
     def _fetch(self, arrival: Arrival) -> None:
         channel, body = arrival.channel, memoryview(bytearray(arrival.nbytes))

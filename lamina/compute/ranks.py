@@ -1,20 +1,28 @@
-"""The ranks of a tensor-parallel replica: compute workers that add up what each has computed of every slice.
+"""The ranks of a stage: compute workers that add up what each has computed of every slice, in one order of slices.
 
 Every rank writes its tensor into an arena slot of every other, and adds what it finds in its own slots, in the order of
 the ranks, so that all have the same bits. There are two slots for each peer, used in turn: a peer that has sent number
 n has read everything of number n - 2, so that no slot needs to be freed. A tensor larger than a slot is added up
 in pieces.
+
+If several lanes run on the stage, messages of two lanes may reach one rank in another order than another rank. So rank
+0 announces each slice before it runs it, and the other ranks run that one next, once its messages have arrived.
 """
 
+import collections
+import struct
 import time
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from lamina.control.messages import EndEpoch, Stop, ToWorker
+from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError
-from lamina.dataplane.channel import ARRIVED
-from lamina.dataplane.leases import SLOTS
+from lamina.dataplane.channel import ARRIVED, FETCHED, GIVEN_BACK
+from lamina.dataplane.hub import Target
+from lamina.dataplane.leases import ORDER_NBYTES, SLOTS
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter import as_numpy
 from lamina.splitter.parts import Rank
@@ -22,6 +30,40 @@ from lamina.transport.base import Arena
 from lamina.worker.links import Links, Wait
 
 TIMEOUT_S = 300.0  # for another rank, which may wait for memory workers that attend to a long prompt
+SLICE_S = 0.05  # how long a rank that waits for another may leave the end of an epoch unread
+_LANE = struct.Struct("<Q")  # an announcement
+ANNOUNCED = ORDER_NBYTES // _LANE.size  # announcements that may be unread
+
+
+class EpochEndingError(Exception):
+    """The engine ends the epoch while this rank waits for another one, which may have dropped its steps already."""
+
+
+class RankWait:
+    """Waits for other ranks, until the engine ends the epoch.
+
+    Attributes:
+        unread: what the engine has said meanwhile, in order.
+    """
+
+    def __init__(self, wait: Wait, control: ControlClient) -> None:
+        self._wait, self._control = wait, control
+        self.unread = collections.deque[ToWorker]()
+
+    def __call__(self, targets: Sequence[Target], timeout_s: float) -> int:
+        """Wait as ``Endpoint.wait`` does. Raises EpochEndingError, PeerLostError, DeadlineError."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._wait(targets, min(left, SLICE_S))
+            except DeadlineError:
+                if left <= SLICE_S:
+                    raise
+            while (message := self._control.poll()) is not None:
+                self.unread.append(message)
+                if isinstance(message, EndEpoch | Stop):
+                    raise EpochEndingError
 
 
 class _Peer:
@@ -30,7 +72,7 @@ class _Peer:
     def __init__(self, links: Links, name: str) -> None:
         own, theirs = links.leases(name)
         self.name = name
-        self.nbytes = min(own.slot_nbytes, theirs.slot_nbytes)
+        self.nbytes = min(own.slot_nbytes, theirs.slot_nbytes) - ORDER_NBYTES
         self._arena: Arena = links.arena
         self._places = [own.slot(number) for number in range(SLOTS)]
         self.bells = [own.doorbell + ARRIVED + number for number in range(SLOTS)]
@@ -56,6 +98,9 @@ class Ranks:
         """``names``: of all ranks, in order, with this worker's. Call it before the first sum."""
         self._wait = wait
         self._peers = [_Peer(links, name) for name in names if name != links.name]
+
+    def reset(self, first: int) -> None:
+        self._number = first
 
     def meet(self) -> None:
         if self.rank.count > 1:
@@ -100,3 +145,68 @@ class Ranks:
             total = piece.copy_(parts.pop(0))
         for part in parts:
             total += part
+
+
+class SliceOrder:
+    """The order in which the ranks of a stage run slices of several lanes. The compute worker's thread owns it.
+
+    Links between ranks carry no messages with credits, so that their doorbells are free for this: ``GIVEN_BACK`` counts
+    announcements, and ``FETCHED`` counts those that a rank has read. Announcements lie at the end of the first slot.
+    """
+
+    def __init__(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
+        """``names``: of all ranks of the stage, in order, with this worker's."""
+        self._wait, self._arena = wait, links.arena
+        self._first = self._count = 0  # number of the first slice of the epoch, and of the latest one
+        leader, *others = names
+        self.leads = leader == links.name
+        self._followers: list[tuple[str, Outbox, int]] = []
+        for name in others if self.leads else ():
+            own, theirs = links.leases(name)
+            place = Slot(theirs.slot(1) - ORDER_NBYTES, ORDER_NBYTES, theirs.doorbell + GIVEN_BACK)
+            self._followers.append((name, links.outbox(name, place), own.doorbell + FETCHED))
+        if not self.leads:
+            own, theirs = links.leases(leader)
+            self._bell, self._at = own.doorbell + GIVEN_BACK, own.slot(1) - ORDER_NBYTES
+            self._leader = links.outbox(leader, Slot(theirs.slot(0), 0, theirs.doorbell + FETCHED))
+
+    def reset(self, first: int) -> None:
+        """Begin another epoch, in which slices are numbered from ``first`` on."""
+        self._first = self._count = first
+
+    def may_run(self, lane: int) -> bool:
+        """True if this rank leads, or if the next announcement has arrived and is of ``lane``."""
+        if self.leads:
+            return True
+        number = self._count + 1
+        if self._arena.sequence(self._bell) < number:
+            return False
+        at = self._at + number % ANNOUNCED * _LANE.size
+        return _LANE.unpack(self._arena.view(at, _LANE.size)) == (lane,)
+
+    @property
+    def announcements(self) -> Sequence[Target]:
+        """What to wait for besides messages: the next announcement, unless it has arrived."""
+        if self.leads or self._arena.sequence(self._bell) > self._count:
+            return ()
+        return ((self._bell, self._count + 1),)
+
+    def on_slice(self, lane: int) -> None:
+        """Record that a slice of ``lane``, which ``may_run``, runs now; the first rank announces it.
+
+        Raises PeerLostError, DeadlineError.
+        """
+        number = self._count = self._count + 1
+        if not self.leads:
+            if number % (ANNOUNCED // 4) == 0:
+                self._leader.send([], number)
+            return
+        for name, outbox, bell in self._followers:
+            if number > self._first + ANNOUNCED:
+                try:
+                    self._wait([(bell, number - ANNOUNCED)], TIMEOUT_S)
+                except DeadlineError as error:
+                    raise DeadlineError(
+                        f"{name} has run none of the last {ANNOUNCED} slices within {TIMEOUT_S:g} s"
+                    ) from error
+            outbox.send([_LANE.pack(lane)], number, number % ANNOUNCED * _LANE.size)

@@ -1,15 +1,16 @@
 """One step of one lane on one replica, or on one stage of it: its own slices, one at a time, in order."""
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from lamina.compute.device.base import Partial, Runner
+from lamina.compute.device.base import Partial, Runner, Sums
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.rows import Rows, pad
@@ -17,6 +18,7 @@ from lamina.control.messages import Draw
 from lamina.control.timeline import Timeline
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import LAST_DRAWN, StepPlan
+from lamina.core.topology import Topology
 from lamina.core.types import AttentionSpec
 from lamina.dataplane.wire import Array
 from lamina.lowering import Workspace
@@ -29,9 +31,8 @@ class Replica:
 
     Attributes:
         number: of this worker's stage, see ``Pipeline.stage``.
-        names: of all compute workers, by their numbers.
-        meet: returns once all ranks of the replica have called it.
-        agree: see ``Sums.agree``.
+        names: by stage, the compute worker whose rank is this worker's.
+        sums: over the ranks of the stage.
     """
 
     number: int
@@ -39,8 +40,13 @@ class Replica:
     pipeline: Pipeline
     runner: Runner
     timeline: Timeline
-    meet: Callable[[], None]
-    agree: Callable[[Sequence[int]], list[int]]
+    sums: Sums
+
+    def within(self, topology: Topology, own: str) -> "Replica":
+        """Return this for other members, of which ``own`` is this worker."""
+        names, ranks = topology.computes, topology.pipeline.ranks
+        number, rank = divmod(names.index(own), ranks)
+        return dataclasses.replace(self, number=number, names=names[rank::ranks], pipeline=topology.pipeline)
 
     def begins(self, plan: StepPlan) -> bool:
         """True if the first slice of the plan's step runs here."""
@@ -165,7 +171,7 @@ class StepRun:
         if not len(self._chosen):
             # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
             # so that memory workers have everything that the next step attends to, and nothing is still to come.
-            self._replica.meet()
+            self._replica.sums.meet()
             return None
         begun = self._timeline.now()
         logits = self._runner.logits(self._rows, attention, self._context, self._chosen)

@@ -7,7 +7,6 @@ steps, so that none of this delays a slice that could run.
 
 import collections
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
 from lamina.compute.quick_start import once_set_up
+from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
@@ -52,6 +52,7 @@ from lamina.core.steps import Admission, StepPlan
 from lamina.core.topology import Epoch
 from lamina.core.types import Segment
 from lamina.dataplane.fetching import Fetcher
+from lamina.dataplane.hub import Target, first_use
 from lamina.dataplane.wire import check_placements
 from lamina.lowering import Workspace
 from lamina.memory.device import gpu_memory
@@ -155,13 +156,16 @@ class ComputeWorker:
         wait: Wait,
         epoch: Epoch,
         slots: Slots,
+        unread: collections.deque[ToWorker],
         grammars: Grammars,
         memory: LocalMemory | None = None,
+        order: SliceOrder | None = None,
     ) -> None:
         """``wait`` waits for what ``mail`` awaits, over ``links``. ``slots``: those that its device knows. ``memory``:
-        its own part of the memory pool.
+        its own part of the memory pool. ``order``: of slices, if the ranks of its stage run several lanes. ``unread``:
+        what the engine has said while this worker waited for other ranks.
 
-        All ranks of a replica run the same slices and draw the same tokens; the first one answers the engine."""
+        All ranks of a stage run the same slices and draw the same tokens; the first one answers the engine."""
         self._control = control
         self._fence = Fence(control, links, epoch)
         self._replica = replica
@@ -175,6 +179,7 @@ class ComputeWorker:
         self._slots = slots
         self._grammars = grammars
         self._memory = memory
+        self._order, self._unread = order, unread
         self._overlap = setup.overlap
         self._rank = Rank(setup.rank, setup.ranks)
         self._shards = shards
@@ -194,11 +199,15 @@ class ComputeWorker:
                 self._newcomers.look()
             except PeerLostError as error:
                 self._fence.on_peer_lost(error)
+            except EpochEndingError:
+                continue  # the message is unread
         if self._timeline.enabled:
             self._control.send(Traced(list(self._timeline.spans)))
 
     def _serve_once(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""
+        while self._unread:
+            self._handle(self._unread.popleft())
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -226,7 +235,13 @@ class ComputeWorker:
     def _goes_on(self, lane: Lane, step: StepRun) -> bool:
         """True if the next slice of a lane's step waits for nobody, and nobody else for this worker."""
         same = bool(lane.steps) and lane.steps[0] is step
-        return same and not self._mail.missing[lane.number] and self._fence.open and not self._newcomers.pending
+        return same and self._can_run(lane) and self._fence.open and not self._newcomers.pending
+
+    def _can_run(self, lane: Lane) -> bool:
+        """True if all messages for the next slice of a lane have arrived, and no other slice must run before it."""
+        if self._mail.missing[lane.number]:
+            return False
+        return self._order is None or self._order.may_run(lane.number)
 
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop every step, and forget every request: plans tell again of those that go on. KV stays as far as it is
@@ -235,6 +250,9 @@ class ComputeWorker:
         for lane in self._lanes:
             lane.drop_steps()
         self._mail.reset(topology)
+        self._replica.sums.reset(first_use(topology.epoch))
+        if self._order is not None:
+            self._order.reset(first_use(topology.epoch))
         self._slots.keep(topology.names)
         self._done.clear()
         self._drawn.clear()
@@ -242,9 +260,7 @@ class ComputeWorker:
         self._sequences.clear()
         if self._memory is not None:
             self._memory.truncate(message.kept)
-        names = topology.computes
-        number = names.index(self._control.name) // topology.pipeline.ranks
-        self._replica = dataclasses.replace(self._replica, number=number, names=names, pipeline=topology.pipeline)
+        self._replica = self._replica.within(topology, self._control.name)
         self._fence.begin_epoch(topology)
 
     def _change(self, message: Change) -> None:
@@ -255,21 +271,21 @@ class ComputeWorker:
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
                 self._fence.miss(member.name)
-        new = [name for name in peers if name not in self._mail.channels and self._links.has(name)]
+        known = {*self._mail.channels, *topology.ranks_of(own)}
+        new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._slots.keep(topology.names)
         self._slots.register_channels(joined.values())
         self._mail.change_members(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
-        names = topology.computes
-        self._replica = dataclasses.replace(
-            self._replica, number=names.index(own) // topology.pipeline.ranks, names=names, pipeline=topology.pipeline
-        )
+        self._replica = self._replica.within(topology, own)
         self._control.send(Changed(message.number))
 
     def _run_slice(self, lane: Lane) -> None:
         step = lane.steps[0]
         begun = time.monotonic()
+        if self._order is not None:
+            self._order.on_slice(lane.number)
         logits = step.run(self._drawn)
         self._remember(step)
         last = step.index < 0
@@ -304,7 +320,7 @@ class ComputeWorker:
         lane.since, lane.watched = time.monotonic(), self._slices
 
     def _first_ready(self, active: Sequence[Lane]) -> Lane | None:
-        return next((lane for lane in active if not self._mail.missing[lane.number]), None)
+        return next((lane for lane in active if self._can_run(lane)), None)
 
     def _look(self, lanes: Sequence[Lane]) -> None:
         """Take in the messages of these lanes that have arrived."""
@@ -321,9 +337,10 @@ class ComputeWorker:
         """Return the peers whose messages these lanes wait for, each once."""
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
-    def _receive(self, peers: Collection[str], timeout_s: float) -> Lane | None:
-        """Wait for messages; returns the lane of the last one. Raises DeadlineError."""
-        lanes = [self._lanes[number] for number in dict.fromkeys(self._mail.receive(self._wait, peers, timeout_s))]
+    def _receive(self, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()) -> Lane | None:
+        """Wait for messages, or for one of ``besides``; returns the lane of the last message. Raises DeadlineError."""
+        received = self._mail.receive(self._wait, peers, timeout_s, besides)
+        lanes = [self._lanes[number] for number in dict.fromkeys(received)]
         for lane in lanes:
             if lane.steps and not self._mail.missing[lane.number]:
                 self._note_wait(lane)
@@ -354,14 +371,19 @@ class ComputeWorker:
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
             return
+        announcements: Sequence[Target] = ()
+        if self._order is not None and active:
+            if self._first_ready(active) is not None:  # it was announced just now
+                return
+            announcements = self._order.announcements
         peers = self._missing(active)
         try:
             linking = self._newcomers.pending
-            if not peers and not self._mail.is_waiting:
+            if not peers and not self._mail.is_waiting and not announcements:
                 self._handle(self._control.receive(LINKING_SLICE_S if linking else IDLE_SLICE_S))
                 return
             begun = self._timeline.now()
-            lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S)
+            lane = self._receive(peers, LINKING_SLICE_S if linking else WAITING_SLICE_S, announcements)
             if lane is not None:
                 self._timeline.record_span("wait", lane.number, begun)
         except DeadlineError:  # the engine, which hears from every worker, ends a step that makes no progress
@@ -469,8 +491,12 @@ class ComputeWorker:
             undrawable, error = set(failed.rows), str(failed)
             good = [place for place in range(len(rows)) if place not in undrawable]
             draws = sample(logits[good], [rows[place] for place in good]) if good else []
-        tokens = self._replica.agree([draw.token for draw in draws])
-        self._drawn.update((draw.sequence, token) for draw, token in zip(draws, tokens, strict=True))
+        tokens = self._replica.sums.agree([draw.token for draw in draws])
+        draws = [
+            draw if draw.token == token else msgspec.structs.replace(draw, token=token)
+            for draw, token in zip(draws, tokens, strict=True)
+        ]
+        self._drawn.update((draw.sequence, draw.token) for draw in draws)
         return StepDone(plan.step, draws, [rows[place].sequence for place in sorted(undrawable)], error)
 
 
@@ -492,21 +518,37 @@ def build(
     runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
     links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
-    names = tuple(connect.computes)
-    number = names.index(control.name) // setup.ranks
-    replica = Replica(number, names, connect.pipeline, runner, Timeline(setup.trace), ranks.meet, ranks.agree)
-    own = names[number * setup.ranks : (number + 1) * setup.ranks]
+    names, count = tuple(connect.computes), setup.ranks
+    number = names.index(control.name) // count
+    alike = names[setup.rank :: count]
+    replica = Replica(number, alike, connect.pipeline, runner, Timeline(setup.trace), ranks)
+    own = names[number * count : (number + 1) * count]
     peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
     channels = {name: links.channel(name) for name in peers}
     slots = Slots(links, device)
     slots.register_channels(channels.values())
     fetcher = Fetcher(links.fetch, links.arena, links.plan)
-    mail = Mail(links.hub, channels, fetcher, connect.pipeline.lanes)
-    grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
     lanes, wait = connect.pipeline.lanes, links.close_unused_endpoints()
-    ranks.connect(links, wait, own)
+    among_ranks = RankWait(wait, control)
+    ranks.connect(links, among_ranks, own)
+    order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
+    mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
+    grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
     worker = ComputeWorker(
-        control, setup, replica, shards, links, lanes, mail, wait, connect.epoch, slots, grammars, memory
+        control,
+        setup,
+        replica,
+        shards,
+        links,
+        lanes,
+        mail,
+        wait,
+        connect.epoch,
+        slots,
+        among_ranks.unread,
+        grammars,
+        memory,
+        order,
     )
     control.send(Connected())
     return worker

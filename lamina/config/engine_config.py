@@ -37,7 +37,11 @@ class EngineConfig:
 
     model: Annotated[
         str | os.PathLike[str] | None,
-        Meaning("Hugging Face model directory; the default is the bundled small model.", group="Model", common=True),
+        Meaning(
+            "Hugging Face model: a directory, or OWNER/NAME[@REVISION] to download. Default: the bundled small model.",
+            group="Model",
+            common=True,
+        ),
     ] = None
     _: KW_ONLY
     served_model_name: Annotated[
@@ -402,21 +406,6 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_overcommit is {self.kv_overcommit} and kv_spill_dir {self.kv_spill_dir}; give both a number above "
                 "1 and a folder, or leave out both"
-            )
-        if self.kv_overcommit > 1 and self.partition == "head":
-            raise ConfigError(
-                "kv_overcommit needs cached prefixes with all heads on one memory worker, but partition head divides "
-                "heads among several: leave out one of them"
-            )
-        if self.partition == "request" and self.kv_tokens_per_worker is not None:
-            raise ConfigError(
-                "kv_tokens_per_worker puts the tokens of a request on several memory workers, and partition request "
-                "on one: leave out one of them"
-            )
-        if self.balance not in ("auto", "off") and self.partition in ("request", "head"):
-            raise ConfigError(
-                f"balance {self.balance} moves ranges of a request's tokens between memory workers, which partition "
-                f"{self.partition} rules out: leave out one of them"
             )
         if self.kind is not None and self.ray is None:
             raise ConfigError("kind names resources of a Ray cluster: give ray too")

@@ -10,9 +10,14 @@ replica (j + k) mod (n - 1). With slices n - 1 times as long as attentions, lane
 that one new slice begins at every tick, no replica has two at a time or is ever idle, and the memory workers serve
 exactly one lane per tick. Fixed: lane j stays on replica j mod r; nothing moves between replicas.
 
-A replica may consist of stages: compute workers with the weights of some consecutive slices each. A lane's context goes
-from stage to stage. After the last slice, the tokens drawn go back to the first stage: although no attention lies
-between, the last slice of a step and the first of the next run on different workers then.
+A replica may consist of stages, which have the weights of some consecutive slices each. A lane's context goes from
+stage to stage. After the last slice, the tokens drawn go back to the first stage: although no attention lies between,
+the last slice of a step and the first of the next run on different workers then.
+
+Each stage, or the whole replica if it has one, may consist of ranks, which share every slice. Every rank has the
+context that its own heads need, and sends it to the rank of the same number. If several lanes run on a stage of several
+ranks, its first rank announces whose slice comes next (``compute.ranks``), since messages may arrive in another order
+at each rank.
 """
 
 import bisect
@@ -34,13 +39,13 @@ class Pipeline:
 
     Attributes:
         lanes: most batches in flight.
-        replicas: copies of the weights, each on a compute worker or shared by several.
+        replicas: copies of the weights, each on ``ranks * stages`` compute workers.
         rotates: True for the rotational order, which needs ``lanes == replicas + 1``.
         choices: arrangements to choose from at run time, instead of all lanes in the order given by ``rotates``.
-        ranks: compute workers of each replica, which share every slice (``lamina.splitter.shard``). Worker number n
-            is rank ``n % ranks`` of replica ``n // ranks``.
-        stages: compute workers of each replica, which have different slices. Worker number n is stage ``n % stages`` of
-            replica ``n // stages``.
+        ranks: compute workers that share every slice of a stage (``lamina.splitter.shard``). Worker number n is rank
+            ``n % ranks`` of stage ``n // ranks``, counted over all replicas.
+        stages: parts of each replica with different slices. Stage number s is stage ``s % stages`` of replica
+            ``s // stages``.
         starts: the first slice of each stage, once the model is known; empty until then, and without stages.
     """
 
@@ -58,8 +63,8 @@ class Pipeline:
             raise ValueError(
                 f"{self.lanes} lanes cannot keep {self.replicas} replicas{stages} busy; give each at least one"
             )
-        if self.stages > 1 and (self.ranks > 1 or self.rotates or any(one.rotates for one in self.choices)):
-            raise ValueError("replicas of several stages neither rotate nor have several ranks")
+        if self.stages > 1 and (self.rotates or any(one.rotates for one in self.choices)):
+            raise ValueError("lanes visit the stages of their replica in turn, and cannot rotate over replicas besides")
         if self.rotates and self.lanes != self.replicas + 1:
             raise ValueError(
                 f"rotational pipelining runs {self.replicas + 1} lanes on {self.replicas} replicas, not {self.lanes}"
@@ -74,6 +79,14 @@ class Pipeline:
     def moves(self) -> bool:
         """True if a lane's context may travel between replicas."""
         return self.replicas > 1 and any(one.rotates for one in (self.start, *self.choices))
+
+    @property
+    def announces(self) -> bool:
+        """True if the first rank of each stage announces the order of slices: there are others, and several lanes.
+
+        One replica runs all lanes once the other replicas are lost.
+        """
+        return self.ranks > 1 and self.lanes > 1
 
     @property
     def interchangeable(self) -> bool:
@@ -116,7 +129,7 @@ class Pipeline:
 
     def stage(self, lane: int, turn: int, index: int, rotates: bool | None = None) -> int:
         """Return the stage that runs slice ``index`` of a step of ``lane`` that begins at ``turn``, counted over all
-        replicas: each replica without stages is one."""
+        replicas."""
         own = bisect.bisect(self.starts, index) - 1 if self.starts else 0
         return self.replica(lane, turn + index, rotates) * self.stages + own
 
@@ -129,8 +142,11 @@ class Pipeline:
 
     def exchanges(self, one: int, other: int) -> bool:
         """True if two compute workers may send each other a lane's context, or the tokens drawn, by their numbers."""
+        if one % self.ranks != other % self.ranks:
+            return False
+        one, other = one // self.ranks, other // self.ranks
         if self.stages == 1:
-            return one // self.ranks != other // self.ranks
+            return one != other
         same, apart = one // self.stages == other // self.stages, abs(one - other)
         return same and apart in (1, self.stages - 1)
 

@@ -52,7 +52,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """The members. The compute workers, in order, are the ranks or the stages of the replicas of ``pipeline``."""
+    """The members. The compute workers, in order, are the ranks and stages of the replicas of ``pipeline``."""
 
     epoch: Epoch
     members: tuple[Member, ...]
@@ -98,9 +98,21 @@ class Topology(msgspec.Struct, frozen=True):
         """True if both roles have a member: otherwise requests wait."""
         return self.lacks(()) is None
 
+    def ranks_of(self, name: str) -> tuple[str, ...]:
+        """Return the ranks of the stage of a compute worker, in order."""
+        ranks = self.pipeline.ranks
+        first = self.computes.index(name) // ranks * ranks
+        return self.computes[first : first + ranks]
+
+    def whole_replicas(self, names: Collection[str]) -> frozenset[str]:
+        """Return these members, and the compute workers that share a replica with any of them."""
+        computes, count = self.computes, self.pipeline.workers
+        replicas = (computes[first : first + count] for first in range(0, len(computes), count))
+        return frozenset(names).union(*(each for each in replicas if not set(each).isdisjoint(names)))
+
     def without(self, lost: Collection[str]) -> "Topology":
-        """Return the next epoch, without these members. Without compute workers, its pipeline is that of the next
-        one."""
+        """Return the next epoch, without these members, which have ``whole_replicas``. Without compute workers, its
+        pipeline is that of the next one."""
         members = tuple(member for member in self.members if member.name not in lost)
         replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.workers)
         pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)

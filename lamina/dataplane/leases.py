@@ -31,6 +31,7 @@ POOLED_MESSAGES = 4  # of the largest size that the pool has room for
 LANDINGS = 4  # fetches that a worker has in flight at once
 LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
 SUMS_NBYTES = 1 << 20  # of a slot between two ranks: larger tensors are added up in pieces
+ORDER_NBYTES = 512  # at the end of such a slot, for the order of slices, see compute.ranks
 SPARE_LINKS = 64  # that address space is reserved for
 STAGING_SLOTS = 2  # one piece of a segment is laid out while the one before travels
 
@@ -241,7 +242,7 @@ def messages(
         fetched_from_memory=reply_nbytes(attentions, rows),
         landing=max(LANDING_NBYTES, *(spec.kv_bytes_per_token(dtype) for spec in attentions)),
         slot_rows=few,
-        sums=SUMS_NBYTES if ranks > 1 else 0,
+        sums=SUMS_NBYTES + ORDER_NBYTES if ranks > 1 else 0,
         ranks=ranks,
     )
 

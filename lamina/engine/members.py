@@ -20,7 +20,7 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import ControlServer
-from lamina.core.errors import LaminaError, TransportError, UnreachableError
+from lamina.core.errors import LaminaError, TransportError, UnreachableError, WorkerError
 from lamina.core.topology import Role, Topology
 from lamina.engine.deadlines import Watch
 from lamina.engine.epochs import Ending
@@ -211,16 +211,16 @@ class Members:
 
         Returns the request that makes workers die, if this loss proves one: the caller ends it.
         """
-        if self.topology.pipeline.ranks > 1:
-            reason = next(iter(lost.values()))
-            raise TransportError(f"{reason}. With tensor_parallel the loss of a worker ends the engine: start it again")
-        stages = [one for one in self.topology.computes if one in lost and self.topology.pipeline.stages > 1]
-        if stages:
-            reason = lost[stages[0]]
+        pools, pipeline = self.pools, self.topology.pipeline
+        if pipeline.ranks > 1 and pools is None:
             raise TransportError(
-                f"{reason}. With pipeline_parallel the loss of a compute worker ends the engine: start it again"
+                f"{next(iter(lost.values()))}. Ranks on GPUs cannot leave a sum that others have begun, so that the "
+                "loss of a worker ends the engine: start it again"
             )
-        pools, role = self.pools, self.topology.lacks(lost)
+        reason = next((str(why) for name, why in lost.items() if name in self.topology.computes), "")
+        others = sorted(self.topology.whole_replicas(lost) - lost.keys())
+        lost = {**lost, **{name: WorkerError(name, f"its replica has lost a worker: {reason}") for name in others}}
+        role = self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.may_replace(role)):
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
         deaths = self._deaths(lost)
@@ -262,7 +262,8 @@ class Members:
         """Which of these have ended by themselves, rather than been stopped or cut off."""
         died = self.watch.died & lost.keys()
         computes = self.topology.computes
-        return Deaths(died & self.topology.capacities.keys(), [n for n, name in enumerate(computes) if name in died])
+        replicas = [n // self.topology.pipeline.workers for n, name in enumerate(computes) if name in died]
+        return Deaths(died & self.topology.capacities.keys(), replicas)
 
     def _adopt(self, topology: Topology) -> int:
         """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""

@@ -96,7 +96,7 @@ class Pools:
         """Let workers join, or leave where a count is negative. Raises ConfigError, having changed nothing, if that is
         impossible."""
         if "compute" in changes:
-            self._check_stages()
+            self._require_single_workers()
         leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
         kinds = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
         for role, change in changes.items():
@@ -113,9 +113,12 @@ class Pools:
             for _ in range(change.count):
                 self._start(role, kinds[role], resize)
 
-    def _check_stages(self) -> None:
-        if self._pipeline.stages > 1:
-            raise ConfigError("with pipeline_parallel the compute pool keeps its size so far: scale memory alone")
+    def _require_single_workers(self) -> None:
+        if self._pipeline.workers > 1:
+            raise ConfigError(
+                f"replicas of {self._pipeline.workers} compute workers neither join nor leave while the engine serves: "
+                "scale memory alone"
+            )
 
     def _check_growth(self, role: Role, kind: str, count: int) -> None:
         same = sum(member.role == role and member.kind == kind for member in self.topology.members)
@@ -187,7 +190,9 @@ class Pools:
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """True if lost workers of this role are ever replaced."""
+        """True if lost workers of this role are ever replaced; parts of a replica are not."""
+        if role == "compute" and self._pipeline.workers > 1:
+            return False
         return self._restarts[role].most > 0 or self._fabric.is_open
 
     def grows(self, role: Role) -> bool:
@@ -224,6 +229,9 @@ class Pools:
 
     def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:
         self._reasons[role] = reason
+        if role == "compute" and self._pipeline.workers > 1:
+            self.wanted[role] -= 1
+            return
         now, restarts = self._control.liveness.awake_s, self._restarts[role]
         if kind == REMOTE:
             self._awaited[role] = now + AWAIT_S
@@ -238,7 +246,7 @@ class Pools:
         for wish in self._workers.wishes():
             try:
                 if wish.role == "compute":
-                    self._check_stages()
+                    self._require_single_workers()
                 if not wish.leaver:
                     self._start(wish.role, wish.kind, None)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:

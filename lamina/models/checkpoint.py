@@ -39,7 +39,7 @@ def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
         return _read_header(path / WEIGHTS)
     if not (path / INDEX).is_file():
         raise ModelError(_no_weights(path))
-    weight_map = _read_index(path / INDEX)
+    weight_map = read_index(path / INDEX)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (path / shard).is_file()]
     if missing:
@@ -59,7 +59,7 @@ def read_checkpoint(path: Path) -> dict[str, TensorEntry]:
     return entries
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def read_index(file: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(file.read_bytes())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:

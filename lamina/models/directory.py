@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lamina.core.errors import ModelError
+from lamina.models import hub
 from lamina.models.checkpoint import INDEX, TensorEntry, read_checkpoint
 from lamina.models.quantisation.formats import Packed, Scheme, find_packed, part_names, scheme
 
@@ -80,6 +81,7 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
     """Return the model directory ``model``; None is the model that comes with Lamina.
 
     Args:
+        model: a directory, or the name of a model on a hub (``lamina.models.hub``), which is downloaded.
         weights: read the headers of the safetensors files and check them; False for dummy weights or a config alone.
         tokenizer: require tokenizer.json.
 
@@ -87,7 +89,7 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
         ModelError: the directory does not exist, or a file in it is missing, truncated or invalid.
         UnsupportedModelError: the weights are quantised in a way that Lamina does not read.
     """
-    path = BUNDLED if model is None else Path(model).expanduser()
+    path = BUNDLED if model is None else _located(model, weights)
     _require_directory(path)
     if not (path / CONFIG).is_file():
         raise ModelError(f"{path} has no {CONFIG}, so it is not a Hugging Face model directory")
@@ -105,6 +107,14 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
         scheme=known,
         packed={} if known is None else find_packed(tensors, known),
     )
+
+
+def _located(model: str | os.PathLike[str], weights: bool) -> Path:
+    """Return the path ``model``, or the directory of the model of that name, which is downloaded if need be."""
+    path = Path(model).expanduser()
+    if path.exists() or not hub.is_name(os.fspath(model)):
+        return path
+    return hub.download(os.fspath(model), weights=weights)
 
 
 def model_name(path: Path) -> str:
@@ -168,9 +178,8 @@ def _require_directory(path: Path) -> None:
             f"{path} is a file. Give the directory that holds {CONFIG}, safetensors weights and {TOKENIZER}"
         )
     raise ModelError(
-        f"directory {path} does not exist. Lamina downloads nothing: give the path of a Hugging Face model directory, "
-        "made with `hf download NAME --local-dir DIR` or save_pretrained, or omit the model to use the one bundled "
-        "with Lamina"
+        f"directory {path} does not exist. Give the path of a Hugging Face model directory, or OWNER/NAME of a model "
+        "to download, or omit the model to use the one bundled with Lamina"
     )
 
 

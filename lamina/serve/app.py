@@ -5,7 +5,6 @@ import functools
 import time
 
 from fastapi import FastAPI, Request
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
@@ -13,9 +12,8 @@ import lamina
 from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
-from lamina.serve import admin, http_errors, pages, token_routes
+from lamina.serve import admin, gate, http_errors, pages, token_routes
 from lamina.serve.fields import IgnoredLog
-from lamina.serve.gate import Gate
 from lamina.serve.generation import respond
 from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
@@ -46,17 +44,7 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     app = FastAPI(title="Lamina", version=lamina.__version__, docs_url=None, redoc_url=None)
     http_errors.install(app)
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
-    app.add_middleware(Gate, config=config)
-    if config.allowed_origins is not None:  # outside the gate: browsers ask first, without a key
-        origins = [origin.strip() for origin in config.allowed_origins.split(",")]
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["*"],
-            allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
-    started = int(time.time())
+    gate.install(app, config)
     intake = Intake()
     ignored = IgnoredLog()
     metrics = Metrics(engine)
@@ -75,19 +63,7 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
         ignored.report(wanted.ignored)
         return await respond(request, engine, metrics.traffic, ChatWriter, wanted)
 
-    @app.head("/v1/models", include_in_schema=False)
-    @app.get("/v1/models")
-    async def models() -> Response:
-        """Return the one model served, under each of its names."""
-        names = (engine.model_name, *engine.model_aliases)
-        return JSONResponse({"object": "list", "data": [_model(engine, name, started) for name in names]})
-
-    @app.head("/v1/models/{name:path}", include_in_schema=False)
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
-        """Return the served model, if ``name`` is one of its names."""
-        require_model(engine, name)
-        return JSONResponse(_model(engine, name, started))
+    _install_models(app, engine)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -141,6 +117,24 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
     return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
+
+
+def _install_models(app: FastAPI, engine: Runtime) -> None:
+    started = int(time.time())
+
+    @app.head("/v1/models", include_in_schema=False)
+    @app.get("/v1/models")
+    async def models() -> Response:
+        """Return the one model served, under each of its names."""
+        names = (engine.model_name, *engine.model_aliases)
+        return JSONResponse({"object": "list", "data": [_model(engine, name, started) for name in names]})
+
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """Return the served model, if ``name`` is one of its names."""
+        require_model(engine, name)
+        return JSONResponse(_model(engine, name, started))
 
 
 def _model(engine: Runtime, name: str, created: int) -> dict[str, object]:

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lamina.config.environment import environment
@@ -63,6 +65,19 @@ def tls_context(config: ServerConfig) -> ssl.SSLContext | None:
             f"{files} cannot be used: {error.strerror or error}; give a certificate and its key in PEM format"
         ) from None
     return context
+
+
+def install(app: FastAPI, config: ServerConfig) -> None:
+    """Add the gate to ``app`` and, outside it, answers to browsers that ask for the allowed origins, without a key."""
+    app.add_middleware(Gate, config=config)
+    if config.allowed_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in config.allowed_origins.split(",")],
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
 
 
 class Keys:

@@ -127,41 +127,19 @@ def test_what_cpu_workers_take_of_a_machine_its_gpus_cannot_have_as_well(wanted:
             bringup._kv_bytes(plan, hosts, found)
 
 
-@pytest.mark.parametrize(
-    ("computes", "settings", "says"),
-    [
-        (3, {}, "replicas of 2 compute workers, which does not divide 3; give --compute a multiple of 2"),
-        (4, {"lanes": 4}, "lanes 4 does not work with tensor_parallel"),
-        (4, {"pipelining": "rotational"}, "pipelining rotational"),
-        (4, {"partition": "token"}, "partition token"),
-        (4, {"balance": "ledger"}, "balance ledger"),
-        (4, {"autoscale": "memory=1:4"}, "autoscale"),
-    ],
-)
-def test_what_tensor_parallel_replicas_cannot_do_is_refused(computes: int, settings: dict, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        sizing.pipeline(EngineConfig(tensor_parallel=2, **settings), computes, shared=False)
-
-
 def test_four_compute_workers_are_two_replicas_of_two_ranks() -> None:
     order = sizing.pipeline(EngineConfig(tensor_parallel=2), 4, shared=False)
-    assert (order.replicas, order.lanes, order.rotates) == (2, 2, False)
+    assert (order.replicas, order.lanes, order.rotates) == (2, 6, False)
+    assert [(one.lanes, one.rotates) for one in order.choices] == [(4, False), (2, False), (6, False), (3, True)]
     assert [order.workers_of(lane) for lane in range(2)] == [(0, 1), (2, 3)]
+    assert sizing.pipeline(EngineConfig(tensor_parallel=2), 4, shared=True).lanes == 2
 
 
-@pytest.mark.parametrize(
-    ("computes", "settings", "says"),
-    [
-        (3, {}, "pipeline_parallel 2 makes replicas of 2 compute workers, which does not divide 3"),
-        (4, {"tensor_parallel": 2}, "tensor_parallel 2 does not work with pipeline_parallel"),
-        (4, {"pipelining": "rotational"}, "pipelining rotational"),
-        (4, {"autoscale": "memory=1:4,compute=2:4"}, "autoscale memory=1:4,compute=2:4 does not work"),
-        (4, {"lanes": 3}, "3 lanes cannot keep 2 replicas of 2 stages busy.*Change lanes"),
-    ],
-)
-def test_what_stages_cannot_do_is_refused(computes: int, settings: dict, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        sizing.pipeline(EngineConfig(pipeline_parallel=2, **settings), computes, shared=False)
+def test_eight_compute_workers_are_two_replicas_of_two_stages_of_two_ranks() -> None:
+    order = sizing.pipeline(EngineConfig(tensor_parallel=2, pipeline_parallel=2), 8, shared=True)
+    assert (order.replicas, order.stages, order.ranks, order.lanes) == (2, 2, 2, 4)
+    assert [order.workers_of(lane) for lane in range(2)] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert order.announces and not sizing.pipeline(EngineConfig(tensor_parallel=2), 2, shared=True).announces
 
 
 def test_four_compute_workers_are_two_replicas_of_two_stages() -> None:
@@ -172,10 +150,3 @@ def test_four_compute_workers_are_two_replicas_of_two_stages() -> None:
     assert (apart.lanes, [one.lanes for one in apart.choices]) == (12, [8, 4, 12])
     given = sizing.pipeline(EngineConfig(pipeline_parallel=2, lanes=5), 4, shared=False)
     assert (given.lanes, given.choices) == (5, ())
-
-
-def test_the_ranks_of_a_replica_are_of_one_kind() -> None:
-    sizing.check_alike(["a100", "h100"], 1)
-    sizing.check_alike(["a100", "a100", "h100", "h100"], 2)
-    with pytest.raises(ConfigError, match="a replica of a100 and h100"):
-        sizing.check_alike(["a100", "a100", "a100", "h100"], 2)

@@ -133,7 +133,7 @@ def test_two_ranks_on_emulated_gpus_compute_what_hugging_face_computes(
 @pytest.mark.parametrize("name", sweep(NAMES, ["llama4_text"]))
 def test_nothing_is_made_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices on tensors of a GPU without memory: an operator that mixed them with the host's would fail."""
-    monkeypatch.setattr(PositionTable, "at", PositionTable._compute)
+    monkeypatch.setattr(PositionTable, "lookup", PositionTable._compute)
     monkeypatch.setattr(Tensor, "contiguous", lambda tensor: tensor)  # a PyTorch without CUDA has none for its tensors
     model = split(variant(name))
     lowered = lower(model, Target.GPU)

@@ -224,3 +224,23 @@ def test_every_lane_ends_whatever_happens_first(
     computes: int, rotates: bool, work: list[list[Attention]], order: list[tuple[int, int]]
 ) -> None:
     Work(computes, 3, rotates, work).run(order)
+
+
+def test_a_kept_message_goes_once_a_message_that_no_lane_awaits_brings_its_credit() -> None:
+    """As the tokens that the last stage of a pipeline drew do, for a lane without a next step."""
+    names = ("compute0", "compute1")
+    stations = [Station(name, NullEndpoint(name), PLAN) for name in names]
+    link(stations, {("compute0", "compute1"): SLOT, ("compute1", "compute0"): SLOT})
+    near, far = (Mail(one.hub, one.channels, one.fetcher(), 3) for one in stations)
+    for lane in range(3):
+        near.channels["compute1"].send(lane, 0, 8, [content(0, lane, 0, 8)])
+        far.expect(lane, ["compute0"])
+    assert near.is_waiting, "the third message has no slot"
+    while any(far.missing[:2]):
+        far.receive(stations[1].endpoint.wait, ["compute0"], 0.0)
+    for lane in range(2):
+        far.pop_message(lane, "compute0").free()
+    far.channels["compute0"].send(0, 0, 8, [content(1, 0, 0, 8)])
+    near.receive(stations[0].endpoint.wait, [], 0.0)
+    assert not near.is_waiting
+    assert far.receive(stations[1].endpoint.wait, ["compute0"], 0.0) == [2]

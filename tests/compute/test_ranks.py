@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lamina.compute.ranks import Ranks
+from lamina.compute.ranks import ANNOUNCED, Ranks, SliceOrder
 from lamina.dataplane.leases import ArenaPlan, Lease, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter.parts import Rank
@@ -45,7 +45,7 @@ class Ends:
 
 
 @contextlib.contextmanager
-def connected(count: int) -> Iterator[list[Ranks]]:
+def linked(count: int) -> Iterator[list[Ends]]:
     names = [f"compute{number}" for number in range(count)]
     plan = ArenaPlan(0, False, 0, count * lease_nbytes(SLOT_NBYTES), count)
     with contextlib.ExitStack() as resources:
@@ -53,9 +53,16 @@ def connected(count: int) -> Iterator[list[Ranks]]:
             name: Station(name, resources.enter_context(contextlib.closing(ShmEndpoint(name))), plan) for name in names
         }
         link(stations.values(), {(a, b): SLOT_NBYTES for a in names for b in names if a != b})
+        yield [Ends(station, stations) for station in stations.values()]
+
+
+@contextlib.contextmanager
+def connected(count: int) -> Iterator[list[Ranks]]:
+    with linked(count) as ends:
+        names = [each.name for each in ends]
         ranks = [Ranks(Rank(number, count)) for number in range(count)]
-        for name, one in zip(names, ranks, strict=True):
-            one.connect(Ends(stations[name], stations), stations[name].endpoint.wait, names)  # type: ignore[arg-type]
+        for each, one in zip(ends, ranks, strict=True):
+            one.connect(each, each.station.endpoint.wait, names)  # type: ignore[arg-type]
         yield ranks
 
 
@@ -98,3 +105,38 @@ def test_all_ranks_get_the_same_bits(count: int) -> None:
         each = [tensors[number] for tensors in sums]
         assert all(torch.equal(each[0], other) for other in each)
         torch.testing.assert_close(each[0].double(), right, rtol=0.02, atol=0.2)
+
+
+def test_ranks_run_slices_in_the_order_of_the_first() -> None:
+    """Which is never more slices ahead than there is room for announcements, however late the others are."""
+    draw = random.Random(3)
+    lanes = [draw.randrange(5) for _ in range(4 * ANNOUNCED)]
+    ran: dict[str, list[int]] = {"compute0": [], "compute1": [], "compute2": []}
+
+    def follow(order: SliceOrder, ends: Ends) -> None:
+        own, late = ran[ends.name], random.Random(ends.name)
+        while len(own) < len(lanes):
+            if late.random() < 0.05:
+                time.sleep(2e-3)
+            ends.station.endpoint.wait(order.announcements or [(0, 0)], TIMEOUT_S)
+            assert not order.announcements
+            (lane,) = (lane for lane in range(5) if order.may_run(lane))
+            order.on_slice(lane)
+            own.append(lane)
+
+    def lead(order: SliceOrder) -> None:
+        for lane in lanes:
+            order.on_slice(lane)
+            ran["compute0"].append(lane)
+            assert len(ran["compute0"]) - min(map(len, ran.values())) <= ANNOUNCED
+
+    with linked(3) as ends, ThreadPoolExecutor(3) as pool:
+        names = [each.name for each in ends]
+        orders = [SliceOrder(each, each.station.endpoint.wait, names) for each in ends]  # type: ignore[arg-type]
+        assert [order.leads for order in orders] == [True, False, False]
+        assert orders[0].may_run(4) and not orders[1].may_run(4)
+        followers = [pool.submit(follow, *pair) for pair in list(zip(orders, ends, strict=True))[1:]]
+        lead(orders[0])
+        for each in followers:
+            each.result()
+    assert all(each == lanes for each in ran.values())

@@ -125,9 +125,13 @@ def test_impossible_pipelines_are_refused(lanes: int, replicas: int, rotates: bo
         Pipeline(lanes, replicas, rotates)
 
 
-staged = st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(0, 3)).map(
+staged = st.tuples(st.integers(1, 3), st.integers(2, 4), st.integers(0, 3), st.integers(1, 3)).map(
     lambda sizes: Pipeline(
-        sizes[0] * sizes[1] + sizes[2], sizes[0], stages=sizes[1], starts=tuple(2 * one for one in range(sizes[1]))
+        sizes[0] * sizes[1] + sizes[2],
+        sizes[0],
+        stages=sizes[1],
+        ranks=sizes[3],
+        starts=tuple(2 * one for one in range(sizes[1])),
     )
 )
 
@@ -148,26 +152,30 @@ def test_stages_run_their_own_slices_of_every_step_in_order(pipeline: Pipeline, 
     ran = [pipeline.stage(lane, turn, index) for index in slices]
     first = lane % pipeline.replicas * pipeline.stages
     assert ran == [first + min(index // 2, pipeline.stages - 1) for index in slices]
-    assert pipeline.workers_of(lane) == tuple(dict.fromkeys(ran))
+    ranks = range(pipeline.ranks)
+    assert pipeline.workers_of(lane) == tuple(one * len(ranks) + rank for one in dict.fromkeys(ran) for rank in ranks)
     following = ran[1:] + ran[:1]  # the tokens drawn go back to the first stage
-    assert all(one == other or pipeline.exchanges(one, other) for one, other in zip(ran, following, strict=True))
+    for one, other in zip(ran, following, strict=True):
+        for rank in ranks:
+            assert one == other or pipeline.exchanges(one * len(ranks) + rank, other * len(ranks) + rank)
 
 
 @given(staged)
 def test_stages_are_linked_with_their_neighbours_in_the_replica_alone(pipeline: Pipeline) -> None:
-    workers = range(pipeline.replicas * pipeline.stages)
+    """Rank by rank."""
+    workers = range(pipeline.replicas * pipeline.workers)
     for one in workers:
         peers = [other for other in workers if other != one and pipeline.exchanges(one, other)]
         assert len(peers) == min(2, pipeline.stages - 1)
-        assert {peer // pipeline.stages for peer in peers} == {one // pipeline.stages}
+        assert {peer // pipeline.workers for peer in peers} == {one // pipeline.workers}
+        assert {peer % pipeline.ranks for peer in peers} == {one % pipeline.ranks}
 
 
 @pytest.mark.parametrize(
     ("pipeline", "says"),
     [
         ({"lanes": 3, "replicas": 2, "stages": 2}, "3 lanes cannot keep 2 replicas of 2 stages busy"),
-        ({"lanes": 4, "replicas": 1, "stages": 2, "ranks": 2}, "neither rotate nor have several ranks"),
-        ({"lanes": 2, "replicas": 1, "stages": 2, "rotates": True}, "neither rotate"),
+        ({"lanes": 2, "replicas": 1, "stages": 2, "rotates": True}, "cannot rotate over replicas besides"),
     ],
 )
 def test_impossible_stages_are_refused(pipeline: dict, says: str) -> None:

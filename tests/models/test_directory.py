@@ -75,7 +75,7 @@ def test_needs_neither_torch_nor_transformers() -> None:
 
 
 def test_no_such_directory(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"directory .*org/name does not exist.*downloads nothing.*save_pretrained"):
+    with pytest.raises(ModelError, match=r"directory .*org/name does not exist.*OWNER/NAME of a model to download"):
         find(tmp_path / "org/name")
 
 

@@ -14,13 +14,13 @@ from transformers import PretrainedConfig
 
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
-from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams
 from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, greedy, served, variant
-from tests.support.running import run_all
+from tests.support.running import assert_same, config, run_all, survive
 
 pytestmark = pytest.mark.slow
 TOKENS = 12
@@ -77,9 +77,16 @@ def test_four_ranks_equal_hugging_face(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("compute", "victim"), [("cpu:2", "compute1"), ("cpu:2", "memory0"), ("emulated:2", "compute1")]
+    ("compute", "victim", "why"),
+    [
+        ("cpu:2", "compute1", "worker compute1 is gone"),
+        ("emulated:2", "compute1", "Ranks on GPUs cannot leave a sum"),
+        ("emulated:2", "memory0", "Ranks on GPUs cannot leave a sum"),
+    ],
 )
-def test_the_loss_of_a_worker_ends_the_engine_and_all_requests(compute: str, victim: str, tmp_path: Path) -> None:
+def test_a_loss_without_another_replica_ends_the_engine_and_all_requests(
+    compute: str, victim: str, why: str, tmp_path: Path
+) -> None:
     """While the other ranks may be in the middle of a sum. No process is left."""
     write_prepared(served("llama"), tmp_path, target=Target.CPU if compute == "cpu:2" else Target.GPU, ranks=2)
     workers = LocalWorkers()
@@ -103,10 +110,29 @@ def test_the_loss_of_a_worker_ends_the_engine_and_all_requests(compute: str, vic
     os.kill(processes[victim].pid, signal.SIGKILL)
     assert ended.wait(60), f"{len(outputs)} of 20 requests ended"
     failed = [output for output in outputs if output.error]
-    why = f"worker {victim} is gone.*With tensor_parallel the loss of a worker ends the engine"
     assert failed and all(re.search(why, str(output.error), re.DOTALL) for output in failed)
     engine.close()
     assert all(process.poll() is not None for process in processes.values())
+
+
+@pytest.mark.parametrize(
+    ("compute", "victim", "settings"),
+    [
+        (2, "memory0", {"lanes": 3}),
+        (4, "compute3", {}),
+        (4, "compute0", {"lanes": 4, "pipelining": "fixed"}),
+        (4, "compute2", {"pipelining": "rotational", "transport": "tcp"}),
+    ],
+)
+def test_a_lost_rank_costs_its_replica_and_a_lost_memory_worker_a_pause(
+    compute: int,
+    victim: str,
+    settings: dict[str, Any],
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
+) -> None:
+    wanted = config(checkpoint, compute, 2, tensor_parallel=2, **settings)
+    assert_same(survive(wanted, [(victim, signal.SIGKILL)], 150), undisturbed)
 
 
 @pytest.mark.parametrize("family", NAMES)

@@ -33,7 +33,8 @@ def main(arguments: Sequence[str]) -> int:
         command = [sys.executable, "-m", "tests.simulation", *arguments]
         os.execve(sys.executable, command, {**os.environ, "PYTHONHASHSEED": "0"})
     torch.set_num_threads(1)
-    logging.disable(logging.CRITICAL)
+    logging.getLogger("lamina").propagate = False
+    logging.getLogger("lamina").addHandler(logging.NullHandler())
     kept = None if options.faults is None else [int(one) for one in options.faults.split(",") if one]
     begun, totals = time.perf_counter(), [0, 0, 0, 0.0]
     for seed in range(options.seed, options.seed + options.runs):

@@ -1,16 +1,126 @@
-"""What must hold in a simulated run: after each turn of the engine, and once nothing is left to do."""
+"""What must hold in a simulated run: after each turn of the engine, and once nothing is left to do.
 
-from typing import TYPE_CHECKING
+That each head of each token was seen exactly once is proved by the tokens drawn (``tests.simulation.model``). Checked
+here is what tokens do not show: who owns slots, slots of messages, leases and requests.
+"""
+
+import collections
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lamina.compute.worker import ComputeWorker
+from lamina.memory.slab import Slab
+from lamina.memory.worker import MemoryWorker
+from tests.simulation.world import Broken
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
+MOST_WAITING = 2000  # messages of workers that the engine has not read
+
+
+def require(holds: bool, what: str) -> None:
+    """Raise Broken unless ``holds``."""
+    if not holds:
+        raise Broken(what)
+
 
 def check_turn(run: "Simulation") -> None:
     """Check what must hold whenever the engine has planned."""
+    engine: Any = run.engine
+    scheduler = engine._scheduler
+    running = collections.Counter(group for lane in scheduler._lanes for group in lane.running)
+    waiting = collections.Counter([*scheduler._admissions._queue, *scheduler._admissions._skipped])
+    waiting.update(list(scheduler._holding._parked))
+    waiting.update(list(scheduler.disks.held))
+    for name, group in scheduler._requests.items():
+        places = running[group] + waiting[group]
+        ended = all(one.finished for one in group.completions)
+        require(places == 1 or (ended and not places), f"{name} is in {places} places, {'ended' if ended else 'open'}")
+        for completion in group.completions if group.lane >= 0 else ():
+            stops = [0, *(one.tokens[1] for one in completion.segments)]
+            starts = [one.tokens[0] for one in completion.segments]
+            tiled = starts == stops[:-1] and stops[-1] is None
+            require(tiled or completion.finished, f"sequence {completion.sequence} of {name} has {completion.segments}")
+    known = scheduler._requests.keys()
+    strangers = [
+        group.request.request_id
+        for group in running | waiting
+        if group.request.request_id not in known and not all(one.finished for one in group.completions)
+    ]
+    require(not strangers, f"{', '.join(strangers)} are planned, but unknown")
+    placement = scheduler.placement
+    for place, reserved in placement.reserved.items():
+        require(0 <= placement.returning[place] <= reserved, f"{reserved} slots of {place} are reserved")
+        require(placement.idle[place] >= 0, f"{placement.idle[place]} slots of {place} are idle")
+    require(run.processes.server.most_waiting < MOST_WAITING, "the engine has not read too many messages")
+    for process in run.processes.living.values():
+        if isinstance(process.worker, MemoryWorker):
+            _check_slab(process.name, process.worker._store.slab)
+
+
+def _check_slab(name: str, slab: Slab[Any]) -> None:
+    """Each slot is free, set aside for one segment, or used by as many segments as it counts."""
+    uses = np.zeros(slab.capacity, np.int64)
+    for table in slab._tables.values():
+        np.add.at(uses, table.slots[: table.length], 1)
+    require(bool((uses == slab._references).all()), f"{name} counts uses of slots wrongly")
+    aside = [table.slots[table.length : table.held] for table in slab._tables.values()]
+    free = np.concatenate([slab._free[: slab._free_count], *aside])
+    require(len(free) == slab.free_slots, f"{name} has {len(free)} free slots and counts {slab.free_slots}")
+    owned = np.bincount(free, minlength=slab.capacity) + (uses > 0)
+    require(bool((owned == 1).all()), f"{name} has slots that are free twice, free and in use, or lost")
 
 
 def check_quiet(run: "Simulation") -> None:
     """Check what must hold once all requests have ended and no fault comes any more."""
-    if run.failure is not None:
-        raise run.failure
+    engine: Any = run.engine
+    scheduler, topology = engine._scheduler, engine.topology
+    require(not engine._tracked and not scheduler._requests, "ended requests are still known")
+    require(not len(engine._places), "ended requests still have places")
+    require(not engine._turn.in_flight, "steps are in flight although nothing runs")
+    require(not scheduler._seats.total and not scheduler._seats.leaving, "ended sequences still have seats")
+    placement, prefixes = scheduler.placement, scheduler.prefixes
+    for place in placement.capacities:
+        left = placement.reserved[place], placement.returning[place], placement.sequences[place]
+        require(not any(left), f"(reserved, returning, sequences) of {place} are {left} although nothing runs")
+    workers: dict[str, Any] = {}
+    for name in topology.names:
+        process = run.processes.all[name]
+        require(not process.reason and process.worker is not None, f"{name} is a member, but has ended")
+        workers[name] = process.worker
+    others = run.processes.living.keys() - topology.names - (engine._members.pools.states.keys())
+    require(not others, f"{', '.join(others)} are no members, but run")
+    for name, worker in workers.items():
+        require(worker._fence.open and worker._fence.epoch == topology.epoch, f"{name} is not in the engine's epoch")
+        linked = {other for other in workers if other != name and worker._links.has(other)}
+        needed = {other for other in workers if other != name and "memory" in name + other}
+        require(needed <= linked, f"{name} has no link to {', '.join(sorted(needed - linked))}")
+        leased = worker._links._leases.keys()
+        joining = engine._members.pools.states.keys()
+        require(
+            leased <= workers.keys() | joining, f"{name} leases memory to {', '.join(sorted(leased - workers.keys()))}"
+        )
+        if isinstance(worker, MemoryWorker):
+            _check_memory(name, worker, prefixes, placement)
+        if isinstance(worker, ComputeWorker):
+            require(not any(lane.steps for lane in worker._lanes), f"{name} has steps")
+            require(not worker._sequences, f"{name} knows {len(worker._sequences)} sequences that have ended")
+        for peer, channel in _channels(worker).items():
+            back = _channels(workers[peer])[name]
+            freed, used = back._freed, channel._slots_there.used
+            require(freed == used, f"{name} has used slots of {peer} {used} times, which has freed them {freed} times")
+            require(channel._announced == back._fetched, f"{peer} has not fetched all regions of {name}")
+            require(not channel._kept, f"{name} keeps messages for {peer}")
+
+
+def _channels(worker: Any) -> dict[str, Any]:
+    return worker._channels if isinstance(worker, MemoryWorker) else worker._mail.channels
+
+
+def _check_memory(name: str, worker: MemoryWorker, prefixes: Any, placement: Any) -> None:
+    require(all(lane.is_idle and not lane.steps for lane in worker._lanes), f"{name} has lanes that are not idle")
+    idle, _ = prefixes.idle(name)
+    held = worker._store.used_tokens
+    require(held == idle, f"{name} holds {held} tokens; the engine knows of {idle} in cached prefixes")

@@ -1,5 +1,6 @@
 """One simulated run: a cluster of the real engine and workers, clients, faults, and what must hold."""
 
+import logging
 import random
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,10 +26,11 @@ from tests.simulation.world import Broken, Task, World
 
 MODEL = directory.find(None)
 TOKENIZER = Tokenizer(MODEL)
-REQUESTS_S = 0.5  # between two requests, on average
-FAULTS_S = 1.0  # between two faults, on average
+REQUESTS_S = 0.25  # between two requests, on average
+FAULTS_S = 0.7  # between two faults, on average
 CALM_S = 240.0  # after the last fault, within which every request must end
 LONGEST = 160
+MOST_OPEN = 16  # requests: clients wait while there are so many
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def layout(seed: int) -> Layout:
     """Return the cluster that a seed has."""
     chance = random.Random(f"layout {seed}")
     computes, memories = chance.choice([1, 1, 2, 3]), chance.choice([1, 2, 2, 3])
-    partition: Partition = chance.choice(["auto", "auto", "token", "request"])
+    partition: Partition = chance.choice(["auto", "auto", "token", "request", "head"])
     longest = chance.choice([None, None, 40])
     config = EngineConfig(
         compute=f"cpu:{computes}",
@@ -120,7 +122,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
     while at < seconds:
         at += chance.expovariate(1 / FAULTS_S)
         kind = chance.choices([*KINDS], [*KINDS.values()])[0]
-        found.append(Fault(len(found), at, kind, chance.choice([0.05, 0.5, 3.0, 8.0, 20.0]), chance.random()))
+        found.append(Fault(len(found), at, kind, chance.choice([0.02, 0.2, 1.0, 3.0, 8.0, 20.0]), chance.random()))
     return found
 
 
@@ -147,6 +149,17 @@ class Report:
     events: tuple[int, int]
 
 
+class _Log(logging.Handler):
+    """Tells the errors that the product logs in the trace."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._world.tell(f"{record.name}: {self.format(record)}")
+
+
 class Simulation:
     """A run. ``planned``: its faults. ``steps``: how many steps there are while faults and new requests come."""
 
@@ -157,6 +170,7 @@ class Simulation:
         self.network = Network(self.world)
         self.processes = Processes(self.network)
         self.sent: list[Sent] = []
+        self._open = 0  # of them
         self.engine: Engine | None = None
         self.engine_task: Task | None = None
         self.failure: BaseException | None = None
@@ -168,6 +182,8 @@ class Simulation:
     def run(self) -> Report:
         """Run to the end. Failures are in the report."""
         failure = trace = ""
+        log = _Log(self.world)
+        logging.getLogger("lamina").addHandler(log)
         with self.world.as_clock():
             try:
                 self._run()
@@ -176,6 +192,7 @@ class Simulation:
                 self.world.tell(f"FAILURE {failure}")
                 self.failure = error
             seconds = self.world.now - 1000
+            logging.getLogger("lamina").removeHandler(log)
             self._end()
         errors = sum(FinishReason.ERROR in one.ended for one in self.sent)
         done = 0 if self.engine is None else self.engine._steps
@@ -190,29 +207,34 @@ class Simulation:
         for fault in self.planned:
             world.call_at(begun + fault.at, partial(self._happen, fault))
         world.call_later(0.0, self._request)
-        world.run(lambda: self._steps() >= self.steps or self._dead() is not None)
+        world.run(lambda: self._steps() >= self.steps or self._is_over())
         self.calm = True
         world.tell("calm")
         self._heal()
         until = world.now + CALM_S
-        world.run(lambda: all(one.finished for one in self.sent) or world.now > until or self._dead() is not None)
-        if (dead := self._dead()) is not None:
-            raise Broken(f"the engine has stopped: {dead}")
+        world.run(lambda: not self._open or world.now > until or self._is_over())
+        self._raise_failure()
         if late := [one.name for one in self.sent if not one.finished]:
             raise Broken(f"{', '.join(late)} have not ended within {CALM_S:g} s without faults")
-        until = world.now + 60.0
-        world.run(lambda: world.now > until)
-        if (dead := self._dead()) is not None:
-            raise Broken(f"the engine has stopped: {dead}")
+        until = world.now + 20.0
+        world.run(lambda: world.now > until or self._is_over())
+        self._raise_failure()
         check_quiet(self)
 
     def _steps(self) -> int:
         assert self.engine is not None
         return self.engine._steps
 
-    def _dead(self) -> str | None:
+    def _is_over(self) -> bool:
         assert self.engine is not None
-        return self.engine._dead
+        return self.failure is not None or self.engine._dead is not None
+
+    def _raise_failure(self) -> None:
+        assert self.engine is not None
+        if self.failure is not None:
+            raise self.failure
+        if (dead := self.engine._dead) is not None:
+            raise Broken(f"the engine has stopped: {dead}")
 
     def _launch(self) -> None:
         """Bring the cluster up, as ``launch`` does."""
@@ -242,8 +264,15 @@ class Simulation:
             cluster,
             thread=self._thread,  # type: ignore[arg-type]
         )
-        engine.after_turn = lambda: check_turn(self)
+        engine.after_turn = self._after_turn
         self.engine = engine
+
+    def _after_turn(self) -> None:
+        try:
+            check_turn(self)
+        except Broken as broken:
+            self.failure = self.failure or broken
+            raise
 
     def _thread(self, run: Callable[[], None]) -> "_Thread":
         return _Thread(self, run)
@@ -259,12 +288,14 @@ class Simulation:
             return
         chance = self._load
         self.world.call_later(chance.expovariate(1 / REQUESTS_S), self._request)
+        if self._open >= MOST_OPEN:
+            return
         prompt = list(chance.choice(self._prefixes)) if chance.random() < 0.5 else []
         prompt += self._tokens(chance.choice([1, 5, 20, 60]))
         limit = self.engine.max_model_len
         params = SamplingParams(
             n=chance.choice([1, 1, 1, 2, 3]),
-            max_tokens=chance.choice([1, 5, 20, 60]),
+            max_tokens=chance.choice([1, 2, 5, 20, 60]),
             temperature=chance.choice([0.0, 1.0, 1.0]),
             stop_token_ids=[chance.randrange(VOCABULARY)],
             ignore_eos=True,
@@ -284,9 +315,11 @@ class Simulation:
             self.world.tell(f"{sent.name} is refused: {error}")
             return
         self.sent.append(sent)
+        self._open += 1
         self.world.tell(f"{sent.name} comes: {len(prompt)} tokens, {params.n} x {params.max_tokens}")
         if abort_at is not None:
-            self.world.call_later(abort_at, partial(self.engine.abort, sent.name))
+            for again in range(chance.choice([1, 2])):
+                self.world.call_later(abort_at + 0.01 * again, partial(self.engine.abort, sent.name))
 
     def _on_tokens(self, sent: Sent, update: TokenUpdate) -> None:
         try:
@@ -304,6 +337,7 @@ class Simulation:
             sent.ended[part.index] = part.finish_reason
         if update.finished:
             sent.finished, sent.error = True, update.error
+            self._open -= 1
             self.world.tell(f"{sent.name} ends: {', '.join(str(one) for one in sent.ended)} {update.error or ''}")
             self._judge(sent)
 
@@ -373,7 +407,7 @@ class Simulation:
                     later(partial(network.unblock, *one))
             case "slow":
                 world.tell(f"FAULT messages from {way[0]} to {way[1]} are slow for {fault.seconds:g} s")
-                network.slow_down(*way, 0.03)
+                network.slow_down(*way, fault.choice)
                 later(lambda: network.slow_down(*way, 0.0))
             case "pause" if self.engine_task is not None:
                 world.tell(f"FAULT stop the engine for {fault.seconds:g} s")

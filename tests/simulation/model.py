@@ -140,25 +140,23 @@ def load(
 
 
 def expected(prompt: Sequence[int], params: SamplingParams, seed: int, completion: int) -> list[int]:
-    """Return the tokens of a completion, computed one token after another, without a runtime.
+    """Return the tokens of a completion, computed without a runtime.
 
     It has at most ``params.max_tokens`` tokens, and ends at a stop token.
     """
-    kept: list[list[npt.NDArray[np.float32]]] = [[] for _ in range(LAYERS)]
+    # By layer: the sums of the values of all tokens before each position.
+    totals = [np.zeros((len(prompt) + (params.max_tokens or 0) + 1, KV_HEADS, SIZE)) for _ in range(LAYERS)]
     drawn: list[int] = []
-    for position in range(len(prompt) + (params.max_tokens or 0)):
-        token = prompt[position] if position < len(prompt) else drawn[-1]
-        at = np.array([position])
-        states = first_states(np.array([token]), at)
-        for layer in range(LAYERS):
-            kept[layer].append(values(states, layer)[0])
-            count = int(seen(at, layer)[0])
-            sums = np.sum(kept[layer][-count:], axis=0, dtype=np.float64)
-            states = states_after(states, np.repeat(sums, QUERY_HEADS // KV_HEADS, axis=0)[None], layer)
-        if position < len(prompt) - 1:
-            continue
+    tokens, first = list(prompt), 0
+    while True:
+        at = np.arange(first, first + len(tokens))
+        states = first_states(np.array(tokens), at)
+        for layer, total in enumerate(totals):
+            total[at + 1] = total[first] + np.cumsum(values(states, layer), axis=0, dtype=np.float64)
+            sums = total[at + 1] - total[at + 1 - seen(at, layer)]
+            states = states_after(states, np.repeat(sums, QUERY_HEADS // KV_HEADS, axis=1), layer)
         row = Row(0, params, seed, completion, len(drawn), (), prompt, drawn)
-        drawn.append(sample(logits(states), [row])[0].token)
+        drawn.append(sample(logits(states[-1:]), [row])[0].token)
         if drawn[-1] in params.stop_token_ids or len(drawn) == params.max_tokens:
-            break
-    return drawn
+            return drawn
+        first, tokens = first + len(tokens), drawn[-1:]

@@ -49,6 +49,9 @@ class Sums(Protocol):
     def meet(self) -> None:
         """Return once all ranks have called this as often as this one. Raises what ``reduce`` raises."""
 
+    def reset(self, first: int) -> None:
+        """Begin another epoch: drop sums that have begun, and number those that follow from ``first`` on."""
+
     def agree(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens that the first rank gives; all give as many. Raises what ``reduce`` raises."""
 

@@ -73,6 +73,9 @@ class GpuSums:
         waited: Tensor = torch.ops._c10d_functional.wait_tensor(total)
         return waited
 
+    def reset(self, first: int) -> None:
+        """Do nothing: with several ranks, the engine begins no other epoch, since NCCL cannot drop a sum."""
+
     def agree(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens of rank 0. Sums over a vocabulary are not in the same order every time, so that ranks may
         draw different tokens from equal logits."""

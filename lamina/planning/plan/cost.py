@@ -284,8 +284,21 @@ class CostModel:
             rows: number of sequences.
             heads_share: share of the KV heads that the device holds.
         """
-        shape, rows = self.shape, np.asarray(rows, dtype=np.float64)
-        tokens = np.asarray(kv_tokens, dtype=np.float64) * heads_share
+        rows, tokens = np.asarray(rows, dtype=np.float64), np.asarray(kv_tokens, dtype=np.float64)
+        seconds = self._attend(tokens, rows, heads_share)
+        if not self.shape.windowed:
+            return seconds
+        near = self._attend(np.minimum(tokens, rows * self.shape.window), rows, heads_share)
+        return self._mean_of_layers(seconds, near)
+
+    def _mean_of_layers(self, full: Floats, windowed: Floats) -> Floats:
+        """Return the mean time of a layer, of those that attend to all tokens and those that have a window."""
+        share = self.shape.windowed / self.shape.layers
+        return np.asarray((1 - share) * full + share * windowed)
+
+    def _attend(self, kv_tokens: Floats, rows: Floats, heads_share: float) -> Floats:
+        """Return the seconds of one layer's decode attention to so many tokens."""
+        shape, tokens = self.shape, kv_tokens * heads_share
         read = tokens * self._kv_bytes
         runtime = self.fits.runtime
         if runtime.attend is None or runtime.kv_bytes_s is None or runtime.chunks is None:
@@ -311,6 +324,15 @@ class CostModel:
 
     def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
         """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
+        seconds = self._attend_chunk(chunk, prefix, tensor_parallel)
+        if not self.shape.windowed:
+            return seconds
+        own, window = np.asarray(chunk, dtype=np.float64), self.shape.window
+        parts = np.maximum(1.0, own / window)  # a long chunk attends as so many windows would, each after another
+        near = parts * self._attend_chunk(own / parts, np.minimum(prefix, window), tensor_parallel)
+        return self._mean_of_layers(seconds, np.minimum(seconds, near))
+
+    def _attend_chunk(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int) -> Floats:
         shape = self.shape
         heads = shape.query_heads / tensor_parallel, shape.kv_heads / tensor_parallel
         if (measured := self.fits.runtime.chunks) is not None:

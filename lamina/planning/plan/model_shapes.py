@@ -37,6 +37,7 @@ class ModelShape:
         kv_cache_dtype: element type of cached K and V; messages have ``dtype``.
         weight_dtype: of the layers' weights.
         experts: of the layers that have them instead of one feed-forward network; None: a dense model.
+        window: tokens that ``windowed`` of the layers attend to at most; 0: all layers attend to all tokens.
     """
 
     name: str
@@ -54,6 +55,8 @@ class ModelShape:
     kv_cache_dtype: KvCacheDType = "auto"
     weight_dtype: WeightDType = "auto"
     experts: Experts | None = None
+    window: int = 0
+    windowed: int = 0
 
     def stored_as(self, kv_cache_dtype: KvCacheDType, weight_dtype: WeightDType) -> "ModelShape":
         """Return the model with K and V, and weights, of other types; auto leaves them as they are."""
@@ -151,6 +154,32 @@ KNOWN = {
             vocabulary=151936,
             max_tokens=40960,
             experts=_experts(128, 8, 768, 48),
+        ),
+        _llama(
+            "Qwen3-32B",
+            64,
+            5120,
+            25600,
+            64,
+            kv_heads=8,
+            head_size=128,
+            vocabulary=151936,
+            max_tokens=40960,
+        ),
+        _llama(
+            "gpt-oss-120b",
+            36,
+            2880,
+            2880,
+            64,
+            kv_heads=8,
+            head_size=64,
+            vocabulary=201088,
+            max_tokens=131072,
+            experts=_experts(128, 4, 2880, 36),
+            weight_dtype="int4",
+            window=128,
+            windowed=18,
         ),
         _llama("InternLM-20B", 60, 5120, 13824, 40, vocabulary=103168, max_tokens=4096),
     )

@@ -20,12 +20,14 @@ import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
 from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.engines import NO_OVERHEAD, Engine
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.offloaded import OffloadedSteps
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.profile_curves import AS_PUBLISHED
 from lamina.planning.plan.prompts import PERCENTILE, Prompts
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.plan.workload import Workload
@@ -49,8 +51,15 @@ class Server:
     """Evaluates ways for one model and workload. Times of slices and of prompts are kept by kind and TP."""
 
     def __init__(
-        self, shape: ModelShape, workload: Workload, models: Mapping[str, CostModel], prices: Prices, slo: Slo
+        self,
+        shape: ModelShape,
+        workload: Workload,
+        models: Mapping[str, CostModel],
+        prices: Prices,
+        slo: Slo,
+        engine: Engine = NO_OVERHEAD,
     ) -> None:
+        self.engine = engine
         self.shape = shape
         self.workload = workload
         self.models = models
@@ -61,7 +70,7 @@ class Server:
 
     def serving(self, workload: Workload) -> "Server":
         """Return a copy for another workload. Both share the times of slices, which do not depend on the workload."""
-        other = Server(self.shape, workload, self.models, self.prices, self.slo)
+        other = Server(self.shape, workload, self.models, self.prices, self.slo, self.engine)
         other._passes = self._passes
         return other
 
@@ -92,14 +101,15 @@ class Server:
                 return f"the longest request has {longest} tokens; {way.memory_workers} {way.memory.kind} hold {room}"
             return None
         for kind in holders:
-            room = int(0.98 * self._free(kind, degree))
+            room = int(0.98 * self._free(kind, degree, way.chunk))
             if longest > room:
                 return f"the longest request has {longest} tokens; {degree} {kind.kind} hold {room} beside the weights"
         return None
 
-    def _free(self, kind: Hardware, degree: int) -> float:
-        """Tokens of KV that fit beside the weights of one copy."""
-        free = degree * self.models[kind.kind].usable_bytes - self.shape.weight_bytes
+    def _free(self, kind: Hardware, degree: int, chunk: int) -> float:
+        """Tokens of KV that fit beside the weights of one copy, whose steps have up to ``chunk`` tokens."""
+        usable = self.models[kind.kind].usable_bytes - self._host(self.models[kind.kind]).reserved(chunk)
+        free = degree * usable - self.shape.weight_bytes
         return free / self.shape.kv_bytes_per_token
 
     # -- the three systems ---------------------------------------------------------------------------------------
@@ -141,7 +151,7 @@ class Server:
     def _one_pool(self, way: Way) -> Capacity | None:
         model, degree = self.models[way.compute.kind], way.tensor_parallel
         local = way.kind is Kind.LOCAL  # Lamina keeps slots free for sequences to grow; vLLM preempts
-        room = (1 - WATERMARK if local else 1) * self._free(way.compute, degree)
+        room = (1 - WATERMARK if local else 1) * self._free(way.compute, degree, way.chunk)
         rows, found = self._rows(room, 1, way.chunk, ahead=AHEAD if local else 0)
         if not len(rows):
             return None
@@ -168,7 +178,9 @@ class Server:
         assert way.memory is not None
         degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
         prefill, decode = self.models[way.compute.kind], self.models[way.memory.kind]
-        rows, _ = self._rows(self._free(way.memory, degree), 1, 2 * MOST_ROWS, copies=0)  # of what is sent, all is kept
+        rows, _ = self._rows(
+            self._free(way.memory, degree, way.chunk), 1, 2 * MOST_ROWS, copies=0
+        )  # of what is sent, all is kept
         if not len(rows):
             return None
         steps = self._group_step(decode, degree, rows)
@@ -178,7 +190,7 @@ class Server:
         if not most:
             return None
         # Prompts are cached where they are computed, and nothing else is kept there.
-        room = way.replicas * self._free(way.compute, degree)
+        room = way.replicas * self._free(way.compute, degree, way.chunk)
         found = float(self.workload.reuse.found(np.array([room]), np.array([rows.max() * groups]))[0])
         found = min(found, self.workload.prompt - 1)
         limit, first_s = self._prompts.whole(prefill, degree, way.replicas, way.chunk, found)
@@ -268,10 +280,15 @@ class Server:
         attention = model.attention_seconds(rows * self.workload.live, rows, 1 / degree)
         return np.asarray(self._pass(model, degree, rows) + self.shape.layers * attention)
 
+    def _host(self, model: CostModel) -> Engine:
+        """What the engine needs besides its kernels, unless a profile of the kind has its times."""
+        return self.engine if model.fits.runtime is AS_PUBLISHED else NO_OVERHEAD
+
     def _pass(self, model: CostModel, degree: int, rows: Floats) -> Floats:
         key = (model.hardware.kind, degree)
         if key not in self._passes:
-            self._passes[key] = model.decode_seconds(_EVERY_ROW, degree)
+            host = self._host(model)
+            self._passes[key] = model.decode_seconds(_EVERY_ROW, degree) + host.step_s + host.step_row_s * _EVERY_ROW
         return np.interp(rows, _EVERY_ROW, self._passes[key])
 
 

@@ -23,6 +23,8 @@ class Arrivals:
         prompt, output: tokens, at least 1.
         max_tokens: output tokens that each request asks for; one with a longer output asks for exactly that.
         contents, answers: what prompts say, and ids of outputs, as in ``TracedRequest``; empty: no two are alike.
+        concurrency: requests that are in the system at once: each further request arrives when one ends, and the run
+            writes its time into ``arrival_s``. 0: requests arrive at their times.
     """
 
     arrival_s: Floats
@@ -31,6 +33,7 @@ class Arrivals:
     max_tokens: int = 1
     contents: Sequence[Content] = ()
     answers: Sequence[int | None] = ()
+    concurrency: int = 0
 
     @property
     def asked(self) -> Ints:
@@ -72,9 +75,10 @@ def draw(
         raise ConfigError(
             "all requests of the trace arrive at the same time, so it has no rate for --draw; leave --draw out"
         )
-    random = np.random.default_rng(seed)
-    chosen = random.integers(len(requests), size=count)
-    gaps = random.exponential((last - first) / (len(requests) - 1) / rate_scale, size=count)
+    # Each has random numbers of its own, so that a longer run begins with the requests of a shorter one.
+    lengths, times = np.random.default_rng([seed, 0]), np.random.default_rng([seed, 1])
+    chosen = lengths.integers(len(requests), size=count)
+    gaps = times.exponential((last - first) / (len(requests) - 1) / rate_scale, size=count)
     prompts, outputs = (np.array([getattr(r, name) for r in requests], np.int64) for name in ("prompt", "output"))
     return Arrivals(np.cumsum(gaps) - gaps[0], prompts[chosen], outputs[chosen], max_tokens)
 

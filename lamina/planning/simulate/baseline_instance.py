@@ -11,7 +11,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.engines import NO_OVERHEAD, Engine
+from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.reuse import Content
 from lamina.planning.simulate.step_times import slice_times
 
@@ -179,15 +183,23 @@ class Instance:
         waiting, running: requests; ``coming``: requests whose KV is being moved here.
         preempted: number of preemptions.
         factor: slowdown of everything.
+        entering: requests whose prompts are received and tokenized, one after another.
+        received_until_s: when the last of them is tokenized.
         busy_s, sent_s: seconds in completed steps, and of its NICs.
         idle, lost: whether no step runs; whether it has failed.
     """
 
     def __init__(
-        self, cost: CostModel, tensor_parallel: int, max_num_seqs: int, max_num_batched_tokens: int, chunked: bool
+        self,
+        cost: CostModel,
+        tensor_parallel: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        chunked: bool,
+        engine: Engine = NO_OVERHEAD,
     ) -> None:
         shape = cost.shape
-        free = tensor_parallel * cost.usable_bytes - shape.weight_bytes
+        free = tensor_parallel * (cost.usable_bytes - engine.reserved(max_num_batched_tokens)) - shape.weight_bytes
         self.blocks = int(free / shape.kv_bytes_per_token) // BLOCK
         self.free = self.blocks
         self.prefixes = Prefixes()
@@ -196,17 +208,18 @@ class Instance:
         self.coming: list[Running] = []
         self.preempted = 0
         self.factor = 1.0
-        self.busy_s = self.sent_s = self.sent_until_s = 0.0
+        self.busy_s = self.sent_s = self.sent_until_s = self.received_until_s = 0.0
+        self.entering = 0
         self.idle, self.lost = True, False
         self._seats, self._rows, self._chunked = max_num_seqs, max_num_batched_tokens, chunked
-        self._cost, self._tp = cost, tensor_parallel
+        self._cost, self._tp, self._engine = cost, tensor_parallel, engine
         # A prompt longer than the budget runs alone if it is not divided into chunks.
         self._slices = slice_times(cost, tensor_parallel, max(max_num_batched_tokens, max_num_seqs))
 
     @property
     def load(self) -> int:
-        """Requests waiting or running here."""
-        return len(self.waiting) + len(self.running)
+        """Requests that are received, wait or run here."""
+        return self.entering + len(self.waiting) + len(self.running)
 
     def could_hold(self, tokens: int) -> bool:
         """Return whether a request of ``tokens`` fits at all."""
@@ -324,17 +337,29 @@ class Instance:
         return sequence
 
     def step_seconds(self, batch: Batch) -> float:
-        """Seconds that a step takes."""
-        layers, cost, tp = self._cost.shape.layers, self._cost, self._tp
-        rows = len(batch.decoding) + sum(chunk.length for chunk in batch.chunks)
-        draws = len(batch.decoding) + sum(chunk.start + chunk.length == chunk.sequence.target for chunk in batch.chunks)
-        attention = 0.0
+        """Return the seconds that one step takes."""
+        return float(self.run_seconds(batch, 1)[0])
+
+    def run_seconds(self, batch: Batch, steps: int) -> Floats:
+        """Return the seconds of each of so many steps of one batch, which has no chunks if there are several."""
+        layers, cost, tp, engine = self._cost.shape.layers, self._cost, self._tp, self._engine
+        decoding = len(batch.decoding)
+        rows = decoding + sum(chunk.length for chunk in batch.chunks)
+        attention: Floats = np.zeros(steps)
         if batch.decoding:
-            tokens = sum(sequence.cached for sequence in batch.decoding) + len(batch.decoding)
-            attention += float(cost.attention_seconds(tokens, len(batch.decoding), 1 / tp))
+            tokens = sum(sequence.cached for sequence in batch.decoding) + decoding * np.arange(1, steps + 1)
+            attention = cost.attention_seconds(tokens, decoding, 1 / tp)
         for chunk in batch.chunks:
-            attention += float(cost.chunk_attention_seconds(chunk.length, chunk.start, tp))
-        return self.factor * (layers * (self._slice(rows) + attention) + self._slices.ends[draws])
+            attention = attention + float(cost.chunk_attention_seconds(chunk.length, chunk.start, tp))
+        draws = decoding + sum(chunk.start + chunk.length == chunk.sequence.target for chunk in batch.chunks)
+        host_s = engine.step_s + engine.step_row_s * draws
+        return self.factor * (layers * (self._slice(rows) + attention) + self._slices.ends[draws] + host_s)
+
+    def steps_alike(self, batch: Batch) -> int:
+        """Return how many times a batch can run before a block is needed: 1 if it has chunks."""
+        if batch.chunks or self._next_has_room():
+            return 1
+        return min(sequence.blocks * BLOCK - sequence.cached for sequence in batch.decoding)
 
     def _slice(self, rows: int) -> float:
         inner = self._slices.inner

@@ -66,7 +66,7 @@ class BaselineSimulation:
         self._moving: dict[Running, tuple[Instance, Instance]] = {}  # KV being moved: from, to
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
-        self._steps = 0
+        self._steps = self._arrived = 0
         self._queued_s = 0.0
         for fault in faults:
             self._at(fault.at_s, partial(self._strike, fault))
@@ -81,30 +81,38 @@ class BaselineSimulation:
                 deployment.max_num_seqs,
                 deployment.max_num_batched_tokens,
                 chunked,
+                deployment.engine,
             )
             for _ in range(count)
         ]
 
     def run(self, on_progress: Callable[[int], None] | None = None) -> Result:
         """Run the simulation. ``on_progress`` is called now and then with the number of requests that have ended."""
-        now, arrived, turns = 0.0, 0, 0
-        arrival_s = self._arrivals.arrival_s
+        now, turns = 0.0, 0
         while self._log.ended < len(self._arrivals):
             before, waited = now, self._prefilled or any(one.waiting for one in (*self._first, *self._decode))
-            arrival = float(arrival_s[arrived]) if arrived < len(arrival_s) else math.inf
+            arrival = self._next_arrival_s(now)
             if self._events and self._events[0][0] < arrival:
                 now, _, happen = heapq.heappop(self._events)
                 happen(now)
             else:
                 assert arrival < math.inf, f"{len(self._arrivals) - self._log.ended} requests wait, but nothing runs"
                 now = arrival
-                self._arrive(arrived, now)
-                arrived += 1
+                self._arrivals.arrival_s[self._arrived] = now
+                self._arrived += 1
+                self._arrive(self._arrived - 1, now)
             self._queued_s += now - before if waited else 0.0
             turns += 1
             if on_progress is not None and turns % 256 == 0:
                 on_progress(self._log.ended)
         return self._result(now)
+
+    def _next_arrival_s(self, now: float) -> float:
+        if self._arrived == len(self._arrivals):
+            return math.inf
+        if not self._arrivals.concurrency:
+            return float(self._arrivals.arrival_s[self._arrived])
+        return now if self._arrived - self._log.ended < self._arrivals.concurrency else math.inf
 
     def _at(self, time_s: float, happen: Callable[[float], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._order), happen))
@@ -120,8 +128,24 @@ class BaselineSimulation:
             return
         request = Running(index, prompt, self._content(index, output))
         chosen = _chosen(able, request)
-        chosen.waiting.append(request)
-        self._begin(chosen, now)
+        engine = self._deployment.engine
+        if not engine.request_s and not engine.prompt_token_s:
+            self._enter(chosen, request, now)
+            return
+        chosen.entering += 1
+        chosen.received_until_s = max(now, chosen.received_until_s) + engine.prompt_token_s * prompt
+        self._at(chosen.received_until_s + engine.request_s, partial(self._received, chosen, request))
+
+    def _received(self, instance: Instance, request: Running, now: float) -> None:
+        instance.entering -= 1
+        if instance.lost:
+            self._log.end(request.index, State.ERROR, now)
+        else:
+            self._enter(instance, request, now)
+
+    def _enter(self, instance: Instance, request: Running, now: float) -> None:
+        instance.waiting.append(request)
+        self._begin(instance, now)
 
     def _content(self, index: int, output: int) -> Content:
         """Return what a request's KV says in the end: its prompt, and its answer if later prompts may repeat that."""
@@ -144,9 +168,28 @@ class BaselineSimulation:
         if batch is None:
             return
         instance.idle = False
+        now, seconds = self._repeat(instance, batch, now)
         self._steps += 1
-        seconds = instance.step_seconds(batch)
         self._at(now + seconds, partial(self._end, instance, batch, seconds))
+
+    def _repeat(self, instance: Instance, batch: Batch, now: float) -> tuple[float, float]:
+        """Run all steps of a batch but the last of those that nothing can interrupt. Returns when that begins, and the
+        seconds that it takes."""
+        until = min(self._next_arrival_s(now), self._events[0][0] if self._events else math.inf)
+        steps = instance.steps_alike(batch)
+        if until <= now or steps <= 1:
+            return now, instance.step_seconds(batch)
+        left = (int(self._arrivals.output[one.index]) - one.drawn for one in batch.decoding)
+        seconds = instance.run_seconds(batch, min(steps, *left))
+        ends = now + np.cumsum(seconds)
+        alike = min(len(ends) - 1, int(np.searchsorted(ends, until)))
+        requests = np.array([one.index for one in batch.decoding], np.int64)
+        for end in ends[:alike].tolist():
+            self._log.draw(end, requests)
+            instance.complete(batch)
+        self._steps += alike
+        instance.busy_s += float(seconds[:alike].sum())
+        return (float(ends[alike - 1]) if alike else now), float(seconds[alike])
 
     def _end(self, instance: Instance, batch: Batch, seconds: float, now: float) -> None:
         if instance.lost:

@@ -9,10 +9,12 @@ from typing import Literal
 from lamina.core.errors import ConfigError
 from lamina.core.types import Balance, Pipelining
 from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.engines import NO_OVERHEAD, Engine
 from lamina.planning.plan.fit_store import ProfileStore
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.profile_curves import AS_PUBLISHED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,8 @@ class Deployment:
             worker runs out of slots.
         profile: measured fits, which replace the package's for the kinds that it has.
         prices: the market in which it is paid; None leaves out what it costs.
+        engine: what the engine of every system needs besides its kernels. Lamina's own was not measured on GPUs and is
+            taken to need as much; where a profile has its times, these count instead.
     """
 
     model: ModelShape
@@ -56,6 +60,7 @@ class Deployment:
     victim: str = "latest"
     profile: ProfileStore | None = None
     prices: Prices | None = None
+    engine: Engine = NO_OVERHEAD
 
     def __post_init__(self) -> None:
         for name in ("compute_workers", "tensor_parallel", "max_num_seqs", "max_num_batched_tokens"):
@@ -107,8 +112,14 @@ class Deployment:
         """Tokens of KV of each."""
         if not self.local:
             return self.memory_cost.kv_tokens
-        free = self.tensor_parallel * self.compute_cost.usable_bytes - self.model.weight_bytes
+        usable = self.compute_cost.usable_bytes - self.host.reserved(self.max_num_batched_tokens)
+        free = self.tensor_parallel * usable - self.model.weight_bytes
         return int(free / self.model.kv_bytes_per_token)
+
+    @property
+    def host(self) -> Engine:
+        """What Lamina's engine needs besides its kernels."""
+        return self.engine if self.compute_cost.fits.runtime is AS_PUBLISHED else NO_OVERHEAD
 
     @property
     def usd_per_hour(self) -> float | None:

@@ -34,6 +34,25 @@ BUSY = 0.8
 """Share of the time above which a resource counts as busy, or a queue as the bottleneck."""
 
 
+class _Recorded:
+    """The figures of ``_native.TokenTimes`` that a log needs after its run."""
+
+    def __init__(self, first_s: Floats, drawn: Ints, longest_gap_s: Floats, gaps: tuple[Floats, Ints]) -> None:
+        self._figures = first_s, drawn, longest_gap_s, gaps
+
+    def first_s(self) -> Floats:
+        return self._figures[0]
+
+    def drawn(self) -> Ints:
+        return self._figures[1]
+
+    def longest_gap_s(self) -> Floats:
+        return self._figures[2]
+
+    def gaps(self) -> tuple[Floats, Ints]:
+        return self._figures[3]
+
+
 class RequestLog:
     """Records the outcome of every request, by its index among the arrivals, and every time between two tokens."""
 
@@ -42,11 +61,17 @@ class RequestLog:
         self.arrivals = arrivals
         self.end_s: Floats = np.full(count, np.nan)
         self._state: NDArray[np.int8] = np.full(count, -1, np.int8)
-        self._tokens = _native.TokenTimes(arrivals.output.tolist())
+        self._tokens: _native.TokenTimes | _Recorded = _native.TokenTimes(arrivals.output.tolist())
         self.ended = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        tokens = self._tokens
+        recorded = _Recorded(tokens.first_s(), tokens.drawn(), tokens.longest_gap_s(), tokens.gaps())
+        return {**vars(self), "_tokens": recorded}  # a log from another process is complete
 
     def draw(self, now_s: float, requests: Ints) -> list[int]:
         """Record a token for each of ``requests``. Returns the positions in it of those that are now complete."""
+        assert not isinstance(self._tokens, _Recorded)
         return self._tokens.draw(now_s, requests)
 
     @property
@@ -195,9 +220,25 @@ class Result:
         return float(((ended > middle) & (ended <= last)).sum()) / (last - middle)
 
     @property
+    def growth(self) -> float:
+        """Share of the time by which waits grow, from the third to the last quarter of the arrivals: in a system that
+        gets so many more requests than it serves. About 0 if it serves all; 0 too if all arrive at once."""
+        arrival_s = self.log.arrivals.arrival_s
+        quarter = len(arrival_s) // 4
+        third, last = slice(-2 * quarter, -quarter), slice(-quarter, None)
+        finished = self.log.finished
+        if not quarter or arrival_s[-1] <= arrival_s[0] or not (finished[third].any() and finished[last].any()):
+            return 0.0
+        waits = self.log.first_s - arrival_s + np.nan_to_num(self.log.longest_gap_s)
+        grown = np.nanmean(waits[last]) - np.nanmean(waits[third])
+        return float(grown / (arrival_s[last].mean() - arrival_s[third].mean()))
+
+    @property
     def served_requests_s(self) -> float:
-        """What is sustained, or the rate of all arrivals if that is lower: more came in the second half by chance."""
-        return min(self.sustained_requests_s, self.offered_requests_s or math.inf)
+        """Requests per second that the system serves while others arrive: those that do, less those that only make
+        queues longer."""
+        offered = self.offered_requests_s
+        return offered / (1 + max(0.0, self.growth)) if offered else self.requests_s
 
     @property
     def ttft_s(self) -> Percentiles:

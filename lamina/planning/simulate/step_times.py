@@ -68,6 +68,7 @@ class StepModel:
         tp = deployment.tensor_parallel
         self._slices = slice_times(compute, tp, deployment.max_num_batched_tokens)
         self._compute, self._memory = compute, memory
+        self._engine = deployment.host
         self._layers = shape.layers
         item = shape.dtype.itemsize
         self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
@@ -130,9 +131,9 @@ class StepModel:
                         asked += length
                         more.append((place, there, self._prefix_seconds(length, prefix), there))
         shares = self._shares.of(homes, starts, more)
-        slices, runtime = self._slices, self._compute.fits.runtime
+        slices, runtime, engine = self._slices, self._compute.fits.runtime, self._engine
         exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
-        sampling_s = runtime.step_s + runtime.step_row_s * draws
+        sampling_s = runtime.step_s + engine.step_s + (runtime.step_row_s + engine.step_row_s) * draws
         return rows, _native.StepTimes(
             first_s=slices.first[rows] + exchange_s,
             inner_s=slices.inner[rows] + exchange_s,
@@ -160,6 +161,7 @@ class LocalStepModel:
 
     def __init__(self, deployment: Deployment) -> None:
         self._cost = deployment.compute_cost
+        self._engine = deployment.host
         self._tp = deployment.tensor_parallel
         self._slices = slice_times(self._cost, self._tp, deployment.max_num_batched_tokens)
 
@@ -176,11 +178,15 @@ class LocalStepModel:
             rows += len(chunk.tokens)
             draws += bool(chunk.draws)
             attention_s += float(cost.chunk_attention_seconds(len(chunk.tokens), chunk.start, tp))
-        slices, runtime = self._slices, cost.fits.runtime
+        slices, runtime, engine = self._slices, cost.fits.runtime, self._engine
         return rows, _native.StepTimes(
             first_s=slices.first[rows],
             inner_s=slices.inner[rows],
-            last_s=slices.after[rows] + slices.ends[draws] + runtime.step_s + runtime.step_row_s * draws,
+            last_s=slices.after[rows]
+            + slices.ends[draws]
+            + runtime.step_s
+            + engine.step_s
+            + (runtime.step_row_s + engine.step_row_s) * draws,
             chunks_s=attention_s,
             send_s=0.0,
             receive_s=0.0,

@@ -4,6 +4,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from lamina.planning.plan.engines import NO_OVERHEAD, Engine
 from lamina.planning.plan.fit_store import ProfileStore
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.prices import Prices
@@ -15,18 +18,22 @@ from lamina.planning.simulate.deployment import Deployment
 from lamina.planning.simulate.result import Result, State
 
 FEWEST, MOST = 400, 12_000
-TURNOVERS = 16
-"""A run has at least so many times as many requests as decode at once, between FEWEST and MOST. With 4, runs ended
-before a queue broke the SLO on TTFT, and requests that took longer than half of the run looked like a growing queue."""
+TURNOVERS = 10
+"""A run has so many times as many requests as decode at once, between FEWEST and MOST. With 4, runs ended before a
+queue broke the SLO on TTFT, and requests that took longer than half of the run looked like a growing queue."""
 
-STEP_UP, STEP_DOWN = 1.25, 1.12
+LEAST_TURNOVERS = 2.5
+RUN_STEPS, WAY_STEPS = 8_000, 40_000
+"""Steps of a run, and of all runs of a way, above which runs get fewer requests, down to LEAST_TURNOVERS, and the
+search fewer runs: outputs of thousands of tokens would otherwise take minutes. ``Trial.error`` then is larger."""
+
+STEP_UP = 1.25
 TOLERANCE = 0.04
-"""Rates are tried in factors of these, and then between the highest that holds and the lowest that does not. Downwards
-in small ones at first: where the longest prompts alone take most of an SLO, chance decides at several rates."""
+"""The search ends when the lowest rate that does not hold is within this share of the highest that does."""
 
-SUSTAINED = 0.94
-"""Share of the offered requests that must finish while the second half arrives: with fewer, queues grow, which a run of
-a few minutes does not show in its percentiles."""
+UNSERVED = 0.06
+"""Share of the requests above which they count as more than a way serves: queues grow, which a run of a few minutes
+does not show in its percentiles."""
 
 MOST_REPLAYED = 1000
 """Requests of a trace whose prompts have something in common that plans are for: these are replayed in order. The load
@@ -47,12 +54,15 @@ class Trial:
     Attributes:
         capacity: the closed form's.
         rate: requests per second that the run was made for.
+        error: share by which the rate that just holds may differ: the distance to the lowest rate that did not hold,
+            and what chance makes of the lengths and times of so many requests.
         result, requests: of the run at that load, and how many it had.
         workload: means of what it served.
     """
 
     capacity: Capacity
     rate: float
+    error: float
     result: Result
     requests: int
     workload: Workload
@@ -95,6 +105,7 @@ class Course:
         slo: Slo,
         profile: ProfileStore | None = None,
         turnovers: int = TURNOVERS,
+        engine: Engine = NO_OVERHEAD,
     ) -> None:
         """``trace``: the requests whose lengths are drawn; empty: all have the workload's mean lengths. If prompts have
         something in common, the first ones are replayed in order instead. ``turnovers``: see ``TURNOVERS``."""
@@ -109,6 +120,7 @@ class Course:
         self._slo = slo
         self._profile = profile
         self._turnovers = turnovers
+        self._engine = engine
 
     @property
     def prices(self) -> str:
@@ -123,17 +135,26 @@ class Course:
 
     def requests(self, capacity: Capacity) -> int:
         """Return the number of requests of a run."""
-        fewest = MOST_REPLAYED if self.replays else FEWEST
-        needed = int(min(MOST, max(fewest, self._turnovers * capacity.batch)))
-        return min(needed, len(self._trace)) if self.replays else needed
+        if self.replays:
+            return min(MOST_REPLAYED, len(self._trace))
+        needed = max(FEWEST, self._turnovers * capacity.batch)
+        affordable = RUN_STEPS / self._steps_of_request(capacity)
+        return int(min(MOST, needed, max(affordable, LEAST_TURNOVERS * capacity.batch)))
+
+    def rounds(self, capacity: Capacity) -> int:
+        """Return the number of runs in which the highest load is searched for."""
+        return max(2, min(ROUNDS, int(WAY_STEPS / self.steps(capacity))))
 
     def steps(self, capacity: Capacity) -> float:
-        """About how many a run has: every group of sequences that decode together takes its own."""
+        """Return about how many steps a run has."""
+        return self.requests(capacity) * self._steps_of_request(capacity)
+
+    def _steps_of_request(self, capacity: Capacity) -> float:
+        """Every group of sequences that decode together takes steps of its own."""
         way, workload = capacity.way, self._workload
         decoders = {Kind.LOCAL: 1, Kind.OFFLOADED: way.lanes, Kind.APART: way.memory_workers // way.tensor_parallel}
         groups = decoders.get(way.kind, way.replicas)
-        each = workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
-        return self.requests(capacity) * each
+        return workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
 
     def arrivals(self, requests: int, rate: float) -> Arrivals:
         """``requests`` drawn from the trace that arrive at random, as `lamina simulate --draw` has them; or the first
@@ -159,6 +180,7 @@ class Course:
             kv_tokens_per_worker=way.segment,
             profile=self._profile,
             prices=self._prices,
+            engine=self._engine,
         )
 
     def run(self, capacity: Capacity, rate: float, requests: int) -> Result:
@@ -169,18 +191,19 @@ class Course:
         """Return whether every request was served, the queue did not grow, and both percentiles are within the SLOs;
         also for requests that wait after their first token, on whose gaps the percentile of TBT does not depend."""
         log, gaps, slo = result.log, result.tbt_s.p99, self._slo
-        served = log.count(State.FINISHED) == len(log.arrivals)
-        arrival_s = log.arrivals.arrival_s
-        half = len(arrival_s) // 2
-        offered = (len(arrival_s) - 1 - half) / max(1e-9, float(arrival_s[-1] - arrival_s[half]))
-        steady = result.sustained_requests_s >= SUSTAINED * offered
         return (
-            served
-            and steady
+            log.count(State.FINISHED) == len(log.arrivals)
+            and result.growth <= UNSERVED
             and result.ttft_s.p99 <= slo.ttft_s
             and result.stalled_s.p99 <= slo.ttft_s + slo.tbt_s
             and (math.isnan(gaps) or gaps <= slo.tbt_s)
         )
+
+    def chance(self, requests: int) -> float:
+        """Return the share by which the load of so many random requests differs from its mean: of their times, and of
+        their tokens. Ways are compared on the same requests, of which it is the same."""
+        tokens = np.array([one.prompt + one.output for one in self._trace], np.float64)
+        return float(math.sqrt((1 + (tokens.std() / tokens.mean()) ** 2) / requests))
 
     def most(
         self,
@@ -196,7 +219,7 @@ class Course:
         rate, low, high = 0.9 * capacity.requests_s, 0.0, math.inf
         useless = capacity.usd_per_hour / 3600 / most_usd
         kept: Result | None = None
-        for _ in range(rounds):
+        for _ in range(min(rounds, self.rounds(capacity))):
             result = self.run(capacity, rate, requests)
             on_run()
             if self.holds(result):
@@ -206,12 +229,34 @@ class Course:
             if (low and high <= low * (1 + tolerance)) or high < useless:
                 break
             if low:
-                rate = min(math.sqrt(low * high), low * STEP_UP)
+                rate = math.sqrt(low * high) if high < math.inf else low * STEP_UP
             else:
-                share = high / capacity.requests_s
-                rate = high / (STEP_DOWN if share > 0.7 else STEP_UP if share > 0.5 else 2)
-                if 0 < result.requests_s < high / STEP_UP:  # far overloaded: what it served all the same is near
-                    rate = min(rate, result.requests_s)
+                served = result.sustained_requests_s
+                rate = high / (2 if served <= 0 or served > high / STEP_UP else high / served)
+                rate = max(rate, high / 2) if served else high / 2
+                if high > 0.7 * capacity.requests_s:
+                    rate = max(rate, high / STEP_UP)
         if kept is None:
             return None
-        return Trial(capacity=capacity, rate=low, result=kept, requests=requests, workload=self._workload)
+        bracket = high / low - 1 if high < math.inf else STEP_UP - 1
+        error = math.hypot(bracket, 0.0 if self.replays else self.chance(requests))
+        return Trial(capacity=capacity, rate=low, error=error, result=kept, requests=requests, workload=self._workload)
+
+    def ranked(self, trials: Sequence[Trial]) -> list[Trial]:
+        """Return trials by cost. Those that cost as much as the cheapest, within the errors of both, come first: these
+        are ties, which their waits decide, relative to the SLOs."""
+        found = sorted(trials, key=lambda one: (one.usd_per_request, -one.requests_s))
+        tied = [one for one in found if is_tie(one, found[0])]
+        slo = self._slo
+
+        def waits(one: Trial) -> float:
+            gaps = one.result.tbt_s.p99
+            return max(one.result.stalled_s.p99 / slo.ttft_s, 0.0 if math.isnan(gaps) else gaps / slo.tbt_s)
+
+        return sorted(tied, key=waits) + [one for one in found if not any(one is other for other in tied)]
+
+
+def is_tie(one: Trial, other: Trial) -> bool:
+    """Return whether the costs of two ways differ by less than the larger error of both."""
+    ratio = one.usd_per_request / other.usd_per_request
+    return max(ratio, 1 / ratio) - 1 <= max(one.error, other.error)

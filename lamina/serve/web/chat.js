@@ -18,7 +18,7 @@ function headers() {
 }
 
 async function loadModel() {
-  const response = await fetch("/v1/models", { headers: headers() });
+  const response = await fetch("v1/models", { headers: headers() });
   if (response.ok) {
     model = (await response.json()).data[0].id;
     $("model").textContent = model;
@@ -83,7 +83,7 @@ async function* events(body) {
 }
 
 async function holders(id) {
-  const response = await fetch("/placement", { headers: headers() });
+  const response = await fetch("placement", { headers: headers() });
   if (!response.ok) return "";
   const workers = Object.entries((await response.json()).workers);
   const found = workers.filter(([, worker]) => Object.keys(worker.largest_requests).some((name) => name.startsWith(id)));
@@ -106,7 +106,7 @@ async function answer() {
   running = new AbortController();
   setBusy(true);
   try {
-    const response = await fetch("/v1/chat/completions", {
+    const response = await fetch("v1/chat/completions", {
       method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal,
     });
     if (!response.ok) throw new Error(await reason(response));

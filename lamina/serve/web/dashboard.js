@@ -148,7 +148,7 @@ function show(state) {
 async function look() {
   const key = sessionStorage.getItem("key");
   try {
-    const response = await fetch("/dashboard/state", {
+    const response = await fetch("dashboard/state", {
       headers: key ? { Authorization: `Bearer ${key}` } : {}, signal: AbortSignal.timeout(5000),
     });
     if (response.status === 401) throw new Error("This server needs an API key: set it on the chat page.");

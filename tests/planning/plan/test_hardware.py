@@ -11,7 +11,8 @@ from lamina.core.types import DType
 from lamina.planning.plan import hardware
 
 KINDS = (
-    "a100-40g a100-80g h100 h200 h20 a800 a40 l40s rtx3090 rtx4080 rtx4090 rtx5090 rx7900xtx arc-a770 tpu-v6e epyc xeon"
+    "a100-40g a100-80g h100 h200 b200 gb200 mi300x mi355x l4 h20 a800 a40 l40s rtx3090 rtx4080 rtx4090 rtx5090 "
+    "rtxpro6000 rx7900xtx arc-a770 tpu-v6e turin granite-rapids epyc xeon"
 )
 
 

@@ -19,7 +19,7 @@ from lamina.planning.plan.reuse import Sessions
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Kind, Slo, Way, shortlist, ways
 from lamina.planning.plan.workload import TracedRequest
-from lamina.planning.simulate import Arrivals, State
+from lamina.planning.simulate import Arrivals, State, System, draw, simulate
 from lamina.planning.simulate.cells import trace
 from lamina.planning.simulate.result import RequestLog
 from lamina.planning.simulate.trial import Course, Trial
@@ -73,11 +73,23 @@ def test_what_is_served_is_within_the_slos_and_more_is_not() -> None:
     trial = course.most(best)
     assert trial is not None
     assert trial.result.ttft_s.p99 <= 2 and trial.result.tbt_s.p99 <= 0.1
-    assert trial.result.sustained_requests_s == pytest.approx(trial.requests_s, rel=0.1)
+    assert abs(trial.result.growth) <= 0.06 and trial.requests_s == pytest.approx(trial.rate, rel=2 * trial.error)
     assert not course.holds(course.run(best, 1.5 * trial.requests_s, trial.requests))
     # The dollars of prompts and of outputs are those of the pools.
     spent = trial.usd_per_million_in * served.prompt + trial.usd_per_million_out * served.output
     assert spent * trial.requests_s * 3600 / 1e6 == pytest.approx(trial.capacity.usd_per_hour)
+
+
+def test_a_plan_and_a_longer_simulation_with_other_requests_agree_within_the_stated_error() -> None:
+    served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
+    best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
+    course = Course(SMALL, served, [], RENTS, slo)
+    trial = course.most(best)
+    assert trial is not None and 0 < trial.error < 0.25
+    requests, scale = [TracedRequest(float(at), 800, 100) for at in range(2)], 1 + 2 * trial.error
+    for factor, holds in ((1 / scale, True), (scale, False)):
+        arrivals = draw(requests, 3 * trial.requests, 7, factor * trial.rate)
+        assert course.holds(simulate(course.deployment(best), arrivals, System(best.way.kind.system))) == holds
 
 
 def test_ways_that_cannot_compete_are_given_up_by_what_the_simulator_says() -> None:

@@ -1,0 +1,174 @@
+"""Which settings of a runtime exclude each other, and why: one table, looked up before any worker starts. Pure.
+
+Ranges of single settings are in ``lamina.config.engine_config``; what depends on the model is found once it is loaded.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from lamina.cluster.pool import CPU, LOCAL, REMOTE, parse_bounds
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Settings that do not work together.
+
+    Attributes:
+        what: the settings with their values.
+        why: the reason.
+        remedy: what to give instead.
+    """
+
+    what: str
+    why: str
+    remedy: str = "leave out one of them"
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}; {self.remedy}"
+
+
+def require_allowed(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> None:
+    """Raises ConfigError for the first refusal of ``refusals``."""
+    if found := next(refusals(config, computes, memories), None):
+        raise ConfigError(str(found))
+
+
+def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
+    """Yield everything that keeps a runtime from starting as configured.
+
+    Args:
+        computes: kind of each compute worker.
+        memories: kind of each memory worker, with ``local`` for memory of the compute workers.
+    """
+    yield from _of_replicas(config, computes)
+    yield from _of_lanes(config, len(computes))
+    yield from _of_placement(config)
+    yield from _of_memory(config, computes, memories)
+
+
+def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refusal]:
+    ranks, stages, count = config.tensor_parallel, config.pipeline_parallel, len(computes)
+    if count % (ranks * stages):
+        yield Refusal(
+            f"tensor_parallel {ranks} and pipeline_parallel {stages} with {count} compute workers",
+            f"a replica has {ranks} x {stages} = {ranks * stages} compute workers, which does not divide {count}",
+            f"give --compute a multiple of {ranks * stages}",
+        )
+    for first in range(0, count, ranks):
+        kinds = dict.fromkeys(computes[first : first + ranks])
+        if len(kinds) > 1:
+            yield Refusal(
+                f"tensor_parallel {ranks} of {' and '.join(kinds)}",
+                "what each rank computes for itself, such as the experts of a token, must be rounded alike",
+                f"give --compute a multiple of {ranks} of each kind",
+            )
+    bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+    if "compute" in bounds and ranks * stages > 1:
+        yield Refusal(
+            f"autoscale {config.autoscale} and replicas of {ranks * stages} compute workers",
+            "compute workers join and leave one by one, and a part of a replica cannot serve",
+            "scale memory alone",
+        )
+    if bounds and ranks > 1 and set(computes) != {CPU}:
+        yield Refusal(
+            f"autoscale {config.autoscale} and tensor_parallel {ranks} on {','.join(dict.fromkeys(computes))}",
+            "ranks on GPUs cannot leave a sum that has begun, so that their cluster keeps its workers",
+        )
+
+
+def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
+    stages = config.pipeline_parallel
+    replicas = max(1, computes // (config.tensor_parallel * stages))
+    lanes, rotates = config.lanes, config.pipelining == "rotational"
+    if rotates and stages > 1:
+        yield Refusal(
+            f"pipelining rotational and pipeline_parallel {stages}",
+            "a lane visits the stages of its replica in turn, and cannot visit all replicas in turn besides",
+        )
+    elif rotates and lanes not in (None, replicas + 1):
+        yield Refusal(
+            f"pipelining rotational and lanes {lanes}",
+            f"each of {replicas} replicas always has a slice to run if there is one lane more",
+            f"give lanes {replicas + 1}, or leave it out",
+        )
+    if lanes is not None and lanes < replicas * stages:
+        of = f" of {stages} stages" if stages > 1 else ""
+        yield Refusal(
+            f"lanes {lanes} with {replicas} replicas{of}",
+            "a lane is at one stage at a time, so that others would never have a slice to run",
+            f"give lanes at least {replicas * stages}, or fewer compute workers",
+        )
+
+
+def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
+    partition, ranks = config.partition, config.tensor_parallel
+    balances = config.balance not in ("auto", "off")
+    if ranks > 1:
+        several = f"tensor_parallel {ranks}"
+        if partition in ("request", "token"):
+            yield Refusal(
+                f"{several} and partition {partition}",
+                "ranks send the K and V of their own heads, by which requests are then placed",
+                "give partition auto or head",
+            )
+        if balances:
+            yield Refusal(
+                f"{several} and balance {config.balance}",
+                "one rank may still attend to KV with which another has finished, so that it cannot move",
+            )
+        if config.kv_overcommit > 1:
+            yield Refusal(
+                f"{several} and kv_overcommit {config.kv_overcommit:g}",
+                "blocks on a disk have all heads of a token, and each rank has some",
+            )
+    if config.kv_overcommit > 1 and partition == "head":
+        yield Refusal(
+            f"kv_overcommit {config.kv_overcommit:g} and partition head",
+            "blocks on a disk have all heads of a token, and each memory worker has some",
+        )
+    if partition == "request" and config.kv_tokens_per_worker is not None:
+        yield Refusal(
+            f"kv_tokens_per_worker {config.kv_tokens_per_worker} and partition request",
+            "the first puts the tokens of a request on several memory workers, the second on one",
+        )
+    if balances and partition in ("request", "head"):
+        yield Refusal(
+            f"balance {config.balance} and partition {partition}",
+            "it moves ranges of a request's tokens, which this partition keeps together",
+        )
+
+
+def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
+    local, alone = LOCAL in memories, set(memories) == {LOCAL}
+    if local and (len(computes) > 1 or REMOTE in computes):
+        yield Refusal(
+            f"memory {','.join(memories)} with {len(computes)} compute workers",
+            "a compute worker does not serve the q of others, so that only one of this machine may hold KV",
+            f"use --memory cpu:{len(computes)}",
+        )
+    for name, given in (
+        ("memory_cores", config.memory_cores is not None),
+        ("kv_overcommit", config.kv_overcommit > 1),
+        ("polling device", config.polling == "device"),
+    ):
+        if alone and given:
+            yield Refusal(f"{name} and memory local", "it is about memory workers, of which there are none")
+    if config.polling == "device" and set(memories) <= {CPU, LOCAL}:
+        yield Refusal(
+            f"polling device and memory {','.join(memories)}",
+            "memory workers on CPUs have no device that could poll",
+            "give polling auto, or memory workers on GPUs, such as --memory cuda:1",
+        )
+    bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
+    if local and "compute" in bounds:
+        yield Refusal(
+            f"autoscale {config.autoscale} and memory local",
+            "a compute worker does not serve the q of others, so that only one may hold KV",
+            "give --memory cpu:1 to let the compute pool grow",
+        )
+    if not local and bounds.get("memory", (1, 1))[0] == 0:
+        yield Refusal(
+            f"autoscale {config.autoscale} without local memory", "one memory worker must stay", "give at least 1"
+        )

@@ -1,0 +1,76 @@
+"""Every combination of settings is refused with a reason before any worker starts, or has lanes and replicas."""
+
+import itertools
+from typing import Any
+
+import pytest
+
+from lamina.cluster import sizing
+from lamina.cluster.refusals import refusals, require_allowed
+from lamina.config.engine_config import EngineConfig
+from lamina.core.errors import ConfigError
+
+VALUES: dict[str, tuple[Any, ...]] = {
+    "tensor_parallel": (1, 2),
+    "pipeline_parallel": (1, 2),
+    "lanes": (None, 1, 2, 3, 5),
+    "pipelining": ("auto", "fixed", "rotational"),
+    "partition": ("auto", "request", "head", "token"),
+    "balance": ("auto", "bandwidth"),
+    "kv_overcommit": (1.0, 2.0),
+    "autoscale": (None, "memory=1:2", "compute=1:2"),
+}
+COUNTS = (1, 2, 4)
+
+
+def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
+    seen = {True: 0, False: 0}
+    for values in itertools.product(*VALUES.values()):
+        settings = dict(zip(VALUES, values, strict=True))
+        spill = "/tmp" if settings["kv_overcommit"] > 1 else None
+        config = EngineConfig(kv_spill_dir=spill, **settings)
+        for count in COUNTS:
+            refused = next(refusals(config, ["cpu"] * count, ["cpu", "cpu"]), None)
+            seen[refused is not None] += 1
+            if refused is not None:
+                assert refused.what and refused.why and refused.remedy
+                continue
+            for shared in (False, True):
+                order = sizing.pipeline(config, count, shared)
+                assert order.replicas * order.stages * order.ranks == count
+                for one in (order.start, *order.choices):
+                    visited = {
+                        worker for lane in range(one.lanes) for worker in order.workers_of(lane, rotates=one.rotates)
+                    }
+                    assert visited == set(range(count))
+    assert min(seen.values()) > 500
+
+
+@pytest.mark.parametrize(
+    ("settings", "computes", "memories", "says"),
+    [
+        ({"tensor_parallel": 2}, ["cpu"] * 3, ["cpu"], "2 x 1 = 2 compute workers, which does not divide 3"),
+        ({"tensor_parallel": 2, "pipeline_parallel": 2}, ["cpu"] * 6, ["cpu"], "give --compute a multiple of 4"),
+        ({"tensor_parallel": 2}, ["a100", "a100", "a100", "h100"], ["cpu"], "tensor_parallel 2 of a100 and h100"),
+        ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "scale memory alone"),
+        ({"tensor_parallel": 2, "autoscale": "memory=1:2"}, ["a100"] * 2, ["cpu"], "cannot leave a sum"),
+        ({"pipeline_parallel": 2, "pipelining": "rotational"}, ["cpu"] * 4, ["cpu"], "visits the stages"),
+        ({"pipelining": "rotational", "lanes": 4}, ["cpu"] * 2, ["cpu"], "give lanes 3, or leave it out"),
+        ({"pipeline_parallel": 2, "lanes": 3}, ["cpu"] * 4, ["cpu"], "lanes 3 with 2 replicas of 2 stages"),
+        ({"tensor_parallel": 2, "partition": "token"}, ["cpu"] * 2, ["cpu"], "give partition auto or head"),
+        ({"tensor_parallel": 2, "balance": "ledger"}, ["cpu"] * 2, ["cpu"], "it cannot move"),
+        ({"tensor_parallel": 2, "kv_overcommit": 2.0}, ["cpu"] * 2, ["cpu"], "blocks on a disk have all heads"),
+        ({"partition": "head", "kv_overcommit": 2.0}, ["cpu"], ["cpu"], "blocks on a disk have all heads"),
+        ({"partition": "request", "kv_tokens_per_worker": 9}, ["cpu"], ["cpu"], "the second on one"),
+        ({"partition": "head", "balance": "ledger"}, ["cpu"], ["cpu"], "keeps together"),
+        ({}, ["cpu"] * 2, ["local"], "memory local with 2 compute workers.*use --memory cpu:2"),
+        ({"kv_overcommit": 2.0}, ["cpu"], ["local"], "kv_overcommit and memory local"),
+        ({"polling": "device"}, ["cpu"], ["cpu"], "have no device that could poll"),
+        ({"autoscale": "compute=1:2"}, ["cpu"], ["local"], "give --memory cpu:1"),
+        ({"autoscale": "memory=0:2"}, ["cpu"], ["cpu"], "one memory worker must stay"),
+    ],
+)
+def test_the_reason_is_said(settings: dict[str, Any], computes: list[str], memories: list[str], says: str) -> None:
+    spill = "/tmp" if "kv_overcommit" in settings else None
+    with pytest.raises(ConfigError, match=says):
+        require_allowed(EngineConfig(kv_spill_dir=spill, **settings), computes, memories)
