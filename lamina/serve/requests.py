@@ -77,6 +77,8 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     params = _sampling_params(body, engine.sampling_defaults, {}, logprobs=body.logprobs, max_tokens=limit)
     tokenizer, longest = engine.tokenizer, engine.max_model_len
     prompts = [encode_prompt(tokenizer, p, longest) if isinstance(p, str) else p for p in body.prompt]
+    if (most := body.truncate_prompt_tokens) is not None:
+        prompts = [prompt[-most:] for prompt in prompts]
     if scored:
         _require_scorable(prompts, params, longest)
     skip = params.skip_special_tokens
