@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 import lamina
 from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
-from lamina.observe.metrics import CONTENT_TYPE, Metrics
+from lamina.observe.metrics import CONTENT_TYPE, Metrics, Traffic
 from lamina.serve import admin, gate, http_errors, pages, token_routes
 from lamina.serve.fields import IgnoredLog
 from lamina.serve.generation import respond
@@ -46,22 +46,9 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
     gate.install(app, config)
     intake = Intake()
-    ignored = IgnoredLog()
     metrics = Metrics(engine)
 
-    @app.post(COMPLETIONS_PATH)
-    async def completions(request: Request) -> Response:
-        """Continue one or several prompts."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, CompletionWriter, wanted)
-
-    @app.post(CHAT_PATH)
-    async def chat_completions(request: Request) -> Response:
-        """Answer a conversation."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, ChatWriter, wanted)
+    _install_answers(app, engine, metrics.traffic, intake)
 
     _install_models(app, engine)
 
@@ -92,19 +79,43 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
 
     pages.install(app, engine, metrics)
 
+    token_routes.install(app, engine, intake)
+    admin.install(app, engine, owner)
+    app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
+    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
+
+
+def _install_answers(app: FastAPI, engine: Runtime, traffic: Traffic, intake: Intake) -> None:
+    """Add the routes that generate text to ``app``."""
+    ignored = IgnoredLog()
+
+    @app.post(COMPLETIONS_PATH)
+    async def completions(request: Request) -> Response:
+        """Continue one or several prompts."""
+        wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
+        ignored.report(wanted.ignored)
+        return await respond(request, engine, traffic, CompletionWriter, wanted)
+
+    @app.post(CHAT_PATH)
+    async def chat_completions(request: Request) -> Response:
+        """Answer a conversation."""
+        wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
+        ignored.report(wanted.ignored)
+        return await respond(request, engine, traffic, ChatWriter, wanted)
+
     @app.post(RESPONSES_PATH)
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's responses."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_response, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, ResponsesWriter, wanted)
+        return await respond(request, engine, traffic, ResponsesWriter, wanted)
 
     @app.post(MESSAGES_PATH)
     async def messages(request: Request) -> Response:
         """Answer a conversation, in the form of Anthropic's messages."""
         with as_anthropic_errors():
             wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine))
-            return await respond(request, engine, metrics.traffic, MessagesWriter, wanted)
+            return await respond(request, engine, traffic, MessagesWriter, wanted)
 
     @app.post(COUNT_PATH)
     async def count_tokens(request: Request) -> Response:
@@ -112,11 +123,6 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
         with as_anthropic_errors():
             wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine, counting=True))
             return JSONResponse({"input_tokens": len(wanted.prompts[0])})
-
-    token_routes.install(app, engine, intake)
-    admin.install(app, engine, owner)
-    app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
-    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
 
 
 def _install_models(app: FastAPI, engine: Runtime) -> None:
