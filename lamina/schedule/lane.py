@@ -18,11 +18,18 @@ from lamina.schedule.waiting import Seats
 
 @dataclass(eq=False, slots=True)
 class Planned:
-    """A step in flight, with the owners of its rows: sequences that decode, and those that chunks draw for."""
+    """A step in flight, with the owners of its rows.
+
+    Attributes:
+        decoding: of sequences that decode.
+        prompted: of sequences that chunks draw for.
+        borrowed: the request of another lane whose chunk it runs.
+    """
 
     plan: StepPlan
     decoding: Mapping[int, Owner]
     prompted: dict[int, Owner]
+    borrowed: Group | None = None
 
     def drawn(self, members: Mapping[int, Owner]) -> Mapping[int, Owner]:
         """Return the completions that draw a token and continue, by sequence. ``members``: the sequences that decode in
@@ -113,12 +120,6 @@ class Lane:
             self.prompts_run = [group for group in self.prompts_run if self.completed < group.until]
         return computed
 
-    def ran(self, completion: Completion) -> int:
-        """Return the number of a completion's prompt tokens whose steps have completed."""
-        chunks = (chunk for planned in self.in_flight for chunk in planned.plan.chunks)
-        starts = (chunk.start for chunk in chunks if chunk.sequence == completion.sequence)
-        return min(starts, default=completion.cached)
-
     def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
         """Return the next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
         chunks: list[SequenceStep] = []
@@ -131,10 +132,22 @@ class Lane:
                 self.prompts_run.append(group)
                 draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
                 drawing |= draws
-            start = completion.cached - count
-            tokens = group.known_tokens(completion, start, completion.cached)
-            chunks.append(SequenceStep(completion.sequence, start, tokens, list(draws)))
+            chunks.append(_chunk(group, completion, count, list(draws)))
         return chunks, drawing
+
+    def borrow(self, lenders: Iterable["Lane"], most: int) -> tuple[SequenceStep, Group] | None:
+        """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request; None without
+        one. It is run at the same time as the prompt's chunks before it, one attention behind."""
+        for lender in lenders:
+            budget = most
+            if self.pace is not None and lender.prompts:
+                budget = self.pace.budget(self.number, False, lender.prompts, most)
+            if (owner := lender.prompts.lendable(budget)) is not None:
+                group, completion = owner
+                lender.prompts.lend(completion, budget)
+                group.lent += 1
+                return _chunk(group, completion, budget, []), group
+        return None
 
     def held(self, group: Group) -> dict[str, int]:
         """KV tokens that are reserved for a request, by memory worker; without those that it shares with others."""
@@ -166,7 +179,10 @@ class Lane:
 
     def retire(self) -> list[Group]:
         """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
-        retired = [owner for owner in self.finished if self.completed >= max(owner[0].until, owner[1].until)]
+        done = self.completed
+        retired = [
+            (group, one) for group, one in self.finished if not group.lent and done >= max(group.until, one.until)
+        ]
         for group, completion in retired:
             completion.retired = True
             group.seats -= 1
@@ -234,12 +250,16 @@ class Lane:
             else:
                 self.prompted.append((group, completion))
 
-    def withdraw(self) -> None:
-        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""
-        owners = {one.sequence: (group, one) for group in self.running for one in group.completions}
+    def withdraw(self, owners: Mapping[int, Owner]) -> None:
+        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more.
+
+        ``owners``: of the sequences of all lanes.
+        """
         for chunk in (chunk for planned in reversed(self.in_flight) for chunk in planned.plan.chunks):
             group, completion = owners[chunk.sequence]
-            group.withdraw(completion, chunk.start)
+            group.lent = 0
+            if chunk.start < completion.cached:  # else an earlier chunk of it has been withdrawn, in another lane
+                group.withdraw(completion, chunk.start)
         self.in_flight.clear()
         self.completed = self.decoding.steps
         self.rest()
@@ -271,6 +291,19 @@ class Lane:
                 for worker, tokens in reserved.items():
                     placement.will_release(worker, tokens - kept.get(worker, 0))
                     placement.free_slots(worker, tokens - kept.get(worker, 0))
+
+
+def _chunk(group: Group, completion: Completion, tokens: int, draws: list[int]) -> SequenceStep:
+    """Return the last ``tokens`` of those that planned steps of a completion run."""
+    start = completion.cached - tokens
+    return SequenceStep(completion.sequence, start, group.known_tokens(completion, start, completion.cached), draws)
+
+
+def ran(lanes: Iterable[Lane], completion: Completion) -> int:
+    """Return the number of a completion's prompt tokens whose steps have completed."""
+    chunks = (chunk for own in lanes for planned in own.in_flight for chunk in planned.plan.chunks)
+    starts = (chunk.start for chunk in chunks if chunk.sequence == completion.sequence)
+    return min(starts, default=completion.cached)
 
 
 def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], bool]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from lamina.core.errors import RequestError
 from lamina.core.requests import Completion, Drawn, Group, Owner
-from lamina.core.steps import Admission, DecodeRows, StepPlan
+from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
 from lamina.kv.disk import Disks
@@ -36,7 +36,7 @@ from lamina.schedule.balancing import Balancing, Draining
 from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
 from lamina.schedule.growth import Growth
-from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept
+from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept, ran
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Moves
 from lamina.schedule.pace import LEARN, Pace
@@ -209,8 +209,10 @@ class Scheduler:
         left them. Those that have lost KV wait again, before all others; the rest is dealt out again. Returns
         what workers know of the requests until the next plan.
         """
+        owners = self.owners
         for own in self._lanes:
-            own.withdraw()
+            own.withdraw(owners)
+        for own in self._lanes:
             self._retire(own)
         self.moves.cancel()
         lost = self.placement.lost(topology)
@@ -311,7 +313,7 @@ class Scheduler:
         if self.balancing is not None:
             self.balancing.begin_moves()
         forks = own.forks()
-        self.prefixes.keep_computed(lane, own.prompts_computed(), own.ran)
+        self.prefixes.keep_computed(lane, own.prompts_computed(), functools.partial(ran, self._lanes))
         released = self._release(own)
         beams = self.beams.join_step(own)
         self._preempt(beams.preempted)
@@ -335,6 +337,7 @@ class Scheduler:
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
+        borrowed = self._borrow(own, chunks) if fits else None
         own.allowance = self._rows_left(lane)
         grown_here, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, chunks, rows, migrations
@@ -349,8 +352,28 @@ class Scheduler:
         if chunks or rows.sequences:
             own.turn += self._attentions
             own.decoding.steps += 1
-        own.in_flight.append(Planned(plan, own.decoding.members, prompted))
+        own.in_flight.append(Planned(plan, own.decoding.members, prompted, borrowed))
         return plan
+
+    def _borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
+        """Let a lane without requests run a chunk of another lane's prompt, and wake such lanes if this one has chunks
+        to lend. Returns the request whose chunk has been added to ``chunks``.
+
+        Local memory would attend to a chunk before the chunks of other lanes are stored.
+        """
+        most = self.limits.max_num_batched_tokens
+        if self.active == 1 or self.placement.local:
+            return None
+        if lane.running or lane.number >= self.active:
+            if chunks and lane.prompts.lendable(most) is not None:
+                self._ready.wake()
+            return None
+        lenders = (one for one in self._lanes[: self.active] if one is not lane and one.prompts)
+        found = lane.borrow(lenders, most)
+        if found is None:
+            return None
+        chunks.append(found[0])
+        return found[1]
 
     def _share_seats(self) -> None:
         """Drop a request of a client with most sequences if one with fewer than its share waits."""
@@ -430,6 +453,9 @@ class Scheduler:
         self.moves.step_completed()
         if own.finished:
             self._retire(own)
+        if (lender := planned.borrowed) is not None:
+            lender.lent -= 1
+            self._retire(self._lanes[lender.lane])
         return planned.drawn(own.decoding.members)
 
     def end_completion(self, group: Group, completion: Completion) -> None:
