@@ -11,6 +11,7 @@ import typer
 from lamina import __version__
 from lamina.cli import (
     administer,
+    batch,
     bench,
     bench_transport,
     chat,
@@ -46,6 +47,7 @@ app = typer.Typer(
 )
 app.command(cls=PanelledCommand)(generate.generate)
 app.command(cls=PanelledCommand)(chat.chat)
+app.command(cls=PanelledCommand)(batch.batch)
 app.command(cls=PanelledCommand)(launch.launch)
 app.command(cls=PanelledCommand)(status.status)
 app.command(cls=PanelledCommand)(administer.scale)

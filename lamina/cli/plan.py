@@ -27,6 +27,9 @@ MOST_COMPUTE, MOST_MEMORY = 8, 16
 DEFAULT_PROMPT, DEFAULT_OUTPUT = 1155, 211
 """Tokens of requests without a trace: the means of Azure's conversations."""
 
+INTERACTIVE_TBT_S, INTERACTIVE_TTFT_S = 0.1, 2.0
+"""Targets of 99th percentiles that a person who waits would accept, used where none are given."""
+
 _DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>ms|s|us)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
@@ -58,14 +61,16 @@ def plan(
         ),
     ] = None,
     slo_tbt: Annotated[
-        str | None, typer.Option(help="Longest time between tokens (p99 in the simulator), such as 50ms.")
+        str | None, typer.Option(help="Longest time between tokens (p99), such as 50ms. Default: 100ms.")
     ] = None,
-    slo_ttft: Annotated[str | None, typer.Option(help="Longest time to the first token (p99), such as 2s.")] = None,
+    slo_ttft: Annotated[
+        str | None, typer.Option(help="Longest time to the first token (p99), such as 5s. Default: 2s.")
+    ] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Most dollars per hour for both pools together.")] = None,
     prices: Annotated[
         str,
-        typer.Option(help="The market that prices everything: aws, gcp, runpod, paper, own, or a TOML file."),
-    ] = "own",
+        typer.Option(help="The market that prices everything: pods, aws, gcp, runpod, paper, own, or a TOML file."),
+    ] = "pods",
     hardware: Annotated[Path | None, typer.Option(help="TOML file with hardware of your own.")] = None,
     kv_cache_dtype: Annotated[
         KvCacheDType, typer.Option(help="Element type of cached K and V, of every way; auto is the model's own.")
@@ -176,7 +181,7 @@ def _slo(tbt_s: float | None, ttft_s: float | None, budget: float | None) -> "Sl
     from lamina.planning.plan.ways import Slo
 
     given = {name: value for name, value in (("tbt_s", tbt_s), ("ttft_s", ttft_s)) if value is not None}
-    return Slo(**given, usd_per_hour=budget)
+    return Slo(**({"tbt_s": INTERACTIVE_TBT_S, "ttft_s": INTERACTIVE_TTFT_S} | given), usd_per_hour=budget)
 
 
 def _duration(flag: str, text: str | None) -> float | None:

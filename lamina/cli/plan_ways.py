@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from lamina.planning.simulate.trial import Course, Trial
 
 HEADINGS = ("requests /s", "TTFT p99", "stall p99", "TBT p99", "tokens /s", "$/h", "$/M in", "$/M out", "busy", "model")
+MODEL_ERROR = 0.15
+"""90th percentile of the errors of predicted throughput, on the worst of four files (bench.cost.measured)."""
+
 _WIDE = 152  # columns that a table with one line per way needs
 
 
@@ -80,13 +84,13 @@ def _print(
         f"{slo.ttft_s + slo.tbt_s:g} s. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
         f"requests/s by the closed form that ranked all ways. Prices: {server.prices.describe(server.models)}."
     )
-    narrow = output().is_terminal and output().width < _WIDE
-    print_table(table_of([cells(trial) for trial in trials], title, caption, narrow))
     print_text("Recommended\n", style="bold")
     for line in [*advice(server, trials), agreement(trials)]:
         print_text(f"  {line}\n")
     if trace is not None:
         print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
+    for line in server.prices.warnings(server.models, date.today()):
+        print_text(f"  {line}\n", style="yellow")
     sequences = course.deployment(trials[0].capacity).max_num_seqs
     for line in [
         *launching(trials[0], server.shape, model, sequences),
@@ -94,6 +98,8 @@ def _print(
         *notes,
     ]:
         print_text(f"  {line}\n", style="dim")
+    narrow = output().is_terminal and output().width < _WIDE
+    print_table(table_of([cells(trial) for trial in trials], title, caption, narrow))
 
 
 def table_of(rows: "Sequence[tuple[str, ...]]", title: str, caption: str, narrow: bool) -> "Table":
@@ -147,7 +153,35 @@ def _broken(cell: str) -> str:
 
 
 def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:
-    """What to rent and why. ``trials`` are sorted by cost; the first is recommended."""
+    """What to rent, what it serves and costs, and why. ``trials``: the first is recommended."""
+    return [*_rent(server, trials), serves(trials[0]), *_runner_up(trials)]
+
+
+def serves(trial: "Trial") -> str:
+    """Return what a way serves and costs, and how far both may be off."""
+    return (
+        f"It serves {trial.requests_s:.2f} requests/s for ${trial.capacity.usd_per_hour:.2f}/h: "
+        f"${1000 * trial.usd_per_request:.2f} for 1,000 requests, ${trial.usd_per_million_in:.2f} for a million "
+        f"tokens in and ${trial.usd_per_million_out:.2f} out; the search is within {trial.error:.0%}, the model of "
+        f"kernels and engine within {MODEL_ERROR:.0%} of nine in ten measured services."
+    )
+
+
+def _runner_up(trials: "Sequence[Trial]") -> list[str]:
+    """Say which way comes next, and why it is not recommended."""
+    from lamina.planning.simulate.trial import is_tie
+
+    if len(trials) < 2:
+        return []
+    best, second = trials[:2]
+    costs = f"Next: {second.way.describe()}, at ${1000 * second.usd_per_request:.2f} for 1,000 requests"
+    if is_tie(second, best):
+        waits = second.result.stalled_s.p99, best.result.stalled_s.p99
+        return [f"{costs}: a tie in cost, but requests wait longer (p99 {waits[0]:.2f} s instead of {waits[1]:.2f} s)."]
+    return [f"{costs}: {_compared(second.usd_per_request / best.usd_per_request)}."]
+
+
+def _rent(server: "Server", trials: "Sequence[Trial]") -> list[str]:
     from lamina.planning.plan.ways import Kind
 
     best = trials[0]
@@ -358,6 +392,7 @@ def _as_dict(
                 "way": trial.way.describe(),
                 "system": trial.way.kind.value,
                 "requests_s": trial.requests_s,
+                "error": trial.error,
                 "model_requests_s": trial.capacity.requests_s,
                 "front": any(trial is one for one in front(trials)),
                 "prompt_share": trial.capacity.prompt_share,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OVERLOADED = 0.9
 """The load is too high if requests are queued for more than this share of the time, and all arrived before it."""
 
-PRICES_HELP = "The market that prices everything: aws, gcp, runpod, paper, own, or a TOML file. Default: own."
+PRICES_HELP = "The market that prices everything: pods, aws, gcp, runpod, paper, own, or a TOML file. Default: pods."
 
 SystemName = Literal["lamina", "tensor-parallel", "chunked-prefill", "disaggregated"]
 
@@ -267,7 +267,7 @@ def _sustained(result: "Result") -> str:
 
 def _cost(result: "Result", deployment: "Deployment") -> str:
     if deployment.prices is None or result.usd_per_million_out is None or result.usd_per_hour is None:
-        return "not priced: the market own does not have every kind; give --prices"
+        return "not priced: the market pods does not have every kind; give --prices"
     return (
         f"${result.usd_per_million_out:.2f} per million output tokens of the run, ${result.usd_per_hour:.2f} per hour "
         f"(--prices {deployment.prices.name})"

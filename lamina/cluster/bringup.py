@@ -118,6 +118,32 @@ class Cluster:
     window: int = 0  # the largest of layers that forget; 0 if none do
     weights: str = ""  # how they are held, in words; empty: all have ``dtype``
 
+    @classmethod
+    def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int] | None = None) -> "Cluster":
+        """Return the cluster of linked members. ``wanted``: see above."""
+        loaded, setup = fabric.loaded, fabric.memory_setup
+        kinds = {member.name: member.kind for member in topology.members}
+        may_grow = setup.ranks == 1 or all(kinds[name] == CPU for name in topology.computes)  # see Sums.reset
+        return cls(
+            topology.computes,
+            topology.capacities,
+            tuple(loaded.attentions),
+            loaded.dtype,
+            loaded.parameters,
+            loaded.vocabulary,
+            topology.pipeline,
+            fabric.links,
+            {member.name: member.host for member in topology.members},
+            topology.epoch,
+            setup.kv_cache_dtype,
+            kinds,
+            fabric if may_grow else None,
+            wanted,
+            setup.head_shards,
+            max(spec.window for spec in setup.attentions) if setup.forgets else 0,
+            loaded.weights,
+        )
+
     @property
     def missing(self) -> int:
         """Memory workers that were lost with the last engine and are to be started again."""
@@ -178,7 +204,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     shards = _shards(plan, loaded)
     local = plan.computes if plan.compute_setup.local else ()
     holders = (*local, *plan.memories)
-    asked, kv_dtype = plan.compute_setup, plan.kv_cache_dtype
+    asked = plan.compute_setup
     setup = MemorySetup(
         loaded.attentions,
         loaded.dtype,
@@ -186,7 +212,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         1,
         asked.overlap,
         asked.trace,
-        kv_dtype,
+        plan.kv_cache_dtype,
         shards.count,
         plan.kv_overcommit,
         plan.kv_spill_dir,
@@ -211,29 +237,12 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
     _connect(control, gather, plan, fabric, epoch)
-    return Cluster(
-        plan.computes,
-        capacities,
-        tuple(loaded.attentions),
-        loaded.dtype,
-        loaded.parameters,
-        loaded.vocabulary,
-        plan.pipeline,
-        fabric.links,
-        {name: hello.host for name, hello in plan.greetings.items()},
-        epoch,
-        kv_dtype,
-        plan.kinds,
-        fabric if ranks == 1 or all(plan.kinds[name] == CPU for name in plan.computes) else None,  # see Sums.reset
-        head_shards=shards.count,
-        window=forgotten_window(setup),
-        weights=loaded.weights,
-    )
-
-
-def forgotten_window(setup: MemorySetup) -> int:
-    """Return the largest window of layers that forget what it has left; 0 if none do."""
-    return max(spec.window for spec in setup.attentions) if setup.forgets else 0
+    roles: dict[str, Role] = {**dict.fromkeys(plan.computes, "compute"), **dict.fromkeys(plan.memories, "memory")}
+    members = [
+        Member(name, role, plan.kinds[name], plan.greetings[name].host, capacities.get(name, 0))
+        for name, role in roles.items()
+    ]
+    return Cluster.from_members(fabric, Topology(epoch, tuple(members), plan.pipeline))
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:

@@ -21,8 +21,7 @@ from lamina.control.messages import (
     ToEngine,
 )
 from lamina.control.sockets import ControlServer
-from lamina.core import errors
-from lamina.core.errors import DeadlineError, TransportError, WorkerError
+from lamina.core.errors import DeadlineError, LaminaError, TransportError, WorkerError, user_error
 from lamina.core.topology import Role
 
 POLL_S = 0.2
@@ -176,10 +175,10 @@ def silence(silent: Mapping[str, float]) -> TransportError:
     )
 
 
-def failure(worker: str, message: Failed) -> errors.LaminaError:
+def failure(worker: str, message: Failed) -> LaminaError:
     """Return the exception for a worker's last message: its own UserError, else a WorkerError."""
-    kind = getattr(errors, message.kind, None)
-    if message.user and isinstance(kind, type) and issubclass(kind, errors.UserError):
-        elsewhere = message.machine and message.machine != platform.node()
-        return kind(f"{worker} on {message.machine}: {message.message}" if elsewhere else message.message)
+    elsewhere = message.machine and message.machine != platform.node()
+    said = f"{worker} on {message.machine}: {message.message}" if elsewhere else message.message
+    if message.user and (error := user_error(message.kind, said)) is not None:
+        return error
     return WorkerError(worker, f"{message.kind}: {message.message}\n{message.traceback}")

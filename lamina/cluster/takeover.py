@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 
 import msgspec
 
-from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, forgotten_window, with_turns
+from lamina.cluster.bringup import Cluster, ClusterPlan, fabric_of, with_turns
 from lamina.cluster.joining import Fabric
 from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.control.messages import ComputeSetup, EndEpoch, EpochEnded, Hello, MemorySetup, ModelLoaded
@@ -80,25 +80,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
             break
     fabric.offers.update({name: offer for name, offer in saved.offers.items() if name in before.names})
     fabric.links.update({(a, b): choice for a, b, choice in saved.links if {a, b} <= before.names})
-    return Cluster(
-        before.computes,
-        before.capacities,
-        tuple(saved.loaded.attentions),
-        saved.loaded.dtype,
-        saved.loaded.parameters,
-        saved.loaded.vocabulary,
-        before.pipeline,
-        fabric.links,
-        {member.name: member.host for member in before.members},
-        before.epoch,
-        plan.kv_cache_dtype,
-        {member.name: member.kind for member in before.members},
-        fabric,
-        wanted=saved.wanted,
-        head_shards=saved.memory_setup.head_shards,
-        window=forgotten_window(saved.memory_setup),
-        weights=saved.loaded.weights,
-    )
+    return Cluster.from_members(fabric, before, saved.wanted)
 
 
 def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> bool:

@@ -101,11 +101,12 @@ def _require_matching(logits: Tensor, rows: Sequence[Row]) -> None:
 
 
 def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Penalties, minimum length and grammars, in a float32 copy; ``logits`` themselves if no row has any."""
+    """Penalties, minimum length, biases and grammars, in a float32 copy; ``logits`` themselves if no row has any."""
     penalized = [r for r, row in enumerate(rows) if row.params.penalizes]
     too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
     grammars = {r: row.constraint for r, row in enumerate(rows) if row.constraint is not None}
-    if not penalized and not too_short and not grammars:
+    biased = [r for r, row in enumerate(rows) if row.params.logit_bias or row.params.allowed_token_ids]
+    if not penalized and not too_short and not grammars and not biased:
         return logits
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if penalized:
@@ -114,9 +115,24 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     for r in too_short:
         ends = {*rows[r].eos_token_ids, *rows[r].params.stop_token_ids}
         scores[r, [token for token in ends if token < vocabulary]] = -math.inf
+    for r in biased:
+        _bias(scores[r], rows[r].params)
     if grammars:
         forbid(scores, [*grammars], [*grammars.values()])
     return scores
+
+
+def _bias(scores: Tensor, params: SamplingParams) -> None:
+    """Add the bias of tokens to their scores [V], and forbid those that are not allowed, in place."""
+    vocabulary = len(scores)
+    bias = {token: value for token, value in (params.logit_bias or {}).items() if token < vocabulary}
+    if bias:
+        scores[[*bias]] += scores.new_tensor([*bias.values()])
+    if params.allowed_token_ids is not None:
+        allowed = [token for token in params.allowed_token_ids if token < vocabulary]
+        kept = scores[allowed]
+        scores.fill_(-math.inf)
+        scores[allowed] = kept
 
 
 def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None:

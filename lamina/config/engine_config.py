@@ -171,6 +171,16 @@ class EngineConfig:
             group="Scheduling",
         ),
     ] = None
+    prefill_replicas: Annotated[
+        int,
+        Meaning(
+            "Copies of the weights that only run prompts; the others only decode. KV stays where it is. 0: each does "
+            "both.",
+            unit="replicas",
+            ge=0,
+            group="Scheduling",
+        ),
+    ] = 0
     slo_ttft_ms: Annotated[
         int | None,
         Meaning(

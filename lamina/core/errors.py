@@ -136,3 +136,9 @@ def is_out_of_memory(error: Exception) -> bool:
     text = str(error).lower()
     told = ("out of memory", "memoryallocation", "alloc_failed", "out_of_memory")
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and any(each in text for each in told))
+
+
+def user_error(kind: str, message: str) -> UserError | None:
+    """Return the UserError of another process, from its class name and message; None for another kind of error."""
+    found = globals().get(kind)
+    return found(message) if isinstance(found, type) and issubclass(found, UserError) else None

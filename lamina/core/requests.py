@@ -82,6 +82,7 @@ class Group:
         cached_tokens: tokens of the prompt that were found in the prefix cache when the request was first admitted.
         suspect: its KV must not be kept for others.
         until: number of the last step of its lane that runs a chunk of it.
+        lent: steps in flight of other lanes that run a chunk of it.
         forked: its prompt has run, and all of its completions share it.
         seats: completions that steps run or may run.
         holders: completions with KV reserved.
@@ -99,6 +100,7 @@ class Group:
     heads: tuple[int, int] = (0, 0)
     expand: Callable[[Iterable[Segment]], list[Segment]] = list
     until: int = 0
+    lent: int = 0
     forked: bool = False
     seats: int = 0
     holders: int = 0

@@ -197,6 +197,7 @@ def _is_unicode(text: str) -> bool:
 
 
 MAX_CHOICES = 1024
+MAX_BIASED_TOKENS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,6 +301,8 @@ class SamplingParams:
         early_stopping: whether to stop once ``n`` beams have ended. False: no; once no beam is likely to become better
             than these. "never": only once none can.
         forced_token_ids: tokens that a completion begins with, whatever their probabilities, which ``logprobs`` report.
+        logit_bias: by token id, what is added to its logit, in [-100, 100]; at most 1,024 tokens.
+        allowed_token_ids: the only tokens that may be drawn, at most 1,024; None: all.
         structured_outputs: what an answer must match. It ends where nothing may follow, or at ``max_tokens``.
 
     Raises:
@@ -335,6 +338,8 @@ class SamplingParams:
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
     structured_outputs: StructuredOutputs | None = None
     forced_token_ids: list[int] = field(default_factory=list)
 
@@ -367,12 +372,32 @@ class SamplingParams:
             _require("stop_token_ids", token, 0, 2**31 - 1)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping is {_shown(self.early_stopping)}; give true, false or "never"')
-        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
+        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {_shown(value)}; give true or false")
+        self._check_bias()
         self._check_forced_tokens()
         self._check_structured_outputs()
         self._check_beam_search()
+
+    def _check_bias(self) -> None:
+        if (allowed := self.allowed_token_ids) is not None:
+            self._require_few("allowed_token_ids", allowed, MAX_BIASED_TOKENS, "token ids")
+            if not allowed:
+                raise ValueError("allowed_token_ids is empty; give at least one token, or leave it out")
+            for token in allowed:
+                _require("allowed_token_ids", token, 0, 2**31 - 1)
+        if (bias := self.logit_bias) is None:
+            return
+        if not isinstance(bias, Mapping) or len(bias) > MAX_BIASED_TOKENS:
+            raise ValueError(f"logit_bias is {_shown(bias)}; give an object of at most {MAX_BIASED_TOKENS} token ids")
+        found = {}
+        for key, value in bias.items():  # JSON's keys are texts
+            token = int(key) if isinstance(key, str) and key.isdecimal() and len(key) < 12 else key
+            _require("logit_bias", token, 0, 2**31 - 1)
+            _require("logit_bias", value, -100.0, 100.0)
+            found[token] = float(value)
+        object.__setattr__(self, "logit_bias", found)
 
     def _check_forced_tokens(self) -> None:
         for token in self.forced_token_ids:
@@ -421,6 +446,8 @@ class SamplingParams:
             "logprobs": (None,),
             "structured_outputs": (None,),
             "forced_token_ids": ([],),
+            "logit_bias": (None, {}),
+            "allowed_token_ids": (None,),
         }
         for name, neutral in unused.items():
             if (value := getattr(self, name)) not in neutral:

@@ -54,7 +54,8 @@ class Arrival:
             ``nbytes`` from ``fetched_at`` on.
         fetched_at: where the region of this message lies in the sender's arena, -1 without one.
         bulk_at: where K and V of prompt chunks lie in it.
-        number: of the region, for ``Channel.fetched``.
+        number: of the region.
+        readers: what still reads its region; the last one releases the region.
     """
 
     channel: "Channel"
@@ -65,6 +66,7 @@ class Arrival:
     body: Buffer | Any
     fetched_at: int
     number: int
+    readers: int = 1
 
     @property
     def bulk_at(self) -> int:
@@ -89,6 +91,12 @@ class Arrival:
         if self.slot >= 0:
             self.channel.free(self.slot)
             self.slot = -1
+
+    def end_reading(self) -> None:
+        """Release the message's region, if it has one, once every reader has called this."""
+        self.readers -= 1
+        if not self.readers and self.fetched_at >= 0:
+            self.channel.fetched(self.number)
 
 
 class Message:

@@ -70,6 +70,13 @@ class Fetcher:
             self._urgent.append(Piece(peer, offset + at, nbytes, keep_at(at)))
             self._left[-1, 0] += 1
 
+    def fetch_first(self, lane: int, turn: int) -> None:
+        """Fetch the pieces of attention ``turn`` of a lane before all others: somebody waits for them."""
+        chosen = [piece for piece in self._waiting if (piece.lane, piece.turn) == (lane, turn)]
+        if chosen and len(chosen) < len(self._waiting):
+            others = [piece for piece in self._waiting if (piece.lane, piece.turn) != (lane, turn)]
+            self._waiting = collections.deque([*chosen, *others])
+
     def is_done(self, lane: int, turn: int) -> bool:
         """True if nothing up to attention ``turn`` of the lane is left to fetch."""
         return not any(left_lane == lane and left_turn <= turn for left_lane, left_turn in self._left)

@@ -72,7 +72,7 @@ class _Run:
 def is_servable(step: StepTables) -> bool:
     """True if the device can serve a step's requests if they come in slots."""
     rows, tables = step.rows, step.tables[0]
-    whole = len(step.pieces) == 1 and not rows.pulled and not rows.further and not step.newest
+    whole = len(step.pieces) == 1 and not step.plan.chunks and not rows.further and not step.newest
     return whole and len(tables) == 1 and tables[0].part == 0 and len(rows.queries) > 0
 
 

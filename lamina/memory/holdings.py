@@ -43,6 +43,30 @@ Renew = Callable[[Slots, Slots, int], None]
 """Copies KV between slots, with the arguments of ``memory.device.base.Device.renew``."""
 
 
+class Starts:
+    """Where the latest steps of a sequence begin, by lane; before the first, where that begins."""
+
+    def __init__(self, start: int) -> None:
+        self._first: int | None = start
+        self._lanes: dict[int, collections.deque[int]] = {}
+
+    def add(self, lane: int, start: int) -> None:
+        """Add a step. Once three in a row have had one token each in this lane, all chunks of other lanes have
+        completed: a lane plans its third step once its first has completed, and chunks complete in order."""
+        own = self._lanes.setdefault(lane, collections.deque(maxlen=STEPS_KEPT))
+        own.append(start)
+        if self._first is not None and len(own) == STEPS_KEPT:
+            self._first = None
+        if len(self._lanes) > 1 and len(own) >= 3 and own[-1] - own[-3] == 2:
+            self._lanes = {lane: own}
+
+    @property
+    def lowest(self) -> int:
+        """The first position from which a step in flight may attend."""
+        starts = [start for own in self._lanes.values() for start in own]
+        return min(starts if self._first is None else [self._first, *starts])
+
+
 class Holdings:
     """Applies the deltas of plans to a slab.
 
@@ -58,8 +82,7 @@ class Holdings:
         self.worker, self.shards = worker, shards
         self.slab = Slab[SegmentKey](capacity)
         self.segments: dict[int, list[Segment]] = {}
-        # Of the latest steps, by sequence; before the first, where that begins.
-        self._starts: dict[int, collections.deque[int]] = {}
+        self._starts: dict[int, Starts] = {}  # by sequence
 
     def apply(self, plan: StepPlan, renew: Renew) -> None:
         """Apply a plan's deltas; slots for its step's own tokens come later. Raises CapacityError, PlacementError."""
@@ -87,7 +110,7 @@ class Holdings:
         Sequences that have no segment here are ignored.
         """
         # Prefixes of sequences whose steps have completed may be cached with the next plan.
-        self._starts = {one: _first(max(0, tokens - STEPS_KEPT)) for one, tokens in kept.items()}
+        self._starts = {one: Starts(max(0, tokens - STEPS_KEPT)) for one, tokens in kept.items()}
         for sequence in {sequence for sequence, *_ in self.slab.segments}:
             if sequence not in kept or sequence not in self.segments:
                 self._forget(sequence)
@@ -128,7 +151,7 @@ class Holdings:
         segments = self.segments.get(fork.parent, [])
         if shared := forked(segments, fork.child, fork.tokens):
             self.segments[fork.child] = shared
-            self._starts[fork.child] = _first(fork.tokens)
+            self._starts[fork.child] = Starts(fork.tokens)
         for segment in segments[: len(shared)]:
             start, stop = segment.tokens
             last = fork.tokens if stop is None else min(fork.tokens, stop)
@@ -206,7 +229,7 @@ class Holdings:
                 carried = first + len(self.slab.slots((switch.carrier, 0)))
                 end = carried if last is None else last
                 held.append((first, end, (switch.carrier, 0), first))
-                self._starts.setdefault(sequence, _first(end))
+                self._starts.setdefault(sequence, Starts(end))
             for segment in before:
                 start = segment.tokens[0]
                 stop = start + len(self.slab.slots((sequence, start)))
@@ -218,11 +241,14 @@ class Holdings:
             if after:
                 self.segments[sequence] = after
 
-    def note_starts(self, messages: Iterable[MessageRows]) -> None:
-        """Steps of a lane complete in order, and those in flight are the latest: earlier ones attend no more."""
+    def note_starts(self, lane: int, messages: Iterable[MessageRows]) -> None:
+        """Record where a step of a lane begins to attend: no window forgets what a step in flight may attend to.
+
+        Steps of a lane complete in order, and those in flight are its latest: earlier ones attend no more.
+        """
         steps = [(rows, brought(rows, self.key)) for rows in messages]
         for sequence, start in step_starts(steps, self._end).items():
-            self._starts.setdefault(sequence, _first(start)).append(start)
+            self._starts.setdefault(sequence, Starts(start)).add(lane, start)
 
     def _end(self, key: SegmentKey) -> int:
         """Return the position behind the last token of a segment."""
@@ -233,7 +259,7 @@ class Holdings:
         run here yet."""
         for sequence, number in self.slab.segments:
             starts = self._starts.get(sequence)
-            lowest = 0 if starts is None else min(starts) - window + 1 - number // self.shards.count
+            lowest = 0 if starts is None else starts.lowest - window + 1 - number // self.shards.count
             yield self.slab.slots((sequence, number))[max(lowest, 0) :]
 
 
@@ -247,8 +273,3 @@ def _parts(segment: Segment, held: Sequence[tuple[int, int, SegmentKey, int]]) -
         for (start, _, key, origin), stop in zip(held, ends, strict=True)
         if max(start, low) < stop
     ]
-
-
-def _first(start: int) -> collections.deque[int]:
-    """Return the starts of a sequence whose next step begins there."""
-    return collections.deque([start], maxlen=STEPS_KEPT)

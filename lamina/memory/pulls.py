@@ -49,7 +49,7 @@ class Puller(Fetcher):
         self._store = store
         self._in_a_row = 0  # requests since the last piece
 
-    def add(self, peer: str, start: int, layer: int, step: StepTables, on_done: Callable[[], None]) -> None:
+    def request_pull(self, peer: str, start: int, layer: int, step: StepTables, on_done: Callable[[], None]) -> None:
         """Pull the K and V of attention ``layer`` of a step, which lie from ``start`` on in the arena of the compute
         worker that has announced them; ``on_done`` is called once all are kept."""
         nbytes = self._store.attentions[layer].kv_bytes_per_token(self._store.dtype)

@@ -38,6 +38,22 @@ class Door:
     request: Arrival | None = None
     body: Any = field(default_factory=lambda: memoryview(b""))
 
+    def set_aside(self) -> "Door":
+        """Free the slot, whose request has arrived as a whole. Returns where that is from now on."""
+        assert self.request is not None
+        request, body = self.request, self.body
+        if request.body is None:  # it was fetched
+            request.free()
+        else:
+            request.set_aside()
+            body = request.body
+        self.clear()
+        return Door(self.channel, -1, request, body)
+
+    def clear(self) -> None:
+        """Forget the request."""
+        self.request, self.body = None, memoryview(b"")
+
 
 @dataclass
 class Lane:
@@ -52,6 +68,7 @@ class Lane:
         out, lse: what the request's rows have so far.
         slot: of the receiver, that they are in; None: none.
         work: what is left of a piece that was begun, of the request behind ``door``.
+        parked: the request behind ``door`` is here, and waits for K and V of earlier chunks.
         reply: finished, not sent yet.
     """
 
@@ -65,6 +82,7 @@ class Lane:
     slot: int | None = None
     work: Iterator[None] | None = None
     door: Door | None = None
+    parked: bool = False
     reply: Reply | None = None
 
     def drop(self) -> None:
@@ -72,6 +90,7 @@ class Lane:
         self.steps.clear()
         self.layer = self.piece = self.begin = 0
         self.work = self.door = self.reply = None
+        self.parked = False
         self.leave_slot()
 
     def leave_slot(self) -> None:

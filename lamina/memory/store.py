@@ -1,5 +1,6 @@
 """The KV of one memory worker: what it holds, and the attention over it (the rManager). Runs without torch."""
 
+import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -25,6 +26,7 @@ from lamina.memory.device import make
 from lamina.memory.device.base import Array, Floats, New, Pairs, Table
 from lamina.memory.holdings import Holdings, brought
 from lamina.memory.tables import Attended, Further, StepTables, appended_rows
+from lamina.memory.watermarks import Watermarks
 
 
 class KvStore:
@@ -35,6 +37,7 @@ class KvStore:
         attentions: as in messages, with the query heads of one shard, or of one of the ranks that share it.
         held: what is here.
         slab: its slots; each holds one shard of a token.
+        watermarks: the prompt chunks whose K and V are on their way here.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class KvStore:
         alike = 1 if not self._by_part else parts
         self._specs = [[self.shards.spec(spec, part, sharers) for part in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
+        self.watermarks = Watermarks(len(attentions), head_shards)
         self._forgets = forgets
         needed = self.held.needed if forgets else None
         capacity = self.slab.capacity
@@ -91,6 +95,7 @@ class KvStore:
         return -(-self.slab.used // self.shards.count)
 
     def truncate(self, kept: Mapping[int, int]) -> None:
+        self.watermarks.clear()
         self.held.truncate(kept)
 
     def release(self, sequences: Sequence[int]) -> None:
@@ -108,7 +113,10 @@ class KvStore:
         self.device.forget(self.slab.take_shortened())
         steps = [self._plan_step(plan, rank) for rank in range(self._ranks)]
         if self._forgets:
-            self.held.note_starts([step.rows for step in steps])
+            self.held.note_starts(plan.lane, [step.rows for step in steps])
+        if plan.chunks:
+            orders = self.watermarks.plan(plan, [(step.door, step.rows) for step in steps])
+            steps = [dataclasses.replace(step, order=order) for step, order in zip(steps, orders, strict=True)]
         return steps
 
     def _plan_step(self, plan: StepPlan, rank: int) -> StepTables:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from lamina.core.steps import StepPlan
 from lamina.dataplane.wire import MessageRows, Piece, SegmentKey, SegmentRows
 from lamina.memory.device.base import Array, Table
+from lamina.memory.watermarks import ALONE, ChunkOrder
 
 
 def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[SegmentRows], SegmentKey]) -> list[int]:
@@ -62,6 +63,7 @@ class StepTables:
         pulled_slots: for those of ``rows.pulled``.
         door: lane * ranks + rank, whose messages these are.
         appends: attention keeps the new tokens of requests.
+        order: which chunks of other lanes the step waits for, and which wait for it.
     """
 
     plan: StepPlan
@@ -75,9 +77,11 @@ class StepTables:
     pulled_slots: npt.NDArray[np.int32]
     door: int
     appends: bool = False
+    order: ChunkOrder = ALONE
 
     @functools.cached_property
     def is_served_at_once(self) -> bool:
         """True if a request is answered without a pause once it has arrived: its rows decode, over a segment each."""
         pauses = len(self.pieces) > 1 or any(self.further) or any(len(attended) > 1 for attended in self.tables)
-        return not pauses and not self.rows.pulled and all(len(one.tokens) == 1 for one in self.plan.sequences)
+        waits = self.rows.pulled or self.order.after
+        return not pauses and not waits and all(len(one.tokens) == 1 for one in self.plan.sequences)

@@ -8,9 +8,10 @@ in which the engine sent the plans.
 """
 
 import contextlib
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -63,6 +64,7 @@ from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
 MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may wait for the plan that says where it continues
+PLAN_SLICE_S = 0.001  # how long one that waits for a plan may leave a message of the data plane unread
 PLAN_TIMEOUT_S = 30.0
 _DONE = object()
 
@@ -108,6 +110,7 @@ class MemoryWorker:
         self._running = True
         self._busy_s = 0.0
         self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
+        self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
         self._usage = UsageReports(control, store)
 
@@ -141,25 +144,20 @@ class MemoryWorker:
         if self._ahead.advance(self._lanes):
             self._read_control()
             return
+        if self._open_early():
+            return
         self._copy(MOST_IN_A_ROW)
-        begun = next(((lane, lane.work) for lane in self._lanes if lane.work is not None), None)
+        begun = self._begun()
         if begun is not None and self._in_a_row == MOST_IN_A_ROW:
             self._go_on(*begun)
             return
         waiting = self._timeline.now()
         self._hub.flush()
         doors, targets = self._awaited()
+        timeout_s = 0.0 if begun is not None else self._patience_s
         ready = pulled = None
-        try:
-            timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
-            timeout_s = min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
-            timeout_s = timeout_s if begun is None and not self._copies and not self._ahead.is_busy else 0.0
+        with contextlib.suppress(DeadlineError):
             ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
-        except DeadlineError:
-            if begun is None:
-                self._copy(0)
-                self._read_control()
-                return
         if pulled is not None:
             self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
@@ -170,6 +168,22 @@ class MemoryWorker:
             self._open(doors[ready], waiting)
         elif begun is not None:
             self._go_on(*begun)
+        elif pulled is None:
+            self._copy(0)
+            self._read_control(PLAN_SLICE_S if self._early else 0.0)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for messages of the data plane while no piece is at work."""
+        if self._copies or self._ahead.is_busy or self._early:
+            return 0.0
+        timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
+        return min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
+
+    def _begun(self) -> tuple[Lane, Iterator[None]] | None:
+        """Return a piece that was begun, of the earliest step: later ones may wait for it."""
+        lanes = [(lane, lane.work) for lane in self._lanes if lane.work is not None]
+        return min(lanes, key=lambda one: one[0].steps[0].plan.step) if lanes else None
 
     @property
     def _copying(self) -> bool:
@@ -192,11 +206,12 @@ class MemoryWorker:
         if self._tier is not None:
             self._tier.drop()
         self._store.truncate(message.kept)
+        self._early.clear()
         for lane in self._lanes:
             lane.drop()
         self._hub.restart(topology)
         self._channels = {name: self._channels[name] for name in topology.computes}
-        self._slots.keep(self._channels)
+        self._slots.unmap_others(self._channels)
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin_epoch(topology)
@@ -213,9 +228,10 @@ class MemoryWorker:
         new = [name for name in topology.computes if name not in kept and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._channels = kept | joined
-        self._slots.keep(kept)
+        self._slots.unmap_others(kept)
         self._slots.register_channels(joined.values())
         self._doors = [door for door in self._doors if door.channel.name in kept]
+        self._early = {door: deadline for door, deadline in self._early.items() if door in self._doors}
         self._doors += [Door(self._channels[name], slot) for slot in range(SLOTS) for name in new]
         self._migrations.change(self._others(topology.memories))
         self._pipeline, self._computes = topology.pipeline, topology.computes
@@ -235,6 +251,8 @@ class MemoryWorker:
     def _awaited(self) -> tuple[list[Door], list[Target]]:
         """Return the doors at which a piece of a request may arrive, and what announces it; behind that, credits."""
         doors = [door for door in self._doors if door.slot in door.channel.awaited]
+        if self._early:
+            doors = [door for door in doors if door not in self._early]
         return doors, [door.channel.awaited[door.slot] for door in doors] + self._hub.credits
 
     def _open(self, door: Door, waiting: int) -> None:
@@ -249,9 +267,13 @@ class MemoryWorker:
             if self._hub.keeping:
                 self._hub.go_on()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
-        request = door.request
-        self._timeline.record_span("wait", request.lane, waiting)
-        if not self._wait_for_step(request.lane):
+        self._timeline.record_span("wait", door.request.lane, waiting)
+        self._enter(door, door.request)
+
+    def _enter(self, door: Door, request: Arrival) -> None:
+        """Serve a piece that has arrived, unless its plan has not."""
+        if not self._has_step(request.lane):
+            self._postpone(door)
             return
         lane = self._lanes[request.lane]
         turn = lane.steps[0].plan.turn + lane.layer
@@ -265,19 +287,37 @@ class MemoryWorker:
         self._receive(lane, door, request)
 
     def _leave(self, door: Door) -> bool:
-        """True if the message at this door is the device's, or the device has taken it already."""
+        """Return whether the message at this door is left alone: the device serves it or has served it, or its plan has
+        not arrived."""
         self._ahead.advance(self._lanes)  # it may have answered the one before in this slot
         number = door.channel.lane_at(door.slot)
-        if number is None or not self._wait_for_step(number):
+        if number is None:
+            return True
+        if not self._has_step(number):
+            self._postpone(door)
             return True
         return self._ahead.take(self._lanes[number], door.channel, door.slot)
 
-    def _wait_for_step(self, lane: int) -> bool:
-        """Wait for the plan of a lane's message, which may overtake it; False if the epoch or the worker ends first."""
-        deadline, epoch = time.monotonic() + PLAN_TIMEOUT_S, self._fence.epoch
-        while self._running and self._fence.epoch == epoch and not self._has_step(lane):
-            self._handle(self._control.receive(deadline - time.monotonic()))
-        return self._running and self._fence.epoch == epoch
+    def _postpone(self, door: Door) -> None:
+        """Leave a request in its slot until its plan has arrived, and serve others meanwhile."""
+        self._early[door] = time.monotonic() + PLAN_TIMEOUT_S
+
+    def _open_early(self) -> bool:
+        """Open a door whose request has waited for its plan, if that has arrived. Raises DeadlineError."""
+        for door, deadline in self._early.items():
+            number = door.channel.lane_at(door.slot) if door.request is None else door.request.lane
+            if number is None or self._has_step(number):
+                del self._early[door]
+                if door.request is None:
+                    self._open(door, self._timeline.now())
+                else:
+                    self._enter(door, door.request)
+                return True
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"no plan for a request of {door.channel.name} in lane {number} within {PLAN_TIMEOUT_S:g} s"
+                )
+        return False
 
     def _has_step(self, lane: int) -> bool:
         """Return whether a lane has a step to run. It may be one of a compute worker that has joined, and unknown so
@@ -299,15 +339,53 @@ class MemoryWorker:
         self._puller.add_body(door.channel.name, request.fetched_at + begin, into, lambda: self._begin(lane))
 
     def _begin(self, lane: Lane) -> None:
-        """Serve the piece of a request that has arrived, or its first cut."""
+        """Serve the piece of a request that has arrived, or its first cut. If the request may have to wait for other
+        lanes, begin once all of it is here and they have stored what it attends to."""
+        step, door = lane.steps[0], lane.door
+        if step.rows.pulled and step.pieces[lane.piece].keeps and door is not None and door.request is not None:
+            self._pull(door.request, lane.layer, step)
+        if not step.order.after:
+            self._serve_cut(lane, self._start(lane, (lane.piece,)))
+        elif lane.piece < len(step.pieces) - 1:
+            self._advance(lane, answered=False)
+        elif earlier := step.order.missing(lane.layer):
+            if door is not None and door.request is not None:
+                lane.door = door.set_aside()
+            lane.parked = True
+            for storing in earlier:
+                self._puller.fetch_first(storing.door, storing.turn + lane.layer)
+        else:
+            self._serve_cut(lane, self._start(lane, range(len(step.pieces))))
+
+    def _unpark(self) -> None:
+        """Let requests begin whose sequences have reached their watermarks."""
+        for lane in self._lanes:
+            if lane.parked and not lane.steps[0].order.missing(lane.layer):
+                lane.parked = False
+                self._start(lane, range(len(lane.steps[0].pieces)))
+
+    def _start(self, lane: Lane, pieces: Sequence[int]) -> Iterator[None]:
+        """Return the work on pieces that have arrived, now the lane's."""
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
-        if lane.piece == 0 and not self._place(lane, shape) and lane.out.shape != shape:
+        if 0 in pieces and not self._place(lane, shape) and lane.out.shape != shape:
             lane.out, lane.lse = self._store.device.results(queries, spec)
         body = lane.door.body if lane.door is not None else memoryview(b"")
-        lane.work = self._store.serve(lane.layer, step, lane.piece, body, lane.out, lane.lse)
-        self._serve_cut(lane, lane.work)
+        works = [self._store.serve(lane.layer, step, piece, body, lane.out, lane.lse) for piece in pieces]
+        lane.work = work = works[0] if len(works) == 1 else itertools.chain.from_iterable(works)
+        return work
+
+    def _pull(self, request: Arrival, layer: int, step: StepTables) -> None:
+        """Begin to pull K and V of prompt chunks, which others may wait for."""
+        request.readers += 1
+
+        def on_done() -> None:
+            request.end_reading()
+            self._store.watermarks.on_fetched(step.order, layer)
+            self._unpark()
+
+        self._puller.request_pull(request.channel.name, request.bulk_at, layer, step, on_done)
 
     def _place(self, lane: Lane, shape: tuple[int, int, int]) -> bool:
         """Let the next reply be written where its receiver reads it, if that is possible and it follows at once: until
@@ -363,23 +441,18 @@ class MemoryWorker:
         step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
         if door is not None and door.request is not None:
             self._store.device.settle()
-            self._give_back(door, door.request, lane.layer, step)
+            door.request.free()
+            door.request.end_reading()
+            door.clear()
+        if step.order.stores is not None:
+            self._store.watermarks.on_attended(step.order, lane.layer)
+            self._unpark()
         lane.door = None
         ends = lane.layer == len(self._store.attentions) - 1
         parts = [lane.out, lane.lse] if len(step.rows.queries) else []
         lane.reply = Reply(self._receiver(lane), parts, turn, turn if ends else -1, lane.slot)
         lane.leave_slot()
         self._answer(lane)
-
-    def _give_back(self, door: Door, request: Arrival, layer: int, step: StepTables) -> None:
-        """Give back the slot of a request, and its region once K and V of prompt chunks have been pulled from it."""
-        channel, number = request.channel, request.number
-        channel.free(door.slot)
-        door.request, door.body = None, memoryview(b"")
-        if step.rows.pulled:
-            self._puller.add(channel.name, request.bulk_at, layer, step, lambda: channel.fetched(number))
-        elif request.fetched_at >= 0:
-            channel.fetched(number)
 
     def _answer(self, lane: Lane) -> None:
         """Send the lane's reply, if it has one that may be sent."""
@@ -412,9 +485,10 @@ class MemoryWorker:
             lane.steps.popleft()
             self._read_control()  # compute workers are busy with the last slice: the best time to prepare a step
 
-    def _read_control(self) -> None:
-        while self._running and (message := self._control.poll()) is not None:
+    def _read_control(self, timeout_s: float = 0.0) -> None:
+        while self._running and (message := self._control.poll(timeout_s)) is not None:
             self._handle(message)
+            timeout_s = 0.0
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Stop):

@@ -190,6 +190,19 @@ class PromptBatch:
                 del self._owners[one]
         return shared
 
+    def lendable(self, budget: int) -> Owner | None:
+        """Return the oldest prompt of which another lane may run the next ``budget`` tokens: its own lane runs the
+        last chunk, which draws, and tokens that were generated before its KV was dropped."""
+        for one, group in self._owners.items():
+            if not group.forked and one.left > budget and one.cached + budget <= group.prompt_length:
+                return group, one
+        return None
+
+    def lend(self, one: Completion, tokens: int) -> None:
+        """Let another lane run the next ``tokens`` of a completion."""
+        one.cached += tokens
+        self._note(one)
+
     def split(self, budget: int) -> dict[Completion, int]:
         """Return what ``share`` would give each. Changes nothing."""
         if budget <= 0 or not self._owners:

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Completion, Group, Owner
 from lamina.core.segments import forked
 from lamina.core.steps import DecodeRows, Fork, SequenceStep, StepPlan
@@ -18,11 +19,18 @@ from lamina.schedule.waiting import Seats
 
 @dataclass(eq=False, slots=True)
 class Planned:
-    """A step in flight, with the owners of its rows: sequences that decode, and those that chunks draw for."""
+    """A step in flight, with the owners of its rows.
+
+    Attributes:
+        decoding: of sequences that decode.
+        prompted: of sequences that chunks draw for.
+        borrowed: the request of another lane whose chunk it runs.
+    """
 
     plan: StepPlan
     decoding: Mapping[int, Owner]
     prompted: dict[int, Owner]
+    borrowed: Group | None = None
 
     def drawn(self, members: Mapping[int, Owner]) -> Mapping[int, Owner]:
         """Return the completions that draw a token and continue, by sequence. ``members``: the sequences that decode in
@@ -43,11 +51,13 @@ class Lane:
     longest: int | None = None
     number: int = 0
     pace: Pace | None = None
+    role: LaneRole = "both"
     running: dict[Group, None] = field(default_factory=dict)  # all requests
     dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)  # ordered by the policy
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
+    received: dict[Group, None] = field(default_factory=dict)  # of ``prompted``: another lane ran their prompts
     prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
     decoding: DecodeBatch = field(init=False)
     finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
@@ -84,9 +94,10 @@ class Lane:
         return rows, *self._chunks(budget)
 
     def forks(self) -> list[Fork]:
-        """Sequences that have run all tokens that they had start to decode; prompts are shared first."""
+        """Sequences that have run all tokens that they had start to decode; prompts are shared first. In a lane for
+        prompts, they wait for ``pop_computed``."""
         forks = []
-        for group, first in self.prompted:
+        for group, first in self.prompted if self.role != "prefill" else ():
             starting = [first]
             if not group.forked:
                 starting = group.completions
@@ -101,10 +112,41 @@ class Lane:
                     continue
                 if completion.left:
                     self.prompts.add(group, completion)
+                elif group in self.received:  # its last token was drawn elsewhere, and is known
+                    self.decoding.resume(group, completion, completion.goal)
                 elif not group.searches:
                     self.decoding.join(group, completion, completion.goal)
-        self.prompted.clear()
+        if self.role != "prefill":
+            self.prompted.clear()
+            self.received.clear()
         return forks
+
+    def pop_computed(self, fits: Callable[[Group], bool]) -> list[Owner]:
+        """Remove and return the requests whose prompts have been computed, with their first completions, if a lane that
+        decodes ``fits`` them."""
+        busy = {group for group, _ in self.finished}
+        alive = [(group, first) for group, first in self.prompted if group.alive and group in self.running]
+        ready = [
+            (group, first)
+            for group, first in alive
+            if self.completed >= group.until
+            and not group.lent
+            and group not in busy
+            and group not in self.prompts_run
+            and fits(group)
+        ]
+        self.prompted = [owner for owner in alive if owner not in ready]
+        for group, _ in ready:
+            del self.running[group]
+        return ready
+
+    def receive(self, group: Group, first: Completion) -> None:
+        """Continue a request whose prompt another lane has run."""
+        self.running[group] = self.received[group] = None
+        for completion in group.completions:  # steps are counted from 0 in each lane
+            completion.until = 0
+        self.histories |= group.histories
+        self.prompted.append((group, first))
 
     def prompts_computed(self) -> list[Group]:
         """Requests whose prompts have been computed since the last call: their steps have completed."""
@@ -112,12 +154,6 @@ class Lane:
         if computed:
             self.prompts_run = [group for group in self.prompts_run if self.completed < group.until]
         return computed
-
-    def ran(self, completion: Completion) -> int:
-        """Return the number of a completion's prompt tokens whose steps have completed."""
-        chunks = (chunk for planned in self.in_flight for chunk in planned.plan.chunks)
-        starts = (chunk.start for chunk in chunks if chunk.sequence == completion.sequence)
-        return min(starts, default=completion.cached)
 
     def _chunks(self, budget: int) -> tuple[list[SequenceStep], dict[int, Owner]]:
         """Return the next chunks of prompts, at most ``budget`` tokens, and the completions they draw for."""
@@ -131,10 +167,22 @@ class Lane:
                 self.prompts_run.append(group)
                 draws = {one.sequence: (group, one) for one in group.draws_after(completion)}
                 drawing |= draws
-            start = completion.cached - count
-            tokens = group.known_tokens(completion, start, completion.cached)
-            chunks.append(SequenceStep(completion.sequence, start, tokens, list(draws)))
+            chunks.append(_chunk(group, completion, count, list(draws)))
         return chunks, drawing
+
+    def borrow(self, lenders: Iterable["Lane"], most: int) -> tuple[SequenceStep, Group] | None:
+        """Return the next chunk of a prompt of another lane, at most ``most`` tokens, and its request; None without
+        one. It is run at the same time as the prompt's chunks before it, one attention behind."""
+        for lender in lenders:
+            budget = most
+            if self.pace is not None and lender.prompts:
+                budget = self.pace.budget(self.number, False, lender.prompts, most)
+            if (owner := lender.prompts.lendable(budget)) is not None:
+                group, completion = owner
+                lender.prompts.lend(completion, budget)
+                group.lent += 1
+                return _chunk(group, completion, budget, []), group
+        return None
 
     def held(self, group: Group) -> dict[str, int]:
         """KV tokens that are reserved for a request, by memory worker; without those that it shares with others."""
@@ -166,7 +214,10 @@ class Lane:
 
     def retire(self) -> list[Group]:
         """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
-        retired = [owner for owner in self.finished if self.completed >= max(owner[0].until, owner[1].until)]
+        done = self.completed
+        retired = [
+            (group, one) for group, one in self.finished if not group.lent and done >= max(group.until, one.until)
+        ]
         for group, completion in retired:
             completion.retired = True
             group.seats -= 1
@@ -200,6 +251,7 @@ class Lane:
             self.running,
             self.prompts,
             self.prompted,
+            self.received,
             self.prompts_run,
             self.ending,
             self.histories,
@@ -234,12 +286,16 @@ class Lane:
             else:
                 self.prompted.append((group, completion))
 
-    def withdraw(self) -> None:
-        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more."""
-        owners = {one.sequence: (group, one) for group in self.running for one in group.completions}
+    def withdraw(self, owners: Mapping[int, Owner]) -> None:
+        """Steps in flight count as never planned, and all that waited for them to complete as waiting no more.
+
+        ``owners``: of the sequences of all lanes.
+        """
         for chunk in (chunk for planned in reversed(self.in_flight) for chunk in planned.plan.chunks):
             group, completion = owners[chunk.sequence]
-            group.withdraw(completion, chunk.start)
+            group.lent = 0
+            if chunk.start < completion.cached:  # else an earlier chunk of it has been withdrawn, in another lane
+                group.withdraw(completion, chunk.start)
         self.in_flight.clear()
         self.completed = self.decoding.steps
         self.rest()
@@ -273,6 +329,19 @@ class Lane:
                     placement.free_slots(worker, tokens - kept.get(worker, 0))
 
 
+def _chunk(group: Group, completion: Completion, tokens: int, draws: list[int]) -> SequenceStep:
+    """Return the last ``tokens`` of those that planned steps of a completion run."""
+    start = completion.cached - tokens
+    return SequenceStep(completion.sequence, start, group.known_tokens(completion, start, completion.cached), draws)
+
+
+def ran(lanes: Iterable[Lane], completion: Completion) -> int:
+    """Return the number of a completion's prompt tokens whose steps have completed."""
+    chunks = (chunk for own in lanes for planned in own.in_flight for chunk in planned.plan.chunks)
+    starts = (chunk.start for chunk in chunks if chunk.sequence == completion.sequence)
+    return min(starts, default=completion.cached)
+
+
 def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], bool]) -> None:
     """Deal all requests out to the lanes of ``seats``, which are empty: those with most sequences first. No step is in
     flight. Those that may not run keep their KV."""
@@ -283,7 +352,8 @@ def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], b
     for own in lanes:
         own.clear()
     for group in groups:
-        group.lane, group.until = seats.emptiest, 0
+        decodes = group.searches or group.forked
+        group.lane, group.until = seats.emptiest_to_decode if decodes else seats.emptiest, 0
         seats.add_sequences(group.lane, group.seats, group.request.client)
         own = lanes[group.lane]
         own.take_over(group, group in dealt, not may_run(group))

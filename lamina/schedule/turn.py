@@ -26,35 +26,51 @@ class Answers:
     """Steps that have not been answered yet, and answers that arrived early.
 
     Consecutive steps of a lane may end on different replicas, so an answer may overtake the one to the step before,
-    whose tokens come first.
+    whose tokens come first. So may the answers to chunks of a prompt in several lanes: a chunk completes after all that
+    come before it.
     """
 
     def __init__(self) -> None:
-        self._awaited: dict[int, collections.deque[int]] = {}  # steps with sequences, by lane
-        self._early: dict[int, StepDone] = {}
+        self._awaited: dict[int, collections.deque[int]] = {}  # steps with sequences, by lane and by ``~sequence``
+        self._early: dict[int, tuple[StepPlan, StepDone]] = {}  # by step
 
     def expect(self, plan: StepPlan) -> None:
         """A step is about to be sent to its workers."""
         if plan.runs:
-            self._awaited.setdefault(plan.lane, collections.deque()).append(plan.step)
+            for order in _orders(plan):
+                self._awaited.setdefault(order, collections.deque()).append(plan.step)
 
     def pop_ready(self, plan: StepPlan, done: StepDone) -> list[StepDone]:
-        """Return the answers of this lane that are usable now that ``done`` has come for ``plan``, in the order of its
-        steps.
+        """Return the answers that are usable now that ``done`` has come for ``plan``, in the order of steps.
 
         A step without sequences neither waits for others nor makes others wait.
         """
         if not plan.runs:
             return [done]
-        awaited = self._awaited[plan.lane]
-        if not self._early and awaited[0] == done.step:  # nearly always
-            awaited.popleft()
+        if not self._early and not plan.chunks and self._awaited[plan.lane][0] == done.step:  # nearly always
+            self._awaited[plan.lane].popleft()
             return [done]
-        self._early[done.step] = done
+        self._early[done.step] = plan, done
         ready = []
-        while awaited and awaited[0] in self._early:
-            ready.append(self._early.pop(awaited.popleft()))
+        while first := next((one for one in self._early.values() if self._is_first(one[0])), None):
+            ready.append(self._pop(*first))
         return ready
+
+    def _is_first(self, plan: StepPlan) -> bool:
+        return all(self._awaited[order][0] == plan.step for order in _orders(plan))
+
+    def _pop(self, plan: StepPlan, done: StepDone) -> StepDone:
+        del self._early[plan.step]
+        for order in _orders(plan):
+            self._awaited[order].popleft()
+            if not self._awaited[order]:
+                del self._awaited[order]
+        return done
+
+
+def _orders(plan: StepPlan) -> list[int]:
+    """Return the orders that a step is part of: that of its lane, and of the chunks of each of its prompts."""
+    return [plan.lane, *(~chunk.sequence for chunk in plan.chunks)]
 
 
 DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
@@ -120,6 +136,7 @@ class Turn:
             overcommit,
             window,
             POLICIES[balance]() if balance in POLICIES and placement.moves else None,
+            pipeline.role,
         )
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = 0.0
@@ -248,8 +265,9 @@ class Turn:
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)
         scheduler, depth = self.scheduler, self._depth
         scheduler.advance(now)
-        for lane in scheduler.plannable(depth):
-            while scheduler.in_flight(lane) < depth and (plan := scheduler.plan(lane)) is not None:
-                self._answers.expect(plan)
-                self.in_flight[plan.step] = plan
-                yield plan
+        for steps in range(1, depth + 1):  # all lanes begin before any has its next step: they may share a prompt
+            for lane in scheduler.plannable(depth):
+                if scheduler.in_flight(lane) < steps and (plan := scheduler.plan(lane)) is not None:
+                    self._answers.expect(plan)
+                    self.in_flight[plan.step] = plan
+                    yield plan

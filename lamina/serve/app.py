@@ -1,6 +1,5 @@
 """The OpenAI-compatible HTTP application for one engine."""
 
-import asyncio
 import functools
 import time
 
@@ -11,11 +10,10 @@ from starlette.types import ASGIApp
 import lamina
 from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
-from lamina.observe.metrics import CONTENT_TYPE, Metrics
-from lamina.serve import admin, gate, http_errors, pages, token_routes
+from lamina.observe.metrics import Metrics, Traffic
+from lamina.serve import admin, gate, http_errors, monitoring, pages, token_routes
 from lamina.serve.fields import IgnoredLog
 from lamina.serve.generation import respond
-from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
 from lamina.serve.messages_api import (
     COUNT_PATH,
@@ -26,7 +24,6 @@ from lamina.serve.messages_api import (
 )
 from lamina.serve.openai_answers import ChatWriter, CompletionWriter
 from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
-from lamina.serve.placement import placement_of
 from lamina.serve.request_log import RequestLog
 from lamina.serve.requests import read_chat, read_completion, require_model
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesWriter, read_response
@@ -46,65 +43,49 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     app.add_middleware(BoundedBodies, limit=body_limit(engine.max_model_len))
     gate.install(app, config)
     intake = Intake()
-    ignored = IgnoredLog()
     metrics = Metrics(engine)
+
+    _install_answers(app, engine, metrics.traffic, intake)
+    _install_models(app, engine)
+    monitoring.install(app, engine, metrics)
+    pages.install(app, engine, metrics)
+    token_routes.install(app, engine, intake)
+    admin.install(app, engine, owner)
+    app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
+    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
+
+
+def _install_answers(app: FastAPI, engine: Runtime, traffic: Traffic, intake: Intake) -> None:
+    """Add the routes that generate text to ``app``."""
+    ignored = IgnoredLog()
 
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, CompletionWriter, wanted)
+        return await respond(request, engine, traffic, CompletionWriter, wanted)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, ChatWriter, wanted)
-
-    _install_models(app, engine)
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> Response:
-        """200 while all workers respond. 503: "degraded", with the silent workers, or why the engine has stopped."""
-        stats = await asyncio.to_thread(engine.stats)
-        if stats.dead is not None:
-            raise APIError(503, f"the engine has stopped: {first_line(stats.dead)}", code="engine_dead")
-        requests = {"running": stats.running, "waiting": stats.waiting}
-        if stats.silent:  # new requests wait for these workers, and fail if they do not come back
-            silent = {worker: round(seconds, 1) for worker, seconds in stats.silent.items()}
-            return JSONResponse({"status": "degraded", **requests, "silent_s": silent}, status_code=503)
-        return JSONResponse({"status": "ok", **requests})
-
-    @app.head("/metrics", include_in_schema=False)
-    @app.get("/metrics")
-    async def metrics_text() -> Response:
-        """Metrics for Prometheus."""
-        return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE)
-
-    @app.head("/placement", include_in_schema=False)
-    @app.get("/placement")
-    async def placement() -> Response:
-        """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
-        return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
-
-    pages.install(app, engine, metrics)
+        return await respond(request, engine, traffic, ChatWriter, wanted)
 
     @app.post(RESPONSES_PATH)
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's responses."""
         wanted = await intake.decode_in_thread(request, functools.partial(read_response, engine))
         ignored.report(wanted.ignored)
-        return await respond(request, engine, metrics.traffic, ResponsesWriter, wanted)
+        return await respond(request, engine, traffic, ResponsesWriter, wanted)
 
     @app.post(MESSAGES_PATH)
     async def messages(request: Request) -> Response:
         """Answer a conversation, in the form of Anthropic's messages."""
         with as_anthropic_errors():
             wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine))
-            return await respond(request, engine, metrics.traffic, MessagesWriter, wanted)
+            return await respond(request, engine, traffic, MessagesWriter, wanted)
 
     @app.post(COUNT_PATH)
     async def count_tokens(request: Request) -> Response:
@@ -112,11 +93,6 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
         with as_anthropic_errors():
             wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine, counting=True))
             return JSONResponse({"input_tokens": len(wanted.prompts[0])})
-
-    token_routes.install(app, engine, intake)
-    admin.install(app, engine, owner)
-    app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
-    return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
 
 
 def _install_models(app: FastAPI, engine: Runtime) -> None:

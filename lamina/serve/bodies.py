@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -92,6 +92,7 @@ class CompletionBody(Body, kw_only=True):
 
     prompt: list[Prompt]
     echo: bool | None = None
+    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: int | None = None
 
 

@@ -39,11 +39,8 @@ WITHOUT_EFFECT = frozenset(
 )
 
 _EITHER: dict[str, Sequence[Any]] = {
-    "logit_bias": ({},),
     "spaces_between_special_tokens": (True,),
     "bad_words": ([],),
-    "allowed_token_ids": (),
-    "truncate_prompt_tokens": (),
     "truncation_side": (),
     "prompt_logprobs": (),
     "logits_processors": ([],),
@@ -89,7 +86,11 @@ _CHAT: dict[str, Sequence[Any]] = {
 """Fields of chats, as completions may have them."""
 
 UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | _CHAT | {"add_special_tokens": (True,)}
-UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {"add_special_tokens": (False,), "echo": (False,)}
+UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "truncate_prompt_tokens": (),
+}
 
 
 def has_no_effect(value: Any, neutral: Sequence[Any]) -> bool:

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from lamina.core.types import (
+    MAX_BIASED_TOKENS,
     MAX_CHOICES,
     MAX_SALT_LENGTH,
     MAX_STOP_LENGTH,
@@ -99,6 +100,18 @@ _BOUNDS: Mapping[str, Schema] = {
     },
     "early_stopping": {"enum": [True, False, "never", None]},
     "structured_outputs": {"anyOf": [{"type": "null"}, *map(_only, _STRUCTURED)]},
+    "logit_bias": {
+        "type": ["object", "null"],
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        "maxProperties": MAX_BIASED_TOKENS,
+    },
+    "allowed_token_ids": {
+        "type": ["array", "null"],
+        "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
+        "minItems": 1,
+        "maxItems": MAX_BIASED_TOKENS,
+    },
     "guided_regex": {"minLength": 1},
     "guided_choice": {"items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": MAX_CHOICES},
     "guided_grammar": {"minLength": 1},
@@ -123,7 +136,7 @@ _BOUNDS: Mapping[str, Schema] = {
 }
 """What the types of fields do not say."""
 
-_WHOLE = ("stop", "early_stopping", "structured_outputs", "response_format")
+_WHOLE = ("stop", "early_stopping", "structured_outputs", "response_format", "logit_bias", "allowed_token_ids")
 """Fields whose types say nothing that their bounds do not say."""
 
 _TEXT_PART = {
@@ -292,6 +305,8 @@ _BEAMS = [
                 frequency_penalty=[0],
                 repetition_penalty=[1],
                 logprobs=[False],
+                logit_bias=[{}],
+                allowed_token_ids=(),
                 **_MATCH,
             )["properties"],
         },

@@ -77,6 +77,8 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     params = _sampling_params(body, engine.sampling_defaults, {}, logprobs=body.logprobs, max_tokens=limit)
     tokenizer, longest = engine.tokenizer, engine.max_model_len
     prompts = [encode_prompt(tokenizer, p, longest) if isinstance(p, str) else p for p in body.prompt]
+    if (most := body.truncate_prompt_tokens) is not None:
+        prompts = [prompt[-most:] for prompt in prompts]
     if scored:
         _require_scorable(prompts, params, longest)
     skip = params.skip_special_tokens
@@ -129,7 +131,8 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         )
     given: dict[str, Any] = {"logprobs": logprobs, "max_tokens": limit}
     if form.needs_special(engine.tokenizer.special_texts.values(), bool(body.tools) and choice != "none"):
-        given["skip_special_tokens"] = False
+        skips = body.sampling.pop("skip_special_tokens", False)
+        given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
     params = _sampling_params(body, defaults, api_names, calls, **given)
     parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
     prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)

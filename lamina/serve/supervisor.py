@@ -44,8 +44,7 @@ from lamina.control.agent_messages import (
 )
 from lamina.control.liveness import Restarts
 from lamina.control.secret import Secret, configured, new
-from lamina.core import errors
-from lamina.core.errors import EngineDeadError, LaminaError, TransportError, UserError
+from lamina.core.errors import EngineDeadError, LaminaError, TransportError, user_error
 from lamina.serve.frontend_processes import collected
 from lamina.transport.listener import LOOPBACK
 
@@ -103,7 +102,7 @@ class Supervisor:
             if signals:
                 signal.raise_signal(signals[0])
             if self._refusal is not None:
-                raise _error(self._refusal)
+                raise user_error(self._refusal.kind, self._refusal.reason) or LaminaError(self._refusal.reason)
             if self.dead is not None:
                 raise LaminaError(f"the engine could not start: {self.dead}")
         except BaseException:
@@ -276,11 +275,3 @@ class Supervisor:
         with self._sending, contextlib.suppress(OSError):
             if self._line is not None:
                 send(self._line, message)
-
-
-def _error(refusal: EngineStopped) -> LaminaError:
-    """Return the error of an engine that could not start, as it was raised there."""
-    kind = getattr(errors, refusal.kind, None)
-    if isinstance(kind, type) and issubclass(kind, UserError):
-        return kind(refusal.reason)
-    return LaminaError(refusal.reason)

@@ -264,3 +264,30 @@ def test_masked_tokens_are_no_error_but_an_empty_choice_is() -> None:
 def test_rows_must_match_logits() -> None:
     with pytest.raises(ValueError, match=r"shape \[2, 60\]; 1 rows need \[1, vocabulary\]"):
         sample(random_logits(2), [Row(0, SamplingParams())])
+
+
+def test_biases_and_allowed_tokens_change_what_is_drawn() -> None:
+    logits = random_logits(3)
+    token = int(logits[0].argmin())
+    params = [
+        SamplingParams(temperature=0.0, logit_bias={token: 100.0, VOCABULARY + 5: 100.0}, logprobs=0),
+        SamplingParams(temperature=0.0, allowed_token_ids=[token, 3, VOCABULARY + 5]),
+        SamplingParams(temperature=0.0),
+    ]
+    before = logits.clone()
+    draws = sample(logits, [Row(number, each) for number, each in enumerate(params)])
+    best = max((token, 3), key=lambda one: float(logits[1, one]))
+    assert [draw.token for draw in draws] == [token, best, int(logits[2].argmax())]
+    assert torch.equal(logits, before)
+    ((reported,),) = [unpack(draws[0].logprobs)]
+    assert reported.logprob == pytest.approx(float(logits[0].log_softmax(-1)[token]), abs=1e-5)  # without the bias
+
+
+def test_forced_tokens_are_drawn_first() -> None:
+    logits = random_logits(2)
+    params = SamplingParams(temperature=0.0, forced_token_ids=[4, 5], logprobs=0)
+    draws = sample(logits, [Row(0, params, generated=1), Row(1, params, generated=2)])
+    assert [draw.token for draw in draws] == [5, int(logits[1].argmax())]
+    ((reported,),) = [unpack(draws[0].logprobs)]
+    assert reported.token_id == 5
+    assert reported.logprob == pytest.approx(float(logits[0].log_softmax(-1)[5]), abs=1e-5)

@@ -1,18 +1,23 @@
 """Which workers may leave, and how often lost ones are replaced."""
 
 from typing import cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.cluster.conversations import Workers
+from lamina.cluster.pool import PoolChange
 from lamina.control.liveness import MOST_WAIT_S, WINDOW_S, Restarts
 from lamina.control.sockets import ControlServer
-from lamina.core.errors import ConfigError
+from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
+from lamina.engine.joins import Joiner, Stage
 from lamina.engine.leaves import Leaves
+from lamina.engine.pools import Pools, Resize
+from lamina.kv.placement import Placement
 from tests.support.schedules import plan_of, request, scheduler
 
 TOPOLOGY = Topology(
@@ -54,3 +59,33 @@ def test_replacements_are_bounded_and_wait_longer_and_longer(most: int, losses: 
         if at is not None:
             assert at == now + (min(2.0 ** (len(recent) - 1), MOST_WAIT_S) if recent else 0.0)
             allowed.append(now)
+
+
+def pools_of(topology: Topology) -> Pools:
+    """Pools whose launcher starts nothing, and whose memory workers are empty at once."""
+    turn = Mock()
+    turn.in_flight, turn.scheduler.requests = {}, []
+    turn.scheduler.is_drained = lambda name: True
+    turn.scheduler.placement = Placement(topology.capacities)
+    control, workers, fabric = Mock(), Mock(), Mock(compute_setup=Mock(local=False), start_s=60.0)
+    control.liveness.awake_s = 0.0
+    control.liveness.lost = workers.ended = lambda: {}
+    workers.wishes = lambda: ()
+    return Pools(control, workers, fabric, topology, turn, lambda following: 1, lambda host: 0, 8, topology.sizes)
+
+
+def test_an_emptied_worker_stays_while_the_other_pool_has_none() -> None:
+    """A topology has members of both roles whenever one leaves: the replacement enters first."""
+    pools = pools_of(TOPOLOGY)
+    pools.resize({"memory": PoolChange(-1, "")}, Resize())
+    pools.on_workers_lost({"compute0": TransportError("killed")}, TOPOLOGY.without(["compute0"]))
+    pools.turn(steady=True)
+    assert pools.topology.memories == TOPOLOGY.memories and pools.states["memory0"] == "draining"
+
+
+def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:
+    joins = pools_of(TOPOLOGY)._joins
+    assert not joins.is_linking
+    for stage, links in zip(Stage, (False, False, True, True), strict=True):
+        joins._joiners["memory2"] = Joiner("memory2", "memory", 0.0, Mock(), Mock(), stage)
+        assert joins.is_linking == links

@@ -87,7 +87,7 @@ class Control:
                 raise DeadlineError("no message")
             return self.inbox.popleft()
 
-    def poll(self) -> Any:
+    def poll(self, timeout_s: float = 0.0) -> Any:
         return self.inbox.popleft() if self.inbox else None
 
 

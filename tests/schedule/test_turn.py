@@ -99,7 +99,7 @@ class Driver:
         early = StepDone(plan.step, [], rows=rows, busy_s=self.chance.random(), waited_s=self.chance.random())
         for done in self.turn.in_order(early):
             if rows:
-                self.completed.setdefault(plan.lane, []).append(done.step)
+                self.completed.setdefault(self.turn.in_flight[done.step].lane, []).append(done.step)
             for group, completion in self.turn.complete(done).values():
                 name = group.request.request_id
                 assert name in self.live and not completion.finished, "a token for a request that has ended"

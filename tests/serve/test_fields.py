@@ -118,7 +118,6 @@ def test_values_without_effect_are_accepted(server: Running) -> None:
         ("best_of", 0),
         ("modalities", ["text", "audio"]),
         ("modalities", []),
-        ("logit_bias", {"5": 0}),
         ("suffix", " "),
         ("truncate_prompt_tokens", 0),
         ("echo", True),

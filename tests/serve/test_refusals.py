@@ -60,7 +60,15 @@ USER = [{"role": "user", "content": "a"}]
             "stop_token_ids",
             "257 token ids; give at most",
         ),
-        (COMPLETION, {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias", "logit_bias is not supported"),
+        (
+            COMPLETION,
+            {"prompt": "a", "logit_bias": {"5": 101}},
+            400,
+            "logit_bias",
+            "logit_bias is 101; give",
+        ),
+        (COMPLETION, {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias", "logit_bias is 'x'; give"),
+        (COMPLETION, {"prompt": "a", "allowed_token_ids": []}, 400, "allowed_token_ids", "is empty; give"),
         (COMPLETION, {"prompt": "a", "stream_options": {}}, 400, "stream_options", "needs stream to be true"),
         (
             COMPLETION,

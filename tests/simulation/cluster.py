@@ -1,4 +1,13 @@
-"""One simulated run: a cluster of the real engine and workers, clients, faults, and what must hold."""
+"""One simulated run: a cluster of the real engine and workers, clients, faults, and what must hold.
+
+Real: bring-up, linking, the engine with its turn, placement and recovery, the pools, and each worker from its set-up
+on, with its loop, links, channels, slab, attention kernels and sampler. Messages have their encoded forms.
+
+Simulated: time, processes, the control plane's sockets, the transport (which behaves as TCP does), and the model.
+
+Left out: frontends, an engine that restarts, disks, replicas of several ranks or stages, local memory, GPUs. The clock
+of the product is replaced in the module ``time``, not passed in.
+"""
 
 import logging
 import random
@@ -26,8 +35,8 @@ from tests.simulation.world import Broken, Task, World
 
 MODEL = directory.find(None)
 TOKENIZER = Tokenizer(MODEL)
-REQUESTS_S = 0.5  # between two requests, on average
-FAULTS_S = 1.0  # between two faults, on average
+REQUESTS_S = 0.25  # between two requests, on average
+FAULTS_S = 0.7  # between two faults, on average
 CALM_S = 240.0  # after the last fault, within which every request must end
 LONGEST = 160
 MOST_OPEN = 16  # requests: clients wait while there are so many
@@ -122,7 +131,7 @@ def faults(seed: int, seconds: float) -> list[Fault]:
     while at < seconds:
         at += chance.expovariate(1 / FAULTS_S)
         kind = chance.choices([*KINDS], [*KINDS.values()])[0]
-        found.append(Fault(len(found), at, kind, chance.choice([0.05, 0.5, 3.0, 8.0, 20.0]), chance.random()))
+        found.append(Fault(len(found), at, kind, chance.choice([0.02, 0.2, 1.0, 3.0, 8.0, 20.0]), chance.random()))
     return found
 
 
@@ -295,7 +304,7 @@ class Simulation:
         limit = self.engine.max_model_len
         params = SamplingParams(
             n=chance.choice([1, 1, 1, 2, 3]),
-            max_tokens=chance.choice([1, 5, 20, 60]),
+            max_tokens=chance.choice([1, 2, 5, 20, 60]),
             temperature=chance.choice([0.0, 1.0, 1.0]),
             stop_token_ids=[chance.randrange(VOCABULARY)],
             ignore_eos=True,
@@ -407,7 +416,7 @@ class Simulation:
                     later(partial(network.unblock, *one))
             case "slow":
                 world.tell(f"FAULT messages from {way[0]} to {way[1]} are slow for {fault.seconds:g} s")
-                network.slow_down(*way, 0.03)
+                network.slow_down(*way, fault.choice)
                 later(lambda: network.slow_down(*way, 0.0))
             case "pause" if self.engine_task is not None:
                 world.tell(f"FAULT stop the engine for {fault.seconds:g} s")

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("greenlet", reason="simulated processes are greenlets: pip install greenlet")
 
 STEPS = 250
-FOUND = {2: 2000, 107: 250}  # seeds that have found faults of the product, with the steps that it took
 
 
 def simulate(*arguments: object) -> str:
@@ -41,12 +40,6 @@ def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = model.expected
     monkeypatch.setattr(cluster, "expected", lambda *given: [*wrong(*given)[:-1], -1])
     assert "is the first that is wrong" in cluster.Simulation(5, [], 50).run().failure
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", FOUND)
-def test_seeds_that_have_found_faults(seed: int) -> None:
-    simulate("--seed", seed, "--steps", FOUND[seed], "--no-shrink")
 
 
 @pytest.mark.slow

@@ -330,7 +330,12 @@ class Cluster:
         return list(range(self.requests[index][0]))
 
     def complete(self, lane: int) -> None:
-        """Complete the oldest step of a lane."""
+        """Complete the oldest step of a lane, after all that run earlier chunks of its prompts in other lanes."""
+        oldest = self._in_flight[lane][0]
+        chunks = {chunk.sequence for chunk in oldest.chunks}
+        for other, plans in enumerate(self._in_flight):
+            while any(plan.step < oldest.step and chunks & {one.sequence for one in plan.chunks} for plan in plans):
+                self.complete(other)
         steps, stops = self._in_flight[lane].pop(0).sequences, dict[int, int]()
         for step in steps:
             self._computed[step.sequence] = step.stop

@@ -200,6 +200,12 @@ _REFUSED = {
     "kv_lora_rank": "latent attention (MLA)",
     "mamba_d_state": "layers with a state of their own",
     "state_size": "layers with a state of their own",
+    "hybrid_override_pattern": "layers of several kinds, some with a state of their own",
+    "layers_block_type": "layers of several kinds, some with a state of their own",
+    "linear_attn_config": "linear attention",
+    "linear_num_value_heads": "linear attention",
+    "attn_type_list": "linear attention",
+    "block_configs": "layers of different sizes",
 }
 _ATTENTION = "attention"
 """Suffix in ``layer_types`` of layers that keep K and V: full, sliding or chunked attention."""
@@ -267,6 +273,8 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
         max_tokens=max_model_len(config),
         weight_dtype=weight_dtype,
         experts=Experts.from_config(name, text, sizes["layers"]),
+        window=_windows(text)[0],
+        windowed=_windows(text)[1],
     )
 
 
@@ -293,6 +301,14 @@ def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, An
     if stored is None:
         return "auto"
     return "int4" if stored.bits == 4 else "fp8" if stored.floats else "int8"
+
+
+def _windows(text: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the window of layers that have one, and their number."""
+    kinds, window = text.get("layer_types"), text.get("sliding_window")
+    if not isinstance(kinds, list) or not isinstance(window, int) or window < 1:
+        return 0, 0
+    return window, sum(str(kind).startswith("sliding") for kind in kinds)
 
 
 def _integer(name: str, config: Mapping[str, Any], keys: tuple[str, ...]) -> int:

@@ -6,17 +6,25 @@ A market either rents (``usd_per_hour`` of a kind) or sells (``usd``, spread ove
 markets are never added.
 """
 
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from lamina.core.errors import ConfigError
 from lamina.planning.plan.hardware import ALIASES, Hardware
 
+_DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 MARKETS = Path(__file__).parent / "markets"
-DEFAULT = "own"
+DEFAULT = "pods"
+"""Somebody who plans before renting rents; ``own`` is for devices that are bought."""
+
+FRESH_DAYS = 90
+"""Prices older than so many days are warned of."""
+
 HOURS_PER_YEAR = 365 * 24
 
 _OF_MARKET = ("market", "includes", "years", "usd_per_kwh", "network_usd", "network", "kinds")
@@ -58,6 +66,19 @@ class Prices:
     def lists(self, kind: str) -> bool:
         """Return whether the market has a price for a kind."""
         return kind in self.entries
+
+    def warnings(self, kinds: Iterable[str], today: date) -> list[str]:
+        """Return a warning for each date of these kinds' prices that is more than FRESH_DAYS ago."""
+        aged: dict[str, list[str]] = {}
+        for kind in dict.fromkeys(kinds):
+            found = _DAY.search(self.entries[kind].date) if kind in self.entries else None
+            if found and (today - date.fromisoformat(found[0])).days > FRESH_DAYS:
+                aged.setdefault(found[0], []).append(kind)
+        return [
+            f"The market {self.name} has prices of {day} for {', '.join(own)}, more than {FRESH_DAYS} days ago: "
+            "compare them with today's, and give yours with --prices FILE."
+            for day, own in aged.items()
+        ]
 
     def usd_per_hour(self, hardware: Hardware, networked: bool = False) -> float:
         """Cost of an hour of one device, with its share of the network if ``networked``.

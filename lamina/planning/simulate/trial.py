@@ -226,7 +226,7 @@ class Course:
                 low, kept = rate, result
             else:
                 high = rate
-            if (low and high <= low * (1 + tolerance)) or high < useless:
+            if (low and high <= low * (1 + tolerance)) or min(high, WORSE * rate) < useless:
                 break
             if low:
                 rate = math.sqrt(low * high) if high < math.inf else low * STEP_UP
@@ -236,7 +236,7 @@ class Course:
                 rate = max(rate, high / 2) if served else high / 2
                 if high > 0.7 * capacity.requests_s:
                     rate = max(rate, high / STEP_UP)
-        if kept is None:
+        if kept is None or low < useless:
             return None
         bracket = high / low - 1 if high < math.inf else STEP_UP - 1
         error = math.hypot(bracket, 0.0 if self.replays else self.chance(requests))

@@ -106,7 +106,7 @@ def test_the_advised_model_is_a_directory_or_clearly_a_placeholder(tmp_path: Pat
         (str(directory / "config.json"), str(directory)),
         (str(tmp_path / "shape.json"), "PATH_TO_shape"),
     ):
-        pools = "--compute h100:1 --memory h20:1 --context 64 --json"
+        pools = "--compute h100:1 --memory l40s:1 --context 64 --json"
         best = json.loads(plan(f"--model {shlex.quote(model)} {pools}"))["recommended"]
         assert parsed(best["launch"])["model"] == launched
 
@@ -122,7 +122,7 @@ def test_json_holds_the_front_with_the_units_in_its_names() -> None:
 
 
 def test_owned_devices_cost_what_they_cost_to_buy() -> None:
-    result = json.loads(plan(f"{PAIR.replace('--prices paper', '')} --json"))["recommended"]
+    result = json.loads(plan(f"{PAIR.replace('--prices paper', '--prices own')} --json"))["recommended"]
     h100, h20 = result["compute"]["workers"], result["memory"]["workers"]
     network = 36_000 / 64 + 675_840 / 512 + 10_908 / 8  # a switch port, cables and NICs for each worker
     owned = h100 * ((36500 + network) / 26280 + 0.084) + h20 * ((12500 + network) / 26280 + 0.048)
@@ -151,7 +151,7 @@ def test_a_market_of_one_s_own(priced: Path) -> None:
         ("--measure cpu.sqlite", "where its profile would be written"),
         (
             "--model Llama-3-8B --compute tpu-v6e --memory h20",
-            "market own has no price for tpu-v6e.*No market.*own has a100-80g",
+            "market pods has no price for tpu-v6e.*No market.*pods has rtx3090",
         ),
         (
             "--model Llama-3-8B --compute h100 --memory h20 --prices aws",

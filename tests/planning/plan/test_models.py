@@ -127,3 +127,29 @@ def test_kv_types_change_what_is_cached_and_nothing_else() -> None:
     many = 2**24  # tokens, so that reading them is all
     ratio = float(narrow.attention_seconds(many, 100)) / float(wide.attention_seconds(many, 100))
     assert ratio == pytest.approx(132 / 256, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"), [("Llama-3-8B", 8.03), ("Llama-3-70B", 70.55), ("Qwen3-32B", 32.76), ("gpt-oss-120b", 116.8)]
+)
+def test_known_models_have_the_published_number_of_parameters(name: str, billions: float) -> None:
+    assert model_shapes.find(name).parameters == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    "key", ["hybrid_override_pattern", "layers_block_type", "linear_attn_config", "attn_type_list", "block_configs"]
+)
+def test_layers_of_several_kinds_are_refused_rather_than_sized_wrongly(key: str) -> None:
+    config = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, key: ["M", "*"]}
+    with pytest.raises(UnsupportedModelError, match=key):
+        model_shapes.from_config("nemotron", config)
+
+
+def test_windows_bound_what_is_attended_to() -> None:
+    full = model_shapes.find("Llama-3-8B")
+    half = replace(full, window=128, windowed=16)
+    device = hardware.load()["h100"]
+    all_tokens, near = (CostModel(shape, device, Fits.load(device)) for shape in (full, half))
+    assert float(near.attention_seconds(64 * 4096, 64)) < 0.7 * float(all_tokens.attention_seconds(64 * 4096, 64))
+    assert near.attention_seconds(64 * 100, 64) == pytest.approx(all_tokens.attention_seconds(64 * 100, 64))
+    assert 0 < float(near.chunk_attention_seconds(2048, 8192)) < float(all_tokens.chunk_attention_seconds(2048, 8192))

@@ -1,6 +1,7 @@
 """Prices: one market at a time, every price with its source, and what is not priced refused by name."""
 
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ HOURS = 3 * 365 * 24
 
 
 def test_every_price_is_of_a_kind_and_says_where_and_when_it_is_from() -> None:
-    assert prices.names() == ["aws", "gcp", "own", "paper", "runpod"]
+    assert prices.names() == ["aws", "gcp", "own", "paper", "pods", "runpod"]
     for name in prices.names():
         market = prices.load(name)
         assert market.entries.keys() <= KINDS.keys() and market.market and market.includes
@@ -39,6 +40,13 @@ def test_what_is_bought_is_spread_over_its_years_with_electricity_and_network() 
     file = prices.Prices(name="x", entries=own.entries, years=3, usd_per_kwh=0.12, network_usd=2000)
     alone, networked = (file.usd_per_hour(KINDS["h100"], networked=joined) for joined in (False, True))
     assert networked - alone == pytest.approx(2000 / HOURS)
+
+
+def test_prices_of_more_than_90_days_ago_are_warned_of() -> None:
+    pods, aws = prices.load(), prices.load("aws")
+    (warning,) = pods.warnings(["h100", "l40s", "epyc"], date(2026, 6, 9))
+    assert "2026-03-10 for h100, l40s" in warning and "--prices FILE" in warning
+    assert not pods.warnings(["h100"], date(2026, 6, 8)) and not aws.warnings(["h100"], date(2026, 11, 25))
 
 
 def test_a_market_is_never_completed_from_another() -> None:
@@ -90,5 +98,5 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_a_market_that_does_not_exist_is_refused_with_those_that_do() -> None:
-    with pytest.raises(ConfigError, match=r"'azure' is not a market \(aws, gcp, own, paper, runpod\)"):
+    with pytest.raises(ConfigError, match=r"'azure' is not a market \(aws, gcp, own, paper, pods, runpod\)"):
         prices.load("azure")

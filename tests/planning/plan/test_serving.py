@@ -210,7 +210,7 @@ def test_a_request_that_fits_no_memory_pool_is_an_error_with_the_figures() -> No
 
 def plan(line: str) -> str:
     """The output of `lamina plan LINE`."""
-    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).output
+    return CliRunner().invoke(app, ["plan", *shlex.split(line)], catch_exceptions=False).stdout
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,10 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
 def test_what_is_recommended_is_the_cheapest_that_was_simulated(planned: tuple[Path, dict[str, Any]]) -> None:
     _, found = planned
     costs = [way["usd_per_request"] for way in found["ways"]]
-    assert costs == sorted(costs) and len(costs) >= 3
+    ties = [
+        way for way in found["ways"] if way["usd_per_request"] <= min(costs) * (1 + found["ways"][0]["error"] + 0.1)
+    ]
+    assert len(costs) >= 3 and found["ways"][0] in ties and costs[len(ties) :] == sorted(costs)[len(ties) :]
     assert found["ways"][0]["way"] in found["recommended"][0]
     one_pool = found["ways"][0]["system"] in ("chunked-prefill", "local")
     assert found["recommended"][0].startswith("Rent one pool" if one_pool else "Rent two pools")
@@ -265,7 +268,7 @@ def test_requests_that_wait_between_prefill_and_decoding_are_not_within_the_slos
     assert result.ttft_s.p99 <= 2 and result.tbt_s.p99 <= 0.1
     assert course.holds(result) is kept
     served = workload.of_lengths(800, 300)
-    printed = table.cells(Trial(capacity=found, rate=1.0, result=result, requests=50, workload=served))
+    printed = table.cells(Trial(capacity=found, rate=1.0, error=0.1, result=result, requests=50, workload=served))
     shown = dict(zip(table.HEADINGS, printed[1:], strict=True))
     assert (shown["TTFT p99"], shown["stall p99"]) == ("0.10 s", f"{0.1 + 0.02 + stall_s:.2f} s")
 
@@ -276,7 +279,7 @@ def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]
         words = shlex.split(way["simulate"])
         assert words[0] == "lamina"
         done = CliRunner().invoke(app, [*words[1:], "--json"], catch_exceptions=False)
-        repeated = json.loads(done.output)
+        repeated = json.loads(done.stdout)
         for name in ("tokens_s", "ttft_s", "tbt_s", "steps", "usd_per_hour"):
             assert repeated[name] == way["simulated"][name], (way["way"], name)
         assert repeated["served_requests_s"] == way["requests_s"] <= repeated["offered_requests_s"]
@@ -285,7 +288,7 @@ def test_simulate_repeats_what_plan_printed(planned: tuple[Path, dict[str, Any]]
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--slo-tbt 1ms", "no way to serve keeps p99 TTFT 10 s and p99 TBT 1 ms; raise --slo-ttft"),
+        ("--slo-tbt 1ms", "no way to serve keeps p99 TTFT 2 s and p99 TBT 1 ms; raise --slo-ttft"),
         ("--budget 1", r"and \$1.00/h; raise"),
         ("--prompt 900000 --output 10", "no way to serve fits: .*the longest request has 900010 tokens"),
         ("--prompt 0", "prompts of 0 tokens"),

@@ -1,0 +1,175 @@
+"""`lamina batch`: answers the requests of a file in OpenAI's batch format."""
+
+import asyncio
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+
+from lamina.cli import options
+from lamina.config.engine_config import EngineConfig, check_writable
+from lamina.core.errors import ConfigError, EngineDeadError, RequestError
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message
+
+RETRY_S = 1.0  # until a request is sent again for which the engine had no room
+RETRIED = (429,)
+
+
+@options.engine_options
+def batch(
+    config: EngineConfig,
+    source: Annotated[Path, typer.Argument(help="File of requests: a line of JSON with custom_id, url and body each.")],
+    target: Annotated[Path, typer.Argument(help="File for the answers. Those that it has are not asked for again.")],
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Answers come in the order in which they end. A batch that was interrupted continues where it ended: run it again.
+    """
+    check_writable("target", target)
+    total = _validate(source)
+    done = _recover(target)
+    from lamina.observe.progress import counting_progress
+    from lamina.sdk import Lamina
+    from lamina.serve.app import create_app
+
+    todo = (one for one in _requests(source) if one["custom_id"] not in done)
+    most = 2 * config.max_num_seqs  # so that some always wait to be admitted
+    with (
+        Lamina.from_config(config) as lamina,
+        target.open("ab") as file,
+        counting_progress("Requests", total) as on_progress,
+    ):
+        failed = asyncio.run(_answer_all(create_app(lamina.engine), todo, file, most, len(done), on_progress))
+    from lamina.cli.console import notes
+
+    notes().print(f"{total} answers are in {target}; {failed} of this run are errors.", soft_wrap=True)
+
+
+def _requests(source: Path) -> Iterator[dict[str, Any]]:
+    """Yield the requests of a file. Raises ConfigError that names the line that is none."""
+    try:
+        with source.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    request = json.loads(line)
+                except ValueError as error:
+                    raise ConfigError(f"{source}, line {number} is not JSON: {error}") from None
+                if (fault := _fault(request)) is not None:
+                    raise ConfigError(f"{source}, line {number}: {fault}")
+                yield request
+    except OSError as error:
+        raise ConfigError(f"cannot read {source}: {error.strerror}; give a file of requests") from None
+
+
+def _fault(request: Any) -> str | None:
+    """Return what is wrong with a line of a batch; None if nothing is."""
+    if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
+        return "give an object with a text custom_id"
+    if request.get("method", "POST") != "POST" or not str(request.get("url")).startswith("/v1/"):
+        return "method must be POST, and url a path such as /v1/chat/completions"
+    body = request.get("body")
+    if not isinstance(body, dict) or body.get("stream"):
+        return "body must be an object, without stream"
+    return None
+
+
+def _validate(source: Path) -> int:
+    """Return the number of requests. Raises ConfigError for a line that is no request, or has another's custom_id."""
+    seen = set[str]()
+    for count, request in enumerate(_requests(source)):
+        seen.add(request["custom_id"])
+        if len(seen) == count:
+            raise ConfigError(f"{source} has custom_id {request['custom_id']!r} twice; give each request its own")
+    return len(seen)
+
+
+def _recover(target: Path) -> Set[str]:
+    """Return the custom_ids of the answers in ``target``, and cut off a last line that was not written whole."""
+    done, whole = set[str](), 0
+    if not target.exists():
+        return done
+    with target.open("rb") as lines:
+        for line in lines:
+            try:
+                if line.endswith(b"\n"):
+                    done.add(json.loads(line)["custom_id"])
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(f"{target} holds something other than answers; give another file") from None
+            whole += len(line) if line.endswith(b"\n") else 0
+    os.truncate(target, whole)
+    return done
+
+
+async def _answer_all(
+    app: "ASGIApp", todo: Iterator[dict[str, Any]], file: BinaryIO, most: int, count: int, note: Callable[[int], None]
+) -> int:
+    """Answer requests, ``most`` at once, and write each answer when it is complete. Returns how many are errors."""
+    running = set[asyncio.Task[dict[str, Any]]]()
+    failed, left = 0, True
+    while left or running:
+        while left and len(running) < most:
+            request = next(todo, None)
+            left = request is not None
+            if request is not None:
+                running.add(asyncio.create_task(_answer(app, request)))
+        if not running:
+            break
+        ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            answer = task.result()
+            file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+            failed += answer["response"]["status_code"] >= 400
+            note(count := count + 1)
+        file.flush()
+    return failed
+
+
+async def _answer(app: "ASGIApp", request: dict[str, Any]) -> dict[str, Any]:
+    """Return the line for a request. Raises EngineDeadError, after which the batch may be continued."""
+    own = uuid.uuid4().hex
+    content = json.dumps(request["body"]).encode()
+    while True:
+        status, answered = await _post(app, request["url"], content, own)
+        if status not in RETRIED:
+            break
+        await asyncio.sleep(RETRY_S)
+    try:
+        body = json.loads(answered)
+    except ValueError:
+        raise RequestError(f"{request['url']} does not answer with JSON; leave out such requests") from None
+    if status == 503:
+        raise EngineDeadError(f"{body['error']['message']}. Run the command again: it continues")
+    response = {"status_code": status, "request_id": own, "body": body}
+    return {"id": f"batch_req_{own}", "custom_id": request["custom_id"], "response": response, "error": None}
+
+
+async def _post(app: "ASGIApp", path: str, body: bytes, own: str) -> tuple[int, bytes]:
+    """Return status and body of the application's answer to a POST request, in this process."""
+    headers = ((b"content-type", b"application/json"), (b"x-request-id", own.encode()))
+    scope: dict[str, Any] = {
+        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "root_path": ""},
+        **{"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""},
+        **{"headers": [*headers, (b"content-length", str(len(body)).encode())]},
+        **{"client": ("batch", 0), "server": ("batch", 0), "state": {}},
+    }
+    sent: list[Message] = []
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> "Message":
+        if not unread:
+            await asyncio.Event().wait()  # the client stays until it has its answer
+        return unread.pop()
+
+    async def send(message: "Message") -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])

@@ -1,0 +1,155 @@
+"""Chunks of one prompt in several lanes, on real workers, against Hugging Face."""
+
+import random
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lamina.config.engine_config import EngineConfig
+from lamina.core.requests import Group
+from lamina.core.steps import SequenceStep
+from lamina.core.types import DType, RequestOutput, SamplingParams
+from lamina.engine.engine import Engine
+from lamina.launch import launch
+from lamina.schedule.lane import Lane
+from tests.support.prepared_checkpoints import write_prepared
+from tests.support.random_models import greedy, served
+from tests.support.running import Killable, run_all, wait_for_recoveries
+from tests.support.sweep import sweep
+from tests.support.waiting import wait_until
+
+TOKENS = 6
+PROMPTS = [[random.Random(length).randrange(3, 90) for _ in range(length)] for length in (150, 203)]
+WAYS: dict[str, dict[str, Any]] = {
+    "two replicas": {},
+    "two stages": {"pipeline_parallel": 2},
+    "one replica": {"compute": "cpu:1"},
+    "one memory worker": {"memory": "cpu:1"},
+    "two stages and one memory worker": {"pipeline_parallel": 2, "memory": "cpu:1"},
+    "segments of 40 tokens": {"kv_tokens_per_worker": 40},
+    "rotation": {"lanes": 3, "pipelining": "rotational"},
+    "two stages and halves of the heads": {"pipeline_parallel": 2, "partition": "head"},
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint, and what Hugging Face draws after each prompt.
+
+    Attributes:
+        logprobs: of the first token: they depend on all of the prompt.
+    """
+
+    folder: Path
+    tokens: list[list[int]]
+    logprobs: list[float]
+
+    def check(self, number: int, output: RequestOutput) -> None:
+        """Compare the completions of prompt ``number``."""
+        for completion in output.outputs:
+            assert completion.token_ids == self.tokens[number]
+            assert completion.logprobs is not None
+            assert completion.logprobs[0][0].logprob == pytest.approx(self.logprobs[number], abs=2e-5)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    model: PreTrainedModel = write_prepared(served("llama", layers=3, max_position_embeddings=256), folder)
+    tokens = [greedy(model, prompt, TOKENS) for prompt in PROMPTS]
+    with torch.no_grad():
+        logits = [model(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS]
+    drawn = zip(logits, tokens, strict=True)
+    return Reference(folder, tokens, [float(row.log_softmax(-1)[first]) for row, (first, *_) in drawn])
+
+
+@pytest.fixture
+def lent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[int]]:
+    """Counts the chunks that lanes ran for others, by lane."""
+    counts, borrow = Counter[int](), Lane.borrow
+
+    def counted(lane: Lane, lenders: Iterator[Lane], most: int) -> tuple[SequenceStep, Group] | None:
+        found = borrow(lane, lenders, most)
+        counts[lane.number] += found is not None
+        return found
+
+    monkeypatch.setattr(Lane, "borrow", counted)
+    yield counts
+
+
+def begin(folder: Path, workers: Killable | None = None, **settings: Any) -> Engine:
+    given: dict[str, Any] = {"compute": "cpu:2", "memory": "cpu:2", "lanes": 2} | settings
+    wanted = EngineConfig(
+        model=str(folder),
+        max_model_len=256,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        kv_cache_memory_bytes=4 << 20,
+        dtype=DType.FLOAT32,
+        max_restarts=0,
+        **given,
+    )
+    return launch(wanted) if workers is None else launch(wanted, workers=workers)
+
+
+def params(n: int = 1) -> SamplingParams:
+    return SamplingParams(n=n, temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+
+
+@pytest.mark.parametrize("settings", sweep(WAYS, {"two replicas", "two stages"}))
+def test_tokens_equal_hugging_face(settings: dict[str, Any], reference: Reference, lent: Counter[int]) -> None:
+    engine = begin(reference.folder, **settings)
+    try:
+        for number, prompt in enumerate(PROMPTS):  # one at a time, so that lanes are idle
+            for n in (1, 2):  # the second time from a cached prefix
+                (output,) = run_all(engine, [prompt], params(n))
+                assert len(output.outputs) == n
+                reference.check(number, output)
+        outputs = run_all(engine, PROMPTS, params())
+        for number, output in enumerate(outputs):
+            reference.check(number, output)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+    assert sum(lent.values()) >= 6
+
+
+@pytest.mark.parametrize("victim", ["memory0", "compute0", "compute1"])
+def test_a_worker_killed_while_chunks_run_apart_changes_no_token(
+    victim: str, reference: Reference, lent: Counter[int]
+) -> None:
+    workers = Killable()
+    engine = begin(reference.folder, workers)
+    try:
+        engine.submit("long", PROMPTS[1], params(), lambda update: None)
+        wait_until(lambda: sum(lent.values()) >= 3, "no chunk ran in another lane")
+        workers.signal(victim, signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        outputs = run_all(engine, PROMPTS, params())
+        for number, output in enumerate(outputs):
+            reference.check(number, output)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
+
+
+def test_a_request_aborted_while_its_chunks_run_apart_frees_its_slots(reference: Reference, lent: Counter[int]) -> None:
+    engine = begin(reference.folder)
+    try:
+        for number in range(4):
+            before = sum(lent.values())
+            engine.submit(f"long {number}", PROMPTS[1], params(), lambda update: None)
+            wait_until(lambda before=before: sum(lent.values()) > before, "no chunk ran in another lane")  # type: ignore[misc]
+            engine.abort(f"long {number}")
+        (output,) = run_all(engine, PROMPTS[:1], params())
+        reference.check(0, output)
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+    finally:
+        engine.close()
