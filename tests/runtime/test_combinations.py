@@ -88,7 +88,7 @@ OTHERS: Settings = {
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("llama")
-    model = served("llama", layers=2)
+    model = served("llama", layers=4)  # enough slices to rotate over four replicas
     write_prepared(model, folder)
     return folder, write_prepared(model, folder, ranks=2)
 
