@@ -100,6 +100,18 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
             "a lane is at one stage at a time, so that others would never have a slice to run",
             f"give lanes at least {replicas * stages}, or fewer compute workers",
         )
+    if config.prefill_replicas >= replicas:
+        yield Refusal(
+            f"prefill_replicas {config.prefill_replicas} of {replicas} replicas",
+            "somebody must decode",
+            "leave at least one replica to decode, or add compute workers",
+        )
+    if config.prefill_replicas and rotates:
+        yield Refusal(
+            f"prefill_replicas {config.prefill_replicas} and pipelining rotational",
+            "a lane that visits all replicas in turn runs on those for prompts and on those that decode",
+            "leave out pipelining",
+        )
 
 
 def _of_placement(config: EngineConfig) -> Iterator[Refusal]:

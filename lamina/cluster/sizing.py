@@ -1,5 +1,6 @@
 """Derives limits, cores, threads, lanes and bytes of KV from a configuration and what machines report. Pure."""
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,15 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
+    """Return the lanes of a cluster, see ``_lanes``, with some for prompts alone if ``config.prefill_replicas``."""
+    made = _lanes(config, computes, shared)
+    if not config.prefill_replicas:
+        return made
+    lanes = made.replicas if made.start.rotates else made.start.lanes
+    return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=config.prefill_replicas)
+
+
+def _lanes(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
     """Return lanes and their order for ``computes`` compute workers, whose settings have no ``refusals``.
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per stage in fixed

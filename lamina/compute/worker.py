@@ -253,7 +253,7 @@ class ComputeWorker:
         self._replica.sums.reset(first_use(topology.epoch))
         if self._order is not None:
             self._order.reset(first_use(topology.epoch))
-        self._slots.keep(topology.names)
+        self._slots.unmap_others(topology.names)
         self._done.clear()
         self._drawn.clear()
         self._segments.clear()
@@ -274,7 +274,7 @@ class ComputeWorker:
         known = {*self._mail.channels, *topology.ranks_of(own)}
         new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
-        self._slots.keep(topology.names)
+        self._slots.unmap_others(topology.names)
         self._slots.register_channels(joined.values())
         self._mail.change_members(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]

@@ -23,6 +23,9 @@ at each rank.
 import bisect
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+LaneRole: TypeAlias = Literal["prefill", "decode", "both"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,8 @@ class Pipeline:
         stages: parts of each replica with different slices. Stage number s is stage ``s % stages`` of replica
             ``s // stages``.
         starts: the first slice of each stage, once the model is known; empty until then, and without stages.
+        prefill: replicas that only run prompts, the first ones; the others only decode. 0: each does both. While
+            too few replicas are left, one of them decodes.
     """
 
     lanes: int
@@ -56,6 +61,7 @@ class Pipeline:
     ranks: int = 1
     stages: int = 1
     starts: tuple[int, ...] = ()
+    prefill: int = 0
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.lanes < self.replicas * self.stages:
@@ -65,6 +71,8 @@ class Pipeline:
             )
         if self.stages > 1 and (self.rotates or any(one.rotates for one in self.choices)):
             raise ValueError("lanes visit the stages of their replica in turn, and cannot rotate over replicas besides")
+        if self.prefill and (self.rotates or self.choices):
+            raise ValueError("lanes of replicas that only run prompts, or only decode, are fixed")
         if self.rotates and self.lanes != self.replicas + 1:
             raise ValueError(
                 f"rotational pipelining runs {self.replicas + 1} lanes on {self.replicas} replicas, not {self.lanes}"
@@ -91,7 +99,14 @@ class Pipeline:
     @property
     def interchangeable(self) -> bool:
         """True if sequences may change lanes, and so replicas."""
-        return self.replicas == 1 or self.moves or bool(self.choices)
+        return self.replicas == 1 or self.moves or bool(self.choices) or self.prefill > 0
+
+    def role(self, lane: int) -> LaneRole:
+        """Return what a lane runs."""
+        prefill = min(self.prefill, self.replicas - 1)
+        if not prefill:
+            return "both"
+        return "prefill" if lane % self.replicas < prefill else "decode"
 
     def with_replicas(self, replicas: int) -> "Pipeline":
         """This pipeline on another number of replicas. Lanes keep their numbers; with fewer replicas, some may not be

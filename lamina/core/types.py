@@ -372,7 +372,7 @@ class SamplingParams:
             _require("stop_token_ids", token, 0, 2**31 - 1)
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ValueError(f'early_stopping is {_shown(self.early_stopping)}; give true, false or "never"')
-        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output"):
+        for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {_shown(value)}; give true or false")
         self._check_bias()

@@ -40,7 +40,7 @@ class Watch:
     def apply_topology(self, topology: Topology) -> None:
         """Only members of ``topology`` are watched from now on."""
         self._topology = topology
-        self._complaints.apply_topology(topology)
+        self._complaints.keep_members(topology)
         self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
 
     def began(self, plan: StepPlan) -> None:

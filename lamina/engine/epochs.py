@@ -21,7 +21,7 @@ class Complaints:
         """``reporter`` cannot reach ``worker``."""
         self._reasons.setdefault((reporter, worker), (reason, now))
 
-    def apply_topology(self, topology: Topology) -> None:
+    def keep_members(self, topology: Topology) -> None:
         """Forget what is said by or of those that do not take part any more."""
         self._reasons = {
             pair: said

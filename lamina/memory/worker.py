@@ -211,7 +211,7 @@ class MemoryWorker:
             lane.drop()
         self._hub.restart(topology)
         self._channels = {name: self._channels[name] for name in topology.computes}
-        self._slots.keep(self._channels)
+        self._slots.unmap_others(self._channels)
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin_epoch(topology)
@@ -228,7 +228,7 @@ class MemoryWorker:
         new = [name for name in topology.computes if name not in kept and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
         self._channels = kept | joined
-        self._slots.keep(kept)
+        self._slots.unmap_others(kept)
         self._slots.register_channels(joined.values())
         self._doors = [door for door in self._doors if door.channel.name in kept]
         self._early = {door: deadline for door, deadline in self._early.items() if door in self._doors}

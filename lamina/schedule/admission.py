@@ -197,7 +197,7 @@ class Admissions:
         if not self.due:
             return
         for group in self._in_turn():
-            lane = seats.emptiest
+            lane = seats.emptiest_to_decode if group.searches else seats.emptiest  # beams share all their steps
             if not may_take(lane):
                 return
             if seats.total >= self._max_sequences:

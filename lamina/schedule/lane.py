@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Completion, Group, Owner
 from lamina.core.segments import forked
 from lamina.core.steps import DecodeRows, Fork, SequenceStep, StepPlan
@@ -50,11 +51,13 @@ class Lane:
     longest: int | None = None
     number: int = 0
     pace: Pace | None = None
+    role: LaneRole = "both"
     running: dict[Group, None] = field(default_factory=dict)  # all requests
     dealt: dict[Group, None] = field(default_factory=dict)  # not admitted by a plan yet
     allowance: int = 0  # tokens of prompts that may still be dealt to it before its next plan
     prompts: PromptBatch = field(default_factory=PromptBatch)  # ordered by the policy
     prompted: list[Owner] = field(default_factory=list)  # the last plan ran all tokens that they had
+    received: dict[Group, None] = field(default_factory=dict)  # of ``prompted``: another lane ran their prompts
     prompts_run: list[Group] = field(default_factory=list)  # planned steps run their prompts to the end
     decoding: DecodeBatch = field(init=False)
     finished: list[Owner] = field(default_factory=list)  # steps in flight still run them
@@ -91,9 +94,10 @@ class Lane:
         return rows, *self._chunks(budget)
 
     def forks(self) -> list[Fork]:
-        """Sequences that have run all tokens that they had start to decode; prompts are shared first."""
+        """Sequences that have run all tokens that they had start to decode; prompts are shared first. In a lane for
+        prompts, they wait for ``pop_computed``."""
         forks = []
-        for group, first in self.prompted:
+        for group, first in self.prompted if self.role != "prefill" else ():
             starting = [first]
             if not group.forked:
                 starting = group.completions
@@ -108,10 +112,41 @@ class Lane:
                     continue
                 if completion.left:
                     self.prompts.add(group, completion)
+                elif group in self.received:  # its last token was drawn elsewhere, and is known
+                    self.decoding.resume(group, completion, completion.goal)
                 elif not group.searches:
                     self.decoding.join(group, completion, completion.goal)
-        self.prompted.clear()
+        if self.role != "prefill":
+            self.prompted.clear()
+            self.received.clear()
         return forks
+
+    def pop_computed(self, fits: Callable[[Group], bool]) -> list[Owner]:
+        """Remove and return the requests whose prompts have been computed, with their first completions, if a lane that
+        decodes ``fits`` them."""
+        busy = {group for group, _ in self.finished}
+        alive = [(group, first) for group, first in self.prompted if group.alive and group in self.running]
+        ready = [
+            (group, first)
+            for group, first in alive
+            if self.completed >= group.until
+            and not group.lent
+            and group not in busy
+            and group not in self.prompts_run
+            and fits(group)
+        ]
+        self.prompted = [owner for owner in alive if owner not in ready]
+        for group, _ in ready:
+            del self.running[group]
+        return ready
+
+    def receive(self, group: Group, first: Completion) -> None:
+        """Continue a request whose prompt another lane has run."""
+        self.running[group] = self.received[group] = None
+        for completion in group.completions:  # steps are counted from 0 in each lane
+            completion.until = 0
+        self.histories |= group.histories
+        self.prompted.append((group, first))
 
     def prompts_computed(self) -> list[Group]:
         """Requests whose prompts have been computed since the last call: their steps have completed."""
@@ -216,6 +251,7 @@ class Lane:
             self.running,
             self.prompts,
             self.prompted,
+            self.received,
             self.prompts_run,
             self.ending,
             self.histories,
@@ -316,7 +352,8 @@ def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], b
     for own in lanes:
         own.clear()
     for group in groups:
-        group.lane, group.until = seats.emptiest, 0
+        decodes = group.searches or group.forked
+        group.lane, group.until = seats.emptiest_to_decode if decodes else seats.emptiest, 0
         seats.add_sequences(group.lane, group.seats, group.request.client)
         own = lanes[group.lane]
         own.take_over(group, group in dealt, not may_run(group))

@@ -18,9 +18,10 @@ grow no more may move to another worker (``lamina.schedule.moves``).
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from lamina.core.errors import RequestError
+from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Completion, Drawn, Group, Owner
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.topology import Topology
@@ -66,6 +67,7 @@ class Scheduler:
         overcommit: float = 1.0,
         window: int = 0,
         balance: BalancePolicy | None = None,
+        role: Callable[[int], LaneRole] = lambda _: "both",
     ) -> None:
         """Create a scheduler that uses all lanes at first.
 
@@ -79,7 +81,9 @@ class Scheduler:
             overcommit: How many times its slots a memory worker and its disk hold.
             window: The largest window of layers that forget tokens; 0 if none does.
             balance: Which KV moves between memory workers.
+            role: What each lane runs. A request whose prompt has run in a lane for prompts decodes in another one.
         """
+        self._role = role
         self.dropped = 0  # requests, each time that their KV was
         self.limits = limits
         self.placement = placement
@@ -91,7 +95,7 @@ class Scheduler:
         self._policy = policy
         self._token_s = 0.0  # of a prompt, lately
         self._lanes = [self._new_lane(number) for number in range(lanes)]
-        self._seats = Seats(self.active)
+        self._seats = Seats(self.active, role)
         self._ready = Readiness(lanes)
         self._moving = False
         self._requests: dict[str, Group] = {}
@@ -113,7 +117,12 @@ class Scheduler:
         policy = self._policy
         prompts = PromptBatch(policy.first_share, None if policy.fair else functools.partial(rank_of, policy))
         allowance = self.limits.max_num_batched_tokens
-        return Lane(self.placement.longest, number, self._pace, allowance=allowance, prompts=prompts)
+        pace, role = self._pace_of(number), self._role(number)
+        return Lane(self.placement.longest, number, pace, role, allowance=allowance, prompts=prompts)
+
+    def _pace_of(self, lane: int) -> Pace | None:
+        """Return what bounds the chunks of a lane: nothing if no sequence decodes there."""
+        return None if self._role(lane) == "prefill" else self._pace
 
     @property
     def waiting(self) -> int:
@@ -226,6 +235,7 @@ class Scheduler:
             own.shrink(self.placement)
             for owner in own.strike(lost):
                 self._give_back(*owner)
+        self._role = topology.pipeline.role
         self._follow(topology, ends_epoch=True)
         self._move()
         remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
@@ -273,6 +283,7 @@ class Scheduler:
         ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
         """
         self._moving = self._moving or deal_again
+        self._role = topology.pipeline.role
         self._follow(topology, ends_epoch=False)
         self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._ready.extend(len(self._lanes))
@@ -280,7 +291,9 @@ class Scheduler:
     def _move(self) -> None:
         """Deal the requests out again, those with most sequences first."""
         self._moving = False
-        self._seats = Seats(self.active)
+        self._seats = Seats(self.active, self._role)
+        for own in self._lanes:
+            own.role, own.pace = self._role(own.number), self._pace_of(own.number)
         deal_again(self._lanes, self._seats, self._holding.may_run)
         self.moves.restart()
         self.placement.stalled.clear()
@@ -294,6 +307,7 @@ class Scheduler:
 
         Evaluated lazily: planning for one lane may give another one something to do.
         """
+        self._hand_over()
         lane = -1
         while after := [one for one in self._ready.candidates(self._moving, self._admissions.due) if one > lane]:
             lane = min(after)
@@ -355,6 +369,29 @@ class Scheduler:
         own.in_flight.append(Planned(plan, own.decoding.members, prompted, borrowed))
         return plan
 
+    def _hand_over(self) -> None:
+        """Let requests whose prompts have been computed decode in other lanes."""
+        if self._moving:
+            return
+        for own in self._lanes[: self.active]:
+            if own.role != "prefill" or not own.prompted:
+                continue
+            self.prefixes.keep_computed(own.number, own.prompts_computed(), functools.partial(ran, self._lanes))
+            for group, first in own.pop_computed(self._fits_to_decode):
+                client, lane = group.request.client, self._seats.emptiest_to_decode
+                self._seats.add_sequences(own.number, -group.seats, client)
+                self._seats.add_sequences(lane, group.seats, client)
+                group.lane, group.until = lane, 0
+                self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
+                own.ending = [owner for owner in own.ending if owner[0] is not group]
+                self._lanes[lane].receive(group, first)
+                self._ready.note_change(lane)
+                self._admissions.given_back()
+
+    def _fits_to_decode(self, group: Group) -> bool:
+        taken = self._seats.taken[self._seats.emptiest_to_decode]
+        return taken + group.seats <= self.limits.max_num_batched_tokens
+
     def _borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
         """Let a lane without requests run a chunk of another lane's prompt, and wake such lanes if this one has chunks
         to lend. Returns the request whose chunk has been added to ``chunks``.
@@ -362,7 +399,7 @@ class Scheduler:
         Local memory would attend to a chunk before the chunks of other lanes are stored.
         """
         most = self.limits.max_num_batched_tokens
-        if self.active == 1 or self.placement.local:
+        if self.active == 1 or self.placement.local or lane.role == "decode":
             return None
         if lane.running or lane.number >= self.active:
             if chunks and lane.prompts.lendable(most) is not None:

@@ -136,6 +136,7 @@ class Turn:
             overcommit,
             window,
             POLICIES[balance]() if balance in POLICIES and placement.moves else None,
+            pipeline.role,
         )
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = 0.0

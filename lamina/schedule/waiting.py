@@ -4,9 +4,10 @@ import heapq
 import itertools
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from lamina.core.errors import OverloadedError
+from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Group
 from lamina.core.types import Client
 from lamina.schedule.policy import Policy, Rank, rank_of
@@ -15,8 +16,11 @@ from lamina.schedule.policy import Policy, Rank, rank_of
 class Seats:
     """Number of sequences of each lane and client. Changes and ``emptiest`` cost O(log lanes)."""
 
-    def __init__(self, lanes: int) -> None:
+    def __init__(self, lanes: int, role: Callable[[int], LaneRole] = lambda _: "both") -> None:
+        """``role``: what a lane runs."""
         self.taken = [0] * lanes
+        self._decodes = [role(lane) == "decode" for lane in range(lanes)]
+        self._apart = any(self._decodes)
         self.total = 0
         self.leaving = 0  # sequences that have ended, and are still in steps in flight
         self._accounts = Counter[str]()
@@ -48,8 +52,17 @@ class Seats:
             heapq.heapify(self._fewest)
 
     @property
+    def emptiest_to_decode(self) -> int:
+        """The lane with fewest sequences of those that decode; of several, the first."""
+        if not self._apart:
+            return self.emptiest
+        return min((lane for lane, decodes in enumerate(self._decodes) if decodes), key=self.taken.__getitem__)
+
+    @property
     def emptiest(self) -> int:
-        """The lane with fewest sequences; of several, the first."""
+        """The lane with fewest sequences of those that run prompts; of several, the first."""
+        if self._apart:
+            return min((lane for lane, decodes in enumerate(self._decodes) if not decodes), key=self.taken.__getitem__)
         while self._fewest[0][0] != self.taken[self._fewest[0][1]]:
             heapq.heappop(self._fewest)
         return self._fewest[0][1]

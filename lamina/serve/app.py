@@ -1,6 +1,5 @@
 """The OpenAI-compatible HTTP application for one engine."""
 
-import asyncio
 import functools
 import time
 
@@ -11,11 +10,10 @@ from starlette.types import ASGIApp
 import lamina
 from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
-from lamina.observe.metrics import CONTENT_TYPE, Metrics, Traffic
-from lamina.serve import admin, gate, http_errors, pages, token_routes
+from lamina.observe.metrics import Metrics, Traffic
+from lamina.serve import admin, gate, http_errors, monitoring, pages, token_routes
 from lamina.serve.fields import IgnoredLog
 from lamina.serve.generation import respond
-from lamina.serve.http_errors import APIError, first_line
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
 from lamina.serve.messages_api import (
     COUNT_PATH,
@@ -26,7 +24,6 @@ from lamina.serve.messages_api import (
 )
 from lamina.serve.openai_answers import ChatWriter, CompletionWriter
 from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
-from lamina.serve.placement import placement_of
 from lamina.serve.request_log import RequestLog
 from lamina.serve.requests import read_chat, read_completion, require_model
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesWriter, read_response
@@ -49,36 +46,9 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     metrics = Metrics(engine)
 
     _install_answers(app, engine, metrics.traffic, intake)
-
     _install_models(app, engine)
-
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> Response:
-        """200 while all workers respond. 503: "degraded", with the silent workers, or why the engine has stopped."""
-        stats = await asyncio.to_thread(engine.stats)
-        if stats.dead is not None:
-            raise APIError(503, f"the engine has stopped: {first_line(stats.dead)}", code="engine_dead")
-        requests = {"running": stats.running, "waiting": stats.waiting}
-        if stats.silent:  # new requests wait for these workers, and fail if they do not come back
-            silent = {worker: round(seconds, 1) for worker, seconds in stats.silent.items()}
-            return JSONResponse({"status": "degraded", **requests, "silent_s": silent}, status_code=503)
-        return JSONResponse({"status": "ok", **requests})
-
-    @app.head("/metrics", include_in_schema=False)
-    @app.get("/metrics")
-    async def metrics_text() -> Response:
-        """Metrics for Prometheus."""
-        return Response(await asyncio.to_thread(metrics.text), media_type=CONTENT_TYPE)
-
-    @app.head("/placement", include_in_schema=False)
-    @app.get("/placement")
-    async def placement() -> Response:
-        """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
-        return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
-
+    monitoring.install(app, engine, metrics)
     pages.install(app, engine, metrics)
-
     token_routes.install(app, engine, intake)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]

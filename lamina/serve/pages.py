@@ -11,7 +11,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from lamina.engine.stats import EngineStats
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import Metrics
-from lamina.serve.placement import placement_of
+from lamina.serve.monitoring import placement_of
 
 WEB = Path(__file__).parent / "web"
 FILES = {  # by path: the file, and its media type

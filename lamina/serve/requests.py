@@ -131,7 +131,8 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         )
     given: dict[str, Any] = {"logprobs": logprobs, "max_tokens": limit}
     if form.needs_special(engine.tokenizer.special_texts.values(), bool(body.tools) and choice != "none"):
-        given["skip_special_tokens"] = False
+        skips = body.sampling.pop("skip_special_tokens", False)
+        given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
     params = _sampling_params(body, defaults, api_names, calls, **given)
     parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
     prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)

@@ -77,7 +77,7 @@ class Slots:
         if inboxes is not None and inboxes.theirs(peer) is not None:
             logger.warning(_ASTRAY, self._links.name, peer)
 
-    def keep(self, names: Collection[str]) -> None:
+    def unmap_others(self, names: Collection[str]) -> None:
         """The links to all other peers have ended."""
         for name in self._mapped.difference(names):
             self._device.unmap_peer(name)

@@ -9,7 +9,7 @@ import pytest
 
 from lamina.cli import status
 from lamina.core.errors import ConfigError
-from lamina.serve.placement import placement_of
+from lamina.serve.monitoring import placement_of
 from tests.support.scripted_engine import FakeEngine
 
 OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n"

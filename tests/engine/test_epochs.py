@@ -53,7 +53,7 @@ def test_a_complaint_counts_once_it_is_old_and_both_are_members() -> None:
     complaints.report("compute0", "memory1", "no route", 10.0)
     assert complaints.due(TOPOLOGY, 11.0) is None
     assert complaints.due(TOPOLOGY, 13.0) == ("memory1", "compute0: no route")
-    complaints.apply_topology(TOPOLOGY.without(["memory1"]))
+    complaints.keep_members(TOPOLOGY.without(["memory1"]))
     assert complaints.due(TOPOLOGY, 99.0) is None
     complaints.report("engine", "memory0", "gone", 0.0)
     assert complaints.due(TOPOLOGY, 9.0) == ("memory0", "engine: gone")

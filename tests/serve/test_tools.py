@@ -121,7 +121,7 @@ def test_markers_that_are_special_tokens_stay_in_the_text(server: Running, monke
     monkeypatch.setattr(FakeTokenizer, "special_texts", {7: "<tool_call>"})
     given: Any
     for given in (TOOLS, []):
-        server.post(CHAT, messages=USER, tools=given)
+        server.post(CHAT, messages=USER, tools=given, skip_special_tokens=True)
     assert [params.skip_special_tokens for _, params in server.engine.submitted] == [False, True]
 
 

@@ -1,4 +1,13 @@
-"""One simulated run: a cluster of the real engine and workers, clients, faults, and what must hold."""
+"""One simulated run: a cluster of the real engine and workers, clients, faults, and what must hold.
+
+Real: bring-up, linking, the engine with its turn, placement and recovery, the pools, and each worker from its set-up
+on, with its loop, links, channels, slab, attention kernels and sampler. Messages have their encoded forms.
+
+Simulated: time, processes, the control plane's sockets, the transport (which behaves as TCP does), and the model.
+
+Left out: frontends, an engine that restarts, disks, replicas of several ranks or stages, local memory, GPUs. The clock
+of the product is replaced in the module ``time``, not passed in.
+"""
 
 import logging
 import random

@@ -1,7 +1,9 @@
 """Schedulers and requests of the size that these tests need."""
 
+from collections.abc import Callable
 from typing import Any
 
+from lamina.core.pipeline import LaneRole
 from lamina.core.steps import StepPlan
 from lamina.core.types import NOBODY, Client, Request, SamplingParams
 from lamina.kv.placement import Placement
@@ -22,6 +24,7 @@ def scheduler(
     overcommit: float = 1.0,
     window: int = 0,
     policy: Policy = FIFO,
+    role: Callable[[int], LaneRole] = lambda _: "both",
 ) -> Scheduler:
     return Scheduler(
         limits,
@@ -33,6 +36,7 @@ def scheduler(
         overcommit=overcommit,
         window=window,
         policy=policy,
+        role=role,
     )
 
 

@@ -98,9 +98,9 @@ def test_memory_of_peers_that_leave_is_unmapped_before_it_is_mapped_again(cluste
     device = Device()
     slots = Slots(cluster.links["near"], device)
     slots.register_channels([cluster.links["near"].channel("far")])
-    slots.keep(["far", "remote"])
+    slots.unmap_others(["far", "remote"])
     assert device.mapped.keys() == {"far"}
-    slots.keep(["remote"])
+    slots.unmap_others(["remote"])
     assert not device.mapped
     slots.register_channels([cluster.links["near"].channel("far")])
     assert device.mapped.keys() == {"far"}

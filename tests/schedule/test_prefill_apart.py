@@ -1,0 +1,96 @@
+"""Lanes that only run prompts, and lanes that only decode: a request goes from one to the other once."""
+
+import dataclasses
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+
+from lamina.core.pipeline import Pipeline
+from lamina.core.steps import LAST_DRAWN
+from lamina.schedule.limits import Limits
+from tests.schedule.test_prefixes import LOSSES, Caching
+from tests.schedule.test_prefixes import requests as mixed
+from tests.support.clusters import Course
+from tests.support.schedules import request, scheduler
+
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
+
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64)
+
+
+class Apart(Caching):
+    """Every second lane runs prompts, as long as there are two compute workers; the others decode."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        pipeline = dataclasses.replace(self.topology.pipeline, prefill=1)
+        self.topology = msgspec.structs.replace(self.topology, pipeline=pipeline)
+        self.scheduler.change_members(self.topology, deal_again=True)
+        self._in_flight = [[] for _ in range(len(self.scheduler._lanes))]
+        self._turns = [0] * len(self._in_flight)
+        self.handed_over = 0
+
+    def use_lanes(self, active: int) -> None:
+        """A cluster whose replicas have roles uses all its lanes."""
+
+    def plan(self, lane: int) -> None:
+        for _ in self.scheduler.plannable(self._depth):
+            pass
+        before = len(self._in_flight[lane])
+        super().plan(lane)
+        role = self.topology.pipeline.role(lane)
+        for plan in self._in_flight[lane][before:]:
+            assert not (role == "prefill" and plan.decoding.sequences)
+            assert not (role == "decode" and any(not chunk.start for chunk in plan.chunks))
+            self.handed_over += role == "decode" and bool(plan.decoding.sequences)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests=mixed, course=LOSSES)
+def test_every_request_ends_and_every_slot_comes_back_with_prompts_apart(requests: list, course: Course) -> None:
+    """Whatever is shared, evicted, moved, dropped or lost meanwhile."""
+    prompts, others = [one[0] for one in requests], [one[1:] for one in requests]
+    cluster = Apart(others, prompts, *dataclasses.replace(course, lanes=max(2, course.lanes)).sizes)
+    cluster.play(dataclasses.replace(course, lanes=max(2, course.lanes)), 40)
+    cluster.leave()
+    cluster.check_rest()
+    cluster.check_ends()
+
+
+def test_a_request_decodes_in_another_lane_one_step_after_its_prompt() -> None:
+    under_test = scheduler({"memory0": 200}, 2, LIMITS, role=Pipeline(2, 2, prefill=1).role)
+    under_test.submit(request("r", 20, max_tokens=5, n=2, repetition_penalty=1.2))
+    assert [*under_test.plannable(2)] == [0, 1]
+    first, second = under_test.plan(0), under_test.plan(0)
+    assert first is not None and second is not None and under_test.plan(1) is None
+    assert [chunk.start for plan in (first, second) for chunk in plan.chunks] == [0, 16]
+    under_test.complete(0)
+    assert under_test.plan(1) is None
+    for _, completion in under_test.complete(0).values():
+        completion.generated.append(7)
+    assert 1 in under_test.plannable(2)
+    plan = under_test.plan(1)
+    assert plan is not None and [fork.tokens for fork in plan.forks] == [20]
+    assert plan.decoding.tokens == [7, 7] and plan.decoding.starts == [20, 20], "tokens drawn elsewhere are sent"
+    assert plan.histories == {0: [], 1: []}
+    ahead = under_test.plan(1)
+    assert ahead is not None and [step.tokens for step in ahead.sequences] == [[LAST_DRAWN]] * 2
+    assert under_test.plan(0) is None
+    under_test.abort("r")
+    for _ in range(2):
+        under_test.complete(1)
+    released = under_test.plan(1)
+    assert released is not None and sorted(released.released) == [0, 1]
+    assert under_test.placement.reserved == {"memory0": 0} and under_test._seats.taken == [0, 0]
+
+
+def test_one_replica_decodes_however_few_are_left() -> None:
+    apart = Pipeline(6, 3, prefill=2)
+    assert [apart.role(lane) for lane in range(6)] == ["prefill", "prefill", "decode"] * 2
+    assert [apart.with_replicas(2).role(lane) for lane in range(2)] == ["prefill", "decode"]
+    assert apart.with_replicas(1).role(0) == "both"
+    assert apart.with_replicas(1).with_replicas(3).role(1) == "prefill", "once the lost ones are replaced"
+    with pytest.raises(ValueError, match="fixed"):
+        Pipeline(4, 3, rotates=True, prefill=1)
