@@ -111,8 +111,8 @@ def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
     pools = plan.pools
     pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
     order = f"--lanes {pools.lanes} --pipelining {pipelining}"
-    if pools.tensor_parallel > 1:  # one lane for each copy of the weights
-        order = f"--tensor-parallel {pools.tensor_parallel}"
+    if pools.tensor_parallel > 1:
+        order += f" --tensor-parallel {pools.tensor_parallel}"
     return (
         f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{pools.compute_workers} "
         f"--memory {memory}:{pools.memory_workers} {order}"
@@ -140,10 +140,7 @@ def _not_launched(plan: "Plan") -> list[str]:
     """The parts of a plan that `lamina launch` does not support yet."""
     from lamina.cluster.pool import RUNNABLE
 
-    pools = plan.pools
-    missing = [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
-    shared = pools.tensor_parallel > 1 and pools.lanes > pools.replicas
-    return missing + ([f"{pools.lanes} lanes with tensor parallelism {pools.tensor_parallel}"] if shared else [])
+    return [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
 
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:

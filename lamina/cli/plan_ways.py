@@ -273,16 +273,15 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
     typed = {entry: name for name, entry in ALIASES.items()}
     kinds = [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
     missing = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
-    if way.tensor_parallel > 1:
-        missing += ["local memory with tensor parallelism"] if way.kind is Kind.LOCAL else []
-        missing += ["lanes that share a tensor-parallel replica"] if way.lanes != way.replicas else []
+    if way.tensor_parallel > 1 and way.kind is Kind.LOCAL:
+        missing.append("local memory with tensor parallelism")
     missing += unquantised(shape, model, kinds[0])
     if missing:
         return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
     memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if way.memory else ""
     if way.tensor_parallel > 1:
-        order = f" --tensor-parallel {way.tensor_parallel}"
+        order += f" --tensor-parallel {way.tensor_parallel}"
     return [
         f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {kinds[0]}:{way.compute_workers} "
         f"--memory {memory}{order} --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"

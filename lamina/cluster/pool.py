@@ -45,7 +45,10 @@ GPUS = {
 }
 """GPU kinds by their name in a pool, with the driver's name of the device."""
 
-PLANNED = ("a100-40g", "a100-80g", "rx7900xtx", "arc-a770", "tpu-v6e", "epyc", "xeon")
+PLANNED = (
+    *("a100-40g", "a100-80g", "gb200", "rtxpro6000", "mi300x", "mi355x", "rx7900xtx", "arc-a770", "tpu-v6e"),
+    *("epyc", "xeon", "turin", "granite-rapids"),
+)
 """Kinds besides the GPUs above that only `lamina plan` knows: workers do not run on them."""
 
 RUNNABLE = (CPU, CUDA, *GPUS, EMULATED)

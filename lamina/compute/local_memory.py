@@ -4,6 +4,7 @@ Slab, bookkeeping and kernels are those of a memory worker (``lamina.memory.stor
 device. There is no transport: K and V of prompt chunks need not be fetched, and nothing waits for results.
 """
 
+import collections
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,7 +28,8 @@ class LocalMemory:
     def __init__(self, control: ControlClient, store: KvStore) -> None:
         self._store = store
         self._usage = UsageReports(control, store)
-        self._partials: Partials = {}  # one at a time is in use
+        # By lane: other lanes attend between the attention of a step and the merge of its result.
+        self._partials = collections.defaultdict[int, Partials](dict)
 
     @classmethod
     def set_up(cls, control: ControlClient) -> "LocalMemory":
@@ -41,7 +43,7 @@ class LocalMemory:
         Raises the errors of ``KvStore.apply``.
         """
         (tables,) = self._store.apply(plan)  # of a replica of one rank
-        return None if tables.rows.empty else LocalShare(self._store, tables, self._partials)
+        return None if tables.rows.empty else LocalShare(self._store, tables, self._partials[plan.lane])
 
     def release(self, sequences: Sequence[int]) -> None:
         """Forget sequences and free their slots. Those not known here are ignored."""

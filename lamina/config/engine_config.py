@@ -59,7 +59,7 @@ class EngineConfig:
         int,
         Meaning(
             "Compute workers that share each copy of the weights. With 2, cpu:4 makes two copies. Each has a part of "
-            "every layer and some of the heads. If one of them is lost, the engine ends.",
+            "every layer and some of the heads. A lost one takes its copy with it.",
             unit="compute workers",
             ge=1,
             group="Pools",
@@ -70,7 +70,7 @@ class EngineConfig:
         int,
         Meaning(
             "Stages of each copy of the weights. Each is on a compute worker that loads a part of the layers: cpu:4 "
-            "with 2 makes two copies. If one of them is lost, the engine ends.",
+            "with 2 makes two copies, or one with tensor_parallel 2. A lost one takes its copy with it.",
             unit="compute workers",
             ge=1,
             group="Pools",

@@ -384,7 +384,7 @@ class Instance:
         if sequence.content:
             sequence.shared = self.prefixes.publish(sequence.content, sequence.shared, sequence.cached)
 
-    def remove(self, sequence: Running) -> None:
+    def remove_sequence(self, sequence: Running) -> None:
         """Remove a running sequence that has ended."""
         self._publish(sequence)
         self.running.remove(sequence)

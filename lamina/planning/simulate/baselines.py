@@ -202,7 +202,7 @@ class BaselineSimulation:
         for sequence in drew:
             if sequence in ended:
                 self._log.end(sequence.index, State.FINISHED, now)
-                instance.remove(sequence)
+                instance.remove_sequence(sequence)
             elif self._decode and instance in self._first:
                 instance.running.remove(sequence)  # its blocks stay until its KV has moved
                 self._prefilled.append((instance, sequence))

@@ -56,7 +56,7 @@ class _Numbers(Generic[Sequences]):
             self._last = np.array(self._look_up(sequences), np.int64)
         return self._last
 
-    def clear(self) -> None:
+    def forget_numbers(self) -> None:
         """Look the numbers up again the next time."""
         self._sequences = None
 
@@ -299,7 +299,7 @@ class Simulation:
                 self._place(segment.sequence, moved(self._segments[segment.sequence], segment))
         if plan.switches:
             for numbers in self._decoding:
-                numbers.clear()
+                numbers.forget_numbers()
         for sequence in plan.released:
             if self._homes.pop(sequence, None) is not None:  # otherwise it was only a cached prefix, or a carrier
                 del self._segments[sequence]
@@ -312,7 +312,7 @@ class Simulation:
             self._place(admission.sequence, admission.segments)
         for segment in plan.grown:
             self._place(segment.sequence, grown(self._segments[segment.sequence], segment))
-            self._decoding[plan.lane].clear()
+            self._decoding[plan.lane].forget_numbers()
         if not plan.runs:
             return
         self._steps += 1
