@@ -158,7 +158,7 @@ class Prompts:
     def go_on(self) -> None:
         """Begin the next chunk if there is none on its way."""
         if self._puller.is_done(PROMPTS, 0):
-            self._puller.add(COMPUTE, PLAN.pool[0], 0, self._step, lambda: None)
+            self._puller.request_pull(COMPUTE, PLAN.pool[0], 0, self._step, lambda: None)
 
     def help(self) -> None:
         """Nobody needs any: the chunk lies in the compute worker's arena."""

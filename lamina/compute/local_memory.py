@@ -100,6 +100,7 @@ class LocalShare:
         device = self._store.device
         if len(self._slots):
             device.keep(layer, k[self._kept], v[self._kept], self._slots)
+        self._store.watermarks.on_stored(self._tables.order, layer)
         new = None if self._new is None else New(k[self._new], v[self._new], self._tables.sent_slots)
         if not len(self.queries):
             return None

@@ -29,7 +29,7 @@ class Residents:
             self._groups[worker][group] = None
         self._workers[group] = workers
 
-    def remove(self, group: Group) -> None:
+    def forget_request(self, group: Group) -> None:
         """Forget a request whose KV has been released."""
         for worker in self._workers.pop(group) & self._groups.keys():
             del self._groups[worker][group]

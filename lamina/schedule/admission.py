@@ -96,9 +96,9 @@ class Admissions:
         if self._queue.first() is group:
             self._exhausted = False
 
-    def advance(self, now: float, token_s: float) -> None:
+    def expire(self, now: float, token_s: float) -> None:
         """Let requests become late. Arguments are those of ``Policy.start_by``."""
-        self._queue.advance(now, token_s)
+        self._queue.expire(now, token_s)
 
     def put_back(self, group: Group) -> None:
         """Let a request that was admitted before wait again, ahead of all others."""

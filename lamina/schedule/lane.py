@@ -140,7 +140,7 @@ class Lane:
             del self.running[group]
         return ready
 
-    def receive(self, group: Group, first: Completion) -> None:
+    def continue_request(self, group: Group, first: Completion) -> None:
         """Continue a request whose prompt another lane has run."""
         self.running[group] = self.received[group] = None
         for completion in group.completions:  # steps are counted from 0 in each lane

@@ -150,9 +150,9 @@ class Scheduler:
         """Numbers of the migrations in progress."""
         return self.moves.numbers
 
-    def advance(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Let requests that wait become late. ``now``: seconds of any monotonic clock."""
-        self._admissions.advance(now, self._token_s)
+        self._admissions.expire(now, self._token_s)
 
     def note_prompts(self, tokens: int, seconds: float) -> None:
         """Record how long a step with this many tokens of prompts took."""
@@ -384,7 +384,7 @@ class Scheduler:
                 group.lane, group.until = lane, 0
                 self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
                 own.ending = [owner for owner in own.ending if owner[0] is not group]
-                self._lanes[lane].receive(group, first)
+                self._lanes[lane].continue_request(group, first)
                 self._ready.note_change(lane)
                 self._admissions.given_back()
 
@@ -440,7 +440,7 @@ class Scheduler:
         self._admissions.given_back()
         if not group.holders:
             self.prefixes.let_go(group)
-            self._residents.remove(group)
+            self._residents.forget_request(group)
 
     def _rows_left(self, lane: int) -> int:
         """Rows of a step of this lane that sequences do not need once all of them decode."""
@@ -564,7 +564,7 @@ class Scheduler:
         self.prefixes.on_request_end(group)
         self.prefixes.let_go(group)
         group.share(0)
-        self._residents.remove(group)
+        self._residents.forget_request(group)
         self._admissions.given_back()
         group.lane = -1
 

@@ -264,7 +264,7 @@ class Turn:
             chosen = self._chooser.choose(self._sequences, now)
             self.scheduler.use_lanes(chosen.lanes, chosen.rotates)
         scheduler, depth = self.scheduler, self._depth
-        scheduler.advance(now)
+        scheduler.set_time(now)
         for steps in range(1, depth + 1):  # all lanes begin before any has its next step: they may share a prompt
             for lane in scheduler.plannable(depth):
                 if scheduler.in_flight(lane) < steps and (plan := scheduler.plan(lane)) is not None:

@@ -144,7 +144,7 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Group]:
         return itertools.chain.from_iterable(self._lines.values())
 
-    def advance(self, now: float, token_s: float) -> None:
+    def expire(self, now: float, token_s: float) -> None:
         """Do nothing: no request becomes late."""
 
     def enqueue(self, group: Group) -> None:
@@ -228,7 +228,7 @@ class RankedQueue:
         self._keys[group] = (late, *rank_of(self._policy, group))
         heapq.heappush(self._order, (self._keys[group], next(self._entries), group))
 
-    def advance(self, now: float, token_s: float) -> None:
+    def expire(self, now: float, token_s: float) -> None:
         """Let requests become late. Arguments are those of ``Policy.start_by``."""
         for group in self._arrived:
             if group in self._keys and (start_by := self._policy.start_by(group, now, token_s)) < math.inf:

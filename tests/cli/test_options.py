@@ -38,6 +38,8 @@ GIVEN: dict[str, Any] = {
     "partition": "token",
     "balance": "ledger",
     "slo_tbt_ms": 60,
+    "slo_ttft_ms": 900,
+    "policy": "shortest",
     "kv_overcommit": 2.5,
     "kv_spill_dir": "/folder",
     "threads": 7,

@@ -117,6 +117,8 @@ class Forgetting(Moving):
             assert narrow is not None
             self.forgotten += narrow.used < store.slab.used // 2
         super().complete(lane)
+        if not any(self._in_flight):  # else watermarks would keep what local memory has stored
+            assert not any(store.watermarks._storing for pair in self._stores.values() for store in pair)
 
     def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
         applied = self.scheduler.end_epoch

@@ -138,7 +138,7 @@ class Waiting(RuleBasedStateMachine):
             self.placement.free_slots(worker, tokens)
         self.placement.remove_growing(group.completions[0].worker, len(group.completions))
         self.seats.add_sequences(group.lane, -len(group.completions), group.request.client)
-        self.residents.remove(group)
+        self.residents.forget_request(group)
         self.admissions.given_back()
         group.lane = -1
 

@@ -50,7 +50,7 @@ def test_a_ranked_queue_serves_the_smallest_rank_and_late_requests_last(
             waiting.append(one)
         elif what == "advance":
             now += number
-            queue.advance(now, 0.5)
+            queue.expire(now, 0.5)
             for each in waiting:
                 start_by.setdefault(each, policy.start_by(each, now, 0.5))
             late |= {each for each in waiting if start_by[each] < now}
@@ -74,7 +74,7 @@ def test_every_request_ends_and_every_slot_comes_back_with_every_policy(
 
         def arrive(self, turn: int) -> None:
             super().arrive(turn)
-            self.scheduler.advance(float(turn))
+            self.scheduler.set_time(float(turn))
 
     Ordered.policy = policy
     prompts, others = [one[0] for one in requests], [one[1:] for one in requests]

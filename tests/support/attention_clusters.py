@@ -100,7 +100,7 @@ class Memory:
                 channel.free(slot)
                 done = functools.partial(channel.fetched, request.number)
                 if step.rows.pulled:
-                    self.puller.add("compute0", request.bulk_at, layer, step, done)
+                    self.puller.request_pull("compute0", request.bulk_at, layer, step, done)
                 elif request.fetched_at >= 0:
                     done()
                 self.pull(turn if layer == len(self.store.attentions) - 1 else -1)
