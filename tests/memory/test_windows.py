@@ -100,9 +100,8 @@ class Forgetting(Moving):
                 source.device.read(layer, there, content)
                 target.device.restore(layer, here, content)
 
-    def complete(self, lane: int) -> None:
-        """The oldest step of a lane ends: both stores have attended alike."""
-        plan = self._in_flight[lane][0]
+    def attend(self, plan: StepPlan) -> None:
+        """Check that both stores attend alike."""
         kv = np.array([self._kv[key] for key in self._keys.pop(plan.step)])
         for layer, shares in itertools.product(range(len(SPECS)), self._shares.pop(plan.step)):
             q = self._draw.standard_normal((len(kv), 4, 8), np.float32)
@@ -116,6 +115,8 @@ class Forgetting(Moving):
             narrow = store.device._windows[1]
             assert narrow is not None
             self.forgotten += narrow.used < store.slab.used // 2
+
+    def complete(self, lane: int) -> None:
         super().complete(lane)
         if not any(self._in_flight):  # else watermarks would keep what local memory has stored
             assert not any(store.watermarks._storing for pair in self._stores.values() for store in pair)

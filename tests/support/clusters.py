@@ -336,6 +336,7 @@ class Cluster:
         for other, plans in enumerate(self._in_flight):
             while any(plan.step < oldest.step and chunks & {one.sequence for one in plan.chunks} for plan in plans):
                 self.complete(other)
+        self.attend(oldest)
         steps, stops = self._in_flight[lane].pop(0).sequences, dict[int, int]()
         for step in steps:
             self._computed[step.sequence] = step.stop
@@ -344,6 +345,9 @@ class Cluster:
             assert sequence == completion.sequence
             assert stops[sequence] == group.prompt_length + len(completion.generated)  # each token is drawn once
             self.take(group, completion)
+
+    def attend(self, plan: StepPlan) -> None:
+        """Compute a step, just before it completes: here nothing."""
 
     def take(self, group: Group, completion: Completion) -> None:
         """Note that a completion has drawn a token."""
