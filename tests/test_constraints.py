@@ -21,7 +21,7 @@ NOT_REACHED = ("error sending request", "Failed to fetch", "dns error", "operati
 def resolve(python: str, *options: str) -> list[str]:
     """The packages of a development install on Linux, as ``name==version``. Skips where the index cannot be reached."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate", "--no-build"]
-    command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
+    command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_31"]
     command += ["--extra", "dev", "-c", "constraints.txt", *options, "pyproject.toml"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RESOLVE_S, check=False)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -89,6 +90,6 @@ def test_what_is_read_comes_in_order_and_whole() -> None:
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, capture_output=True, text=True, timeout=END_S, check=False)
     assert done.stdout == 100 * ("x" * 100 + "\n")
-    logged = [line for line in done.stderr.splitlines() if line.startswith("WARNING:root:")]
-    assert [int(line.split(":")[2].split()[0]) for line in logged] == list(range(100))
+    logged = re.findall(r" WARNING root: (\d+) x{100}$", done.stderr, re.MULTILINE)
+    assert list(map(int, logged)) == list(range(100))
     assert "ValueError" in done.stderr and "dropped" not in done.stderr

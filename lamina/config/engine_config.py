@@ -193,7 +193,7 @@ class EngineConfig:
     policy: Annotated[
         str,
         Meaning(
-            "Order in which requests are admitted, preempted and computed. fifo: order of arrival, fair between "
+            "Order of requests: which is admitted, preempted, computed first. fifo: order of arrival, fair between "
             "clients; shortest: shortest prompt first; priority: smallest priority of the request first; slo: earliest "
             "deadline by slo_ttft_ms first, late requests last; or the name of an entry point lamina.policies.",
             group="Scheduling",
@@ -231,7 +231,7 @@ class EngineConfig:
     kv_overcommit: Annotated[
         float,
         Meaning(
-            "KV in memory and on disk, as a multiple of KV in memory. Cached prefixes are written"
+            "KV in memory and on disk, relative to KV in memory. Cached prefixes are written"
             "  to kv_spill_dir, and read for requests that begin with them. Without prefix_cache, 1. Memory "
             "local has no disk.",
             ge=1,
@@ -289,7 +289,7 @@ class EngineConfig:
     prefix_cache: Annotated[
         bool,
         Meaning(
-            "Keep KV of ended requests for others that begin alike. It stays in slots that are otherwise free.",
+            "Keep KV of ended requests for prompts that begin alike. It stays in slots that are otherwise free.",
             group="Memory",
         ),
     ] = True

@@ -59,7 +59,7 @@ class ServerConfig:
     ] = None
     root_path: Annotated[
         str,
-        Meaning("Path under which a proxy shows the server, such as /llm. It may strip the path.", "Network"),
+        Meaning("Path of the server behind a proxy, such as /llm. The proxy may strip the path.", "Network"),
     ] = ""
     requests_per_minute: Annotated[
         int | None,

@@ -304,6 +304,8 @@ class MemoryWorker:
 
     def _open_early(self) -> bool:
         """Open a door whose request has waited for its plan, if that has arrived. Raises DeadlineError."""
+        if self._early:
+            self._read_control()
         for door, deadline in self._early.items():
             number = door.channel.lane_at(door.slot) if door.request is None else door.request.lane
             if number is None or self._has_step(number):

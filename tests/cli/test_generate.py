@@ -47,8 +47,8 @@ def test_bench_says_where_the_time_went_and_writes_a_timeline(tmp_path: Path) ->
     ("option", "said"),
     [
         (("--lanes", "many"), "give a whole number of at least 1"),
-        (("--compute", "cpu:2", "--lanes", "1"), "1 lanes cannot keep 2 replicas busy"),
-        (("--lanes", "3", "--pipelining", "rotational"), "runs 2 lanes on 1 replicas, not 3"),
+        (("--compute", "cpu:2", "--lanes", "1"), "give lanes at least 2, or fewer compute workers"),
+        (("--lanes", "3", "--pipelining", "rotational"), "give lanes 2, or leave it out"),
         (("--compute-cores", "0-x"), "give numbers and ranges"),
         (("--memory-cores", "999"), "names [999]"),
         (("--max-restarts", "-1"), "give a whole number of at least 0"),

@@ -90,7 +90,7 @@ class ExpertCodes:
         """Return the part that a rank holds."""
         here = cut(torch.arange(len(self.each)), {0: shard[0]} if 0 in shard else {})
         of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
-        return ExpertCodes(tuple(self.each[expert].cut(of_each) for expert in here.tolist()))
+        return ExpertCodes(tuple(self.each[expert].shard(of_each) for expert in here.tolist()))
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
         """Return a copy whose tensors are ``change`` of the present ones, with equal values."""

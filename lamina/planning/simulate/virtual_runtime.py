@@ -98,7 +98,10 @@ class Simulation:
             max_num_seqs=deployment.max_num_seqs,
             max_num_batched_tokens=deployment.max_num_batched_tokens,
         )
-        self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=deployment.local)
+        try:
+            self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=deployment.local)
+        except ValueError as error:  # too few lanes for the replicas
+            raise ConfigError(str(error)) from error
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
         self._places = ["compute0"] if deployment.local else self._memories
         self._numbers = {name: index for index, name in enumerate(self._places)}
