@@ -20,7 +20,7 @@ from lamina.cluster import sizing
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import StepDone
 from lamina.control.timeline import Span
-from lamina.core.errors import RequestError
+from lamina.core.errors import ConfigError, RequestError
 from lamina.core.requests import Owner
 from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
