@@ -7,7 +7,7 @@ single requests of a ShareGPT trace on one GPU, and means at a fixed concurrency
 simulator: nothing of a row but its lengths, its concurrency and its devices is used.
 
 The engine's figures (``lamina.planning.plan.engines``) were fitted by hand to the rows called *fitted*: every other row
-of a file. The others are *held out*, but ``request_s`` was chosen with a fifth of all rows in view.
+of a file. The others are *held out*, but rows of both kinds were looked at while the terms were chosen.
 ``--kernels-alone`` leaves all figures of the engine out: the model as it was.
 """
 

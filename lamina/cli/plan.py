@@ -108,7 +108,7 @@ def plan(
     if model is None:
         raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
     if compute is None or memory is None:
-        raise ConfigError("give --compute and --memory, such as --compute h100 --memory h20")
+        raise ConfigError("give --compute and --memory, such as --compute h100 --memory rtx4090")
     if context is not None and (trace is not None or prompt is not None or output is not None):
         raise ConfigError("--context plans for decoding alone; leave it out, or --trace, --prompt and --output")
     if trace is not None and (prompt is not None or output is not None):

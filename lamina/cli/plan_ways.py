@@ -162,8 +162,8 @@ def serves(trial: "Trial") -> str:
     return (
         f"It serves {trial.requests_s:.2f} requests/s for ${trial.capacity.usd_per_hour:.2f}/h: "
         f"${1000 * trial.usd_per_request:.2f} for 1,000 requests, ${trial.usd_per_million_in:.2f} for a million "
-        f"tokens in and ${trial.usd_per_million_out:.2f} out; the search is within {trial.error:.0%}, the model of "
-        f"kernels and engine within {MODEL_ERROR:.0%} of nine in ten measured services."
+        f"tokens in and ${trial.usd_per_million_out:.2f} out; the search is within {trial.error:.0%}; the model of "
+        f"kernels and engine was within {MODEL_ERROR:.0%} on nine in ten of the services that it was compared with."
     )
 
 
@@ -355,12 +355,12 @@ def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
 def _given_up(chosen: "Sequence[Any]", trials: "Sequence[Trial]") -> list[str]:
     from lamina.planning.simulate.trial import WORSE
 
-    kept = [trial.capacity for trial in trials]
+    kept = [trial.way for trial in trials]  # not the same objects: each was simulated in another process
     return [
         f"Given up: {one.way.describe()}: within the SLOs, a request costs more than {WORSE:g} times that of the "
         "cheapest way, or no load keeps them."
         for one in chosen
-        if not any(one is other for other in kept)
+        if one.way not in kept
     ]
 
 

@@ -246,6 +246,7 @@ def test_what_is_recommended_is_the_cheapest_that_was_simulated(planned: tuple[P
     assert found["recommended"][0].startswith("Rent one pool" if one_pool else "Rent two pools")
     slo = found["slo"]
     for way in found["ways"]:
+        assert not any(note.startswith(f"Given up: {way['way']}:") for note in found["notes"])
         simulated = way["simulated"]
         assert simulated["ttft_s"]["p99"] <= slo["ttft_s"] and simulated["tbt_s"]["p99"] <= slo["tbt_s"]
         assert simulated["stalled_s"]["p99"] <= slo["ttft_s"] + slo["tbt_s"]
