@@ -1,4 +1,8 @@
-"""Fixtures of tests of the whole runtime."""
+"""Fixtures of tests of the whole runtime.
+
+They import what makes models when they run: the virtual machine of ``tests/rdma`` has no transformers, and loads this
+file with its tests.
+"""
 
 from pathlib import Path
 
@@ -6,21 +10,26 @@ import pytest
 
 from lamina.core.types import CompletionOutput
 from lamina.launch import launch
-from tests.support.prepared_checkpoints import write_prepared
-from tests.support.random_models import served
-from tests.support.running import REQUESTS, Streams, config
+
+
+def _llama(place: Path, **changes: int) -> Path:
+    from tests.support.prepared_checkpoints import write_prepared
+    from tests.support.random_models import served
+
+    write_prepared(served("llama", **changes), place)
+    return place
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("llama")
-    write_prepared(served("llama"), place)
-    return place
+    return _llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="session")
 def undisturbed(checkpoint: Path) -> list[list[CompletionOutput]]:
     """The outputs of ``REQUESTS`` when nothing happens, which do not depend on the number of workers."""
+    from tests.support.running import REQUESTS, Streams, config
+
     engine = launch(config(checkpoint, 1, 1))
     try:
         return Streams(engine, REQUESTS).results()
@@ -31,6 +40,4 @@ def undisturbed(checkpoint: Path) -> list[list[CompletionOutput]]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with room for the turns of a chat."""
-    place = tmp_path_factory.mktemp("llama")
-    write_prepared(served("llama", max_position_embeddings=256), place)
-    return place
+    return _llama(tmp_path_factory.mktemp("llama"), max_position_embeddings=256)
