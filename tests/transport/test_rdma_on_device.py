@@ -47,7 +47,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Events]:
         events.append(self)
         take(self)
 
-    monkeypatch.setattr(Events, "take", counted)
+    monkeypatch.setattr(Events, "acknowledge", counted)
     return events
 
 
