@@ -52,7 +52,7 @@ def batch(
 
 
 def _requests(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the requests of a file. Raises ConfigError that names the line that is none."""
+    """Yield the requests of a file. Raises ConfigError that names the first line that is not a request."""
     try:
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):

@@ -53,7 +53,7 @@ class ChunkOrder:
 
 
 ALONE = ChunkOrder()
-"""Of a step that only decodes."""
+"""The order of a step that only decodes: it stores no chunk and waits for none."""
 
 
 @dataclass

@@ -105,7 +105,7 @@ def _require_room(name: str, commit: str, sizes: Mapping[str, int]) -> None:
 
 
 def _cached(name: str, revision: str | None, why: str) -> Path:
-    """Return the snapshot of a model in the cache. Raises ModelError if there is none."""
+    """Return the snapshot of a model in the cache. Raises ModelError if the cache lacks the model."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, "config.json", revision=revision)

@@ -132,7 +132,7 @@ POLICIES: Mapping[str, Callable[[Targets], Policy]] = {
 
 
 def find_policy(name: str, slo_ttft_ms: int | None = None) -> Policy:
-    """Return the policy of this name, of Lamina or of an entry point. Raises ConfigError if there is none."""
+    """Return the policy called ``name``: Lamina's own, or an entry point's. Raises ConfigError for an unknown name."""
     targets = Targets(None if slo_ttft_ms is None else slo_ttft_ms / 1e3)
     if name in POLICIES:
         return POLICIES[name](targets)

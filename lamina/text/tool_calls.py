@@ -299,7 +299,7 @@ class _Calls:
         return False
 
     def _on_failure(self) -> None:
-        """What looked like a call is none: it is content."""
+        """Return text that began like a tool call, and is not one, as content."""
         self._state = self._in_content
         if not self._announced:
             self._events.append(Content(self.begin + self._call.raw))

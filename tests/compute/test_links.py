@@ -227,7 +227,7 @@ def test_every_lane_ends_whatever_happens_first(
 
 
 def test_a_kept_message_goes_once_a_message_that_no_lane_awaits_brings_its_credit() -> None:
-    """As the tokens that the last stage of a pipeline drew do, for a lane without a next step."""
+    """Keep a message that arrives for a lane without a next step, such as tokens drawn by a pipeline's last stage."""
     names = ("compute0", "compute1")
     stations = [Station(name, NullEndpoint(name), PLAN) for name in names]
     link(stations, {("compute0", "compute1"): SLOT, ("compute1", "compute0"): SLOT})

@@ -187,7 +187,7 @@ turns = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), max_size=120)
 def test_a_range_released_while_it_moves_leaves_nothing_and_spoils_nothing(
     before: list, after: list, second: str, reuses: bool
 ) -> None:
-    """It is released at any moment. At once its slots are others', and a range of another sequence moves likewise."""
+    """Release a sequence at any moment of its move: its slots are reused at once, and another sequence moves there."""
     pool = Pool()
     pool.begin(0, "memory0", 17)
     pool.begin(1, "memory0", 15)
