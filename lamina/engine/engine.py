@@ -23,24 +23,22 @@ from lamina.core.steps import StepPlan
 from lamina.core.topology import Role, Topology
 from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
 from lamina.dataplane.wire import check_placements
-from lamina.engine.deadlines import POLL_S
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
+from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
-from lamina.engine.reading import Reading
 from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import OnTokens, OnUpdate
+from lamina.engine.updates import OnTokens, OnUpdate, Reading
 from lamina.kv.policies import policy_for
 from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
 from lamina.schedule.beam_search import check_beams
-from lamina.schedule.limits import Limits
+from lamina.schedule.limits import MAX_WAITING, Limits, Places
 from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
-from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.text.defaults import sampling_defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, encode_prompt

@@ -22,8 +22,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import LaminaError, TransportError, UnreachableError, WorkerError
 from lamina.core.topology import Role, Topology
-from lamina.engine.deadlines import Watch
-from lamina.engine.epochs import Ending
+from lamina.engine.losses import Ending, Watch
 from lamina.engine.pools import Pools
 from lamina.engine.stats import MemoryStats
 from lamina.schedule.recipients import Recipients

@@ -15,8 +15,7 @@ from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Member, Role, Topology
-from lamina.engine.joins import Joiner, Joins
-from lamina.engine.leaves import Leaves
+from lamina.engine.changes import Joiner, Joins, Leaves
 from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)

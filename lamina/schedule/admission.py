@@ -18,10 +18,10 @@ from lamina.core.requests import Group
 from lamina.core.types import Client
 from lamina.kv.placement import NOWHERE, Placement
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.kv.residents import Residents
+from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
-from lamina.schedule.policy import Policy, Rank, rank_of
-from lamina.schedule.waiting import RankedQueue, Seats, WaitingQueue
+from lamina.schedule.policy import Policy, Rank, RankedQueue, WaitingQueue, rank_of
+from lamina.schedule.seats import Seats
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
@@ -150,8 +150,8 @@ class Admissions:
         self._only = only
         self._exhausted = False
 
-    def given_back(self) -> None:
-        """Room or seats have been released."""
+    def note_freed(self) -> None:
+        """Record that slots or seats have been freed."""
         self._exhausted = False
 
     def on_places_changed(self) -> None:

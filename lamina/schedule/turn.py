@@ -12,7 +12,6 @@ from lamina.core.topology import Topology
 from lamina.core.types import Balance
 from lamina.kv.placement import Placement
 from lamina.kv.policies import POLICIES
-from lamina.kv.preemption import Victim, latest
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
@@ -108,7 +107,6 @@ class Turn:
         kv_heads: int,
         plan_ahead: bool = True,
         policy: Policy = FIFO,
-        victim: Victim = latest,
         prefix_cache: bool = False,
         step_bound_s: float | None = None,
         balance: Balance = "off",
@@ -130,7 +128,6 @@ class Turn:
             attentions,
             kv_heads,
             policy,
-            victim,
             prefix_cache,
             self._pace,
             overcommit,

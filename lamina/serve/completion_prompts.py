@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from lamina.core.errors import RequestError
-from lamina.schedule.waiting import MAX_WAITING
+from lamina.schedule.limits import MAX_WAITING
 from lamina.serve.json_fields import whole_numbers
 from lamina.text.prompts import Prompt, as_prompts
 

@@ -23,7 +23,7 @@ from lamina.core.types import (
 )
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE
-from lamina.schedule.waiting import MAX_WAITING
+from lamina.schedule.limits import MAX_WAITING
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
 from lamina.serve.chat_messages import MOST_MESSAGES
 from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT

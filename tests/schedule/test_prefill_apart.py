@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import LAST_DRAWN
 from lamina.schedule.limits import Limits
-from tests.schedule.test_prefixes import LOSSES, Caching
-from tests.schedule.test_prefixes import requests as mixed
 from tests.support.clusters import Course
+from tests.support.lossy_clusters import LOSSES, Caching
+from tests.support.lossy_clusters import shared_prefix_requests as mixed
 from tests.support.schedules import request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
