@@ -184,18 +184,14 @@ class Recipients:
             self._fork(fork, replicas, now)
             add(self._known[fork.child].homes, "forks", fork)
         for sequence in plan.released:
-            if (known := self._known.pop(sequence, None)) is not None:  # else an epoch has left nothing of its request
-                for worker in (known.computes | known.memories).difference(replicas):  # these get the whole plan
-                    self._forget(worker, sequence, now)
+            self._release(sequence, replicas, now)
         for migration in plan.migrations:
             add((migration.source, migration.target), "migrations", migration)
             known = self._known[migration.sequence] = _Known([], carries=True)
             known.memories |= {migration.source, migration.target}
         for admission in plan.admitted:
-            for sequence in range(admission.sequence, admission.sequence + admission.count):
-                known = self._known[sequence] = _Known(for_sequence(sequence, admission.segments), admission)
-                known.computes |= {*replicas}
-            add(known.homes, "admitted", admission)
+            self._admit(admission, replicas)
+            add(self._known[admission.sequence].homes, "admitted", admission)
         for segment in plan.grown:
             before, (first, _) = self._known[segment.sequence].segments, segment.tokens
             ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
@@ -211,6 +207,16 @@ class Recipients:
             add((fetch.worker,), "fetches", fetch)
             if not fetch.start:  # else the plan forks it
                 self._known[fetch.child] = _Known([Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
+
+    def _release(self, sequence: int, replicas: tuple[str, ...], now: float) -> None:
+        if (known := self._known.pop(sequence, None)) is not None:  # else an epoch has left nothing of its request
+            for worker in (known.computes | known.memories).difference(replicas):  # these get the whole plan
+                self._forget(worker, sequence, now)
+
+    def _admit(self, admission: Admission, replicas: tuple[str, ...]) -> None:
+        for sequence in range(admission.sequence, admission.sequence + admission.count):
+            known = self._known[sequence] = _Known(for_sequence(sequence, admission.segments), admission)
+            known.computes |= {*replicas}
 
     def _forget(self, worker: str, sequence: int, now: float) -> None:
         self._to_forget.setdefault(worker, (now, []))[1].append(sequence)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import random
-from typing import Any
 
 import pytest
 
@@ -12,72 +11,12 @@ from lamina.core.types import Balance, Partition
 from lamina.kv import policies
 from lamina.kv.policies import POLICIES
 from lamina.schedule import moves
-from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Balancing
-from tests.support.clusters import MANY, Course
-from tests.support.lossy_clusters import Moving, settled, step
-from tests.support.schedules import LIMITS, plan_of, request, scheduler
+from tests.support.lossy_clusters import Moving, play_out, random_course, random_events, random_requests, settled, step
+from tests.support.schedules import plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
-
-
-def run(cluster: Moving, course: Course) -> None:
-    cluster.play(course, 40)
-    cluster.leave()
-    cluster.check_rest()
-    assert not cluster.scheduler.moves.in_progress
-    cluster.check_ends()
-
-
-def course_of(draw: random.Random, lanes: int, longest: int | None, events: dict[str, dict[int, Any]]) -> Course:
-    return Course(
-        memories=draw.randint(2, 4),
-        lanes=lanes,
-        depth=draw.randint(1, 3),
-        limits=draw.choice([LIMITS, MANY]),
-        capacity=draw.choice([60, 60, 27]),
-        longest=longest,
-        migration_turns=draw.randint(1, 3),
-        events=events,
-        clients=draw.randint(1, 5),
-        share=draw.choice([0, SHARE]),
-    )
-
-
-def events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:
-    """What happens in which turn; ``most``: turns with moves."""
-
-    def turn() -> int:
-        return draw.randint(0, 40)
-
-    return {
-        "move_several": {
-            turn(): [(draw.randint(0, 1000), draw.randint(1, 20)) for _ in range(draw.randint(1, 4))]
-            for _ in range(draw.randint(0, most))
-        },
-        "use_lanes": {turn(): draw.randint(1, 3) for _ in range(draw.choice([0, 0, 2]))},
-        "drop": {turn(): draw.randint(0, 20) for _ in range(draw.choice([0, 0, 3]))},
-        "end_epoch": {turn(): draw.randint(0, 2) for _ in range(draw.choice([0, 0, 2]))},
-        "drain": {turn(): draw.randint(0, 5) for _ in range(draw.choice([0, 0, 1]))},
-    }
-
-
-def requests(draw: random.Random) -> tuple[list[tuple[int, int, int, int]], list[Any]]:
-    """Parts of prompts, and (max_tokens, n, when completions stop, when it is aborted, when it arrives)."""
-    count = draw.randint(0, 14)
-    prompts = [(draw.randint(1, 14), draw.randint(0, 6), draw.randint(0, 3), draw.randint(0, 2)) for _ in range(count)]
-    others = [
-        (
-            draw.randint(1, 10),
-            draw.choice([1, 1, 2, 3]),
-            [draw.randint(0, 12) for _ in range(3)],
-            draw.choice([None, None, None, draw.randint(0, 25)]),
-            draw.randint(0, 25),
-        )
-        for _ in range(count)
-    ]
-    return prompts, others
 
 
 def move_at_random(seeds: range, most: int = 25) -> int:
@@ -85,10 +24,10 @@ def move_at_random(seeds: range, most: int = 25) -> int:
     moved = 0
     for seed in seeds:
         draw = random.Random(seed)
-        prompts, others = requests(draw)
-        course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw, most))
+        prompts, others = random_requests(draw)
+        course = random_course(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), random_events(draw, most))
         cluster = Moving(others, prompts, *course.sizes)
-        run(cluster, course)
+        play_out(cluster, course)
         moved += cluster.scheduler.moves.counts.moves
     return moved
 
@@ -133,12 +72,12 @@ def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_on
     moved = 0
     for seed in range(50):
         draw = random.Random(seed)
-        prompts, others = requests(draw)
-        course = course_of(draw, 2, None, events(draw) | {"move_several": {}})
+        prompts, others = random_requests(draw)
+        course = random_course(draw, 2, None, random_events(draw) | {"move_several": {}})
         cluster = Moving(others, prompts, *course.sizes)
         scheduler = cluster.scheduler
         scheduler.balancing = Balancing(POLICIES[name](), scheduler.moves, scheduler.placement)
-        run(cluster, course)
+        play_out(cluster, course)
         moved += cluster.scheduler.moves.counts.moves
         seen = set[tuple[str, str, str]]()
         for one in cluster.begun:

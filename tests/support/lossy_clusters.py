@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import itertools
+import random
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,13 +13,14 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request
+from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Move
 from lamina.schedule.recipients import Recipients
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
-from tests.support.clusters import Cluster, MemoryModel, courses, turns
-from tests.support.schedules import plan_of, request, scheduler
+from tests.support.clusters import MANY, Cluster, Course, MemoryModel, courses, turns
+from tests.support.schedules import LIMITS, plan_of, request, scheduler
 
 NOBODY = Hold()
 
@@ -308,3 +310,61 @@ def step(under_test: Scheduler) -> StepPlan:
     for _, completion in under_test.complete(0).values():
         completion.generated.append(7)
     return plan
+
+
+def play_out(cluster: Moving, course: Course) -> None:
+    cluster.play(course, 40)
+    cluster.leave()
+    cluster.check_rest()
+    assert not cluster.scheduler.moves.in_progress
+    cluster.check_ends()
+
+
+def random_course(draw: random.Random, lanes: int, longest: int | None, events: dict[str, dict[int, Any]]) -> Course:
+    return Course(
+        memories=draw.randint(2, 4),
+        lanes=lanes,
+        depth=draw.randint(1, 3),
+        limits=draw.choice([LIMITS, MANY]),
+        capacity=draw.choice([60, 60, 27]),
+        longest=longest,
+        migration_turns=draw.randint(1, 3),
+        events=events,
+        clients=draw.randint(1, 5),
+        share=draw.choice([0, SHARE]),
+    )
+
+
+def random_events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:
+    """What happens in which turn; ``most``: turns with moves."""
+
+    def turn() -> int:
+        return draw.randint(0, 40)
+
+    return {
+        "move_several": {
+            turn(): [(draw.randint(0, 1000), draw.randint(1, 20)) for _ in range(draw.randint(1, 4))]
+            for _ in range(draw.randint(0, most))
+        },
+        "use_lanes": {turn(): draw.randint(1, 3) for _ in range(draw.choice([0, 0, 2]))},
+        "drop": {turn(): draw.randint(0, 20) for _ in range(draw.choice([0, 0, 3]))},
+        "end_epoch": {turn(): draw.randint(0, 2) for _ in range(draw.choice([0, 0, 2]))},
+        "drain": {turn(): draw.randint(0, 5) for _ in range(draw.choice([0, 0, 1]))},
+    }
+
+
+def random_requests(draw: random.Random) -> tuple[list[tuple[int, int, int, int]], list[Any]]:
+    """Parts of prompts, and (max_tokens, n, when completions stop, when it is aborted, when it arrives)."""
+    count = draw.randint(0, 14)
+    prompts = [(draw.randint(1, 14), draw.randint(0, 6), draw.randint(0, 3), draw.randint(0, 2)) for _ in range(count)]
+    others = [
+        (
+            draw.randint(1, 10),
+            draw.choice([1, 1, 2, 3]),
+            [draw.randint(0, 12) for _ in range(3)],
+            draw.choice([None, None, None, draw.randint(0, 25)]),
+            draw.randint(0, 25),
+        )
+        for _ in range(count)
+    ]
+    return prompts, others
