@@ -13,8 +13,8 @@ from lamina.core.segments import by_worker, forked
 from lamina.core.steps import Admission, Fork
 from lamina.core.types import Logprob, SamplingParams, Segment
 from lamina.kv.placement import Placement
+from lamina.schedule.dealing import Readiness
 from lamina.schedule.lane import Lane, Residents
-from lamina.schedule.seats import Readiness
 
 Choice = list[tuple[int, int]]
 """For every place among a request's beams, the place of the beam that continues there and the token it continues with.

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from lamina.core.errors import RequestError
 from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Completion, Drawn, Group, Owner
-from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
 from lamina.kv.disk import Disks
@@ -33,13 +33,13 @@ from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
+from lamina.schedule.dealing import Dealer, Readiness
 from lamina.schedule.growth import Growth, again, resumed
-from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept, ran
+from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept
 from lamina.schedule.limits import Limits
 from lamina.schedule.moves import Balancing, Moves
 from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy, rank_of
-from lamina.schedule.seats import Readiness, Seats, deal_again
 from lamina.schedule.suspects import Hold, Holding
 
 
@@ -49,8 +49,7 @@ class Scheduler:
     The cost of planning a step depends on its sequences, not on the number of lanes, requests or memory workers.
 
     Attributes:
-        active: Number of lanes in use.
-        rotates: Whether they rotate over the replicas.
+        rotates: Whether lanes rotate over the replicas.
         dropped: Preempted requests, each time.
     """
 
@@ -86,7 +85,6 @@ class Scheduler:
         self.dropped = 0
         self.limits = limits
         self.placement = placement
-        self.active = lanes
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
@@ -94,7 +92,6 @@ class Scheduler:
         self._policy = policy
         self._token_s = 0.0  # of a prompt, lately
         self._lanes = [self._new_lane(number) for number in range(lanes)]
-        self._seats = Seats(self.active, role)
         self._ready = Readiness(lanes)
         self._deals_again = False  # once no step is in flight
         self._requests: dict[str, Group] = {}
@@ -104,6 +101,9 @@ class Scheduler:
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
         self._residents = Residents(placement, self.prefixes, self._lanes)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
+        self._dealer = Dealer(
+            limits, placement, self._lanes, self.prefixes, self._residents, self._admissions, self._ready, role
+        )
         self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
         self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
         rank = functools.partial(rank_of, policy)
@@ -144,7 +144,7 @@ class Scheduler:
     def sequences(self) -> int:
         """Sequences that would decode if all prompts were done, of requests that have room or may still get it."""
         waiting = 0 if self.full else len(self._admissions)
-        return min(self._seats.total + waiting, self.limits.max_sequences)
+        return min(self._dealer.seats.total + waiting, self.limits.max_sequences)
 
     @property
     def requests(self) -> list[Group]:
@@ -168,10 +168,6 @@ class Scheduler:
     def alive(self, request_id: str) -> list[int]:
         """Return the completions of a request that still draw tokens; none if it has ended."""
         return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
-
-    def holders(self, worker: str) -> list[Group]:
-        """Return the requests with KV on a memory worker that have not ended."""
-        return list(self._residents.holders(worker))
 
     def in_flight(self, lane: int) -> int:
         """Return the number of planned steps of a lane that have not completed."""
@@ -219,7 +215,7 @@ class Scheduler:
         if group.lane < 0 and not self.disks.abandon(group):
             self._holding.remove(group)
         elif group.lane >= 0 and group in self._lanes[group.lane].dealt:
-            self._undo_deal(group)
+            self._dealer.undo_deal(group)
         for completion in group.completions:
             self._end(group, completion)
 
@@ -239,7 +235,7 @@ class Scheduler:
     def _drop_kv(self, group: Group) -> Group:
         """Drop the KV of a request; returns what is to be admitted again."""
         if group in self._lanes[group.lane].dealt:
-            self._undo_deal(group)
+            self._dealer.undo_deal(group)
             return group
         successor = self._requests[group.request.request_id] = again(group, self._sequences)
         for completion in group.completions:
@@ -259,8 +255,9 @@ class Scheduler:
     def use_lanes(self, active: int, rotates: bool = False) -> None:
         """Use the first ``active`` lanes, in rotational or fixed order. Requests are dealt out again once no step is in
         flight."""
-        if (active, rotates) != (self.active, self.rotates):
-            self.active, self.rotates = active, rotates
+        if (active, rotates) != (self._dealer.active, self.rotates):
+            self._dealer.use_lanes(active)
+            self.rotates = rotates
             self._deals_again = True
 
     def end_epoch(self, topology: Topology) -> Remains:
@@ -330,18 +327,13 @@ class Scheduler:
         return self._residents.is_empty(worker)
 
     def _deal_again(self) -> None:
-        """Deal the requests out again, those with most sequences first. No step is in flight."""
+        """Deal the requests out again. No step is in flight."""
         self._deals_again = False
-        self._seats = Seats(self.active, self._role)
         for own in self._lanes:
             own.role, own.pace = self._role(own.number), self._pace_of(own.number)
-        deal_again(self._lanes, self._seats, self._holding.may_run)
+        self._dealer.deal_again(self._role, self._holding.may_run)
         self.moves.restart()
         self.placement.stalled.clear()
-        self._admissions.note_freed()
-        self._ready.restart()
-        for lane, own in enumerate(self._lanes):
-            own.allowance = self._rows_left(lane)
 
     # -- the next step -------------------------------------------------------------------------------------------
 
@@ -354,7 +346,8 @@ class Scheduler:
 
         Evaluated lazily: planning for one lane may give another one something to do.
         """
-        self._hand_over()
+        if not self._deals_again:
+            self._dealer.hand_over()
         lane = -1
         while after := [one for one in self._ready.candidates(self._deals_again, self._admissions.due) if one > lane]:
             lane = min(after)
@@ -374,12 +367,12 @@ class Scheduler:
         if self.balancing is not None:
             self.balancing.begin_moves()
         forks = own.forks()
-        self._keep_prefixes(own)
+        self._dealer.keep_prefixes(own)
         released = self._release(own)
         beams = self.beams.join_step(own)
         self._preempt_each(beams.preempted)
         self._find_room(own)
-        admitted = beams.admitted + self._admit(own)
+        admitted = beams.admitted + self._dealer.admit(own)
         fits = self.placement.grow(own.decoding.workers)
         disks = self.disks.changes()
         for group in disks.queued:
@@ -391,8 +384,8 @@ class Scheduler:
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
-        borrowed = self._borrow(own, chunks) if fits else None
-        own.allowance = self._rows_left(lane)
+        borrowed = self._dealer.borrow(own, chunks) if fits else None
+        own.allowance = self._dealer.rows_left(lane)
         grown, own.grown = self.placement.expand(own.grown), []
         changes = forks, released, admitted, migrations, grown, switches, disks.spills, disks.fetches
         if not (any(changes) or chunks or rows.sequences):
@@ -424,10 +417,6 @@ class Scheduler:
         own.in_flight.append(Planned(plan, own.decoding.members, prompted, borrowed))
         return plan
 
-    def _keep_prefixes(self, lane: Lane) -> None:
-        """Add the prompts that the completed steps of a lane have computed to the prefix cache."""
-        self.prefixes.keep_computed(lane.number, lane.prompts_computed(), functools.partial(ran, self._lanes))
-
     def _find_room(self, lane: Lane) -> None:
         """Find slots for the next tokens of a lane's sequences, then deal waiting requests to what is left.
 
@@ -440,104 +429,18 @@ class Scheduler:
         if self._growth.note_stall(lane):
             self._admissions.note_freed()
         self._share_seats()
-        self._deal()
+        self._dealer.deal()
         self._preempt_each(self._holding.in_the_way(self._all_running))
 
     def _share_seats(self) -> None:
         """Preempt a request of a client with most sequences if one with fewer than its share waits."""
         if not self._admissions.may_share:
             return
-        holders = self._admissions.share(self._seats)
+        holders = self._admissions.share(self._dealer.seats)
         if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
             successor = self._drop_kv(group)
             successor.gave_way = True
             self._holding.enqueue_unless_held(successor)
-
-    def _deal(self) -> None:
-        """Deal waiting requests, always to the emptiest lane, as many prompts as its next step can run.
-
-        Other lanes than the one being planned admit theirs with their next plan.
-        """
-        for group in self._admissions.deal(self._seats, lambda lane: self._lanes[lane].allowance > 0):
-            own = self._lanes[group.lane]
-            own.running[group] = own.dealt[group] = None
-            own.allowance -= group.to_run
-            self._seats.add_sequences(group.lane, group.seats, group.request.client)
-            self._ready.note_change(group.lane)
-
-    def _undo_deal(self, group: Group) -> None:
-        """Undo ``_deal`` for a request that no worker knows of yet."""
-        own = self._lanes[group.lane]
-        del own.dealt[group], own.running[group]
-        own.allowance += group.to_run
-        self._seats.add_sequences(group.lane, -group.seats, group.request.client)
-        for worker, tokens in own.held(group).items():
-            self.placement.will_release(worker, tokens)
-            self.placement.free_slots(worker, tokens)
-        for completion in group.completions:
-            self.placement.remove_growing(completion.worker, 1)
-        self.prefixes.on_request_end(group)
-        self.prefixes.let_go(group)
-        group.share(0)
-        self._residents.forget_request(group)
-        self._admissions.note_freed()
-        group.lane = -1
-
-    def _admit(self, lane: Lane) -> list[Admission]:
-        """Admit the requests dealt to the lane: this plan tells the workers."""
-        admitted = [group.admission for group in lane.dealt]
-        for group in lane.dealt:
-            self.prefixes.admit(group)
-            lane.prompts.add(group, group.completions[0])
-        lane.dealt.clear()
-        return admitted
-
-    def _rows_left(self, lane: int) -> int:
-        """Return the rows of a step of this lane that sequences do not need once all of them decode."""
-        return self.limits.max_num_batched_tokens - (self._seats.taken[lane] if lane < self.active else 0)
-
-    def _hand_over(self) -> None:
-        """Let requests whose prompts have been computed in lanes for prompts decode in other lanes."""
-        if self._deals_again:
-            return
-        for own in self._lanes[: self.active]:
-            if own.role != "prefill" or not own.prompted:
-                continue
-            self._keep_prefixes(own)
-            for group, first in own.pop_computed(self._fits_to_decode):
-                client, lane = group.request.client, self._seats.emptiest_to_decode
-                self._seats.add_sequences(own.number, -group.seats, client)
-                self._seats.add_sequences(lane, group.seats, client)
-                group.lane, group.until = lane, 0
-                self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
-                own.ending = [owner for owner in own.ending if owner[0] is not group]
-                self._lanes[lane].continue_request(group, first)
-                self._ready.note_change(lane)
-                self._admissions.note_freed()
-
-    def _fits_to_decode(self, group: Group) -> bool:
-        taken = self._seats.taken[self._seats.emptiest_to_decode]
-        return taken + group.seats <= self.limits.max_num_batched_tokens
-
-    def _borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
-        """Let a lane without requests run a chunk of another lane's prompt, and wake such lanes if this one has chunks
-        to lend. Returns the request whose chunk has been added to ``chunks``.
-
-        Local memory would attend to a chunk before the chunks of other lanes are stored.
-        """
-        most = self.limits.max_num_batched_tokens
-        if self.active == 1 or self.placement.local or lane.role == "decode":
-            return None
-        if lane.running or lane.number >= self.active:
-            if chunks and lane.prompts.lendable(most) is not None:
-                self._ready.wake()
-            return None
-        lenders = (one for one in self._lanes[: self.active] if one is not lane and one.prompts)
-        if (found := lane.borrow(lenders, most)) is None:
-            return None
-        chunk, lender = found
-        chunks.append(chunk)
-        return lender
 
     # -- what has happened ---------------------------------------------------------------------------------------
 
@@ -588,7 +491,7 @@ class Scheduler:
         if group.lane >= 0:
             own = self._lanes[group.lane]
             own.remove_completion(group, completion)
-            self._seats.note_ended()
+            self._dealer.seats.note_ended()
             self.placement.remove_growing(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
@@ -600,7 +503,7 @@ class Scheduler:
         """Let the next plan release finished completions that no step in flight runs."""
         for group in lane.retire():
             self._ready.note_change(group.lane)
-            self._seats.free_ended(group.lane, group.request.client)
+            self._dealer.seats.free_ended(group.lane, group.request.client)
             self._admissions.note_freed()
 
     def _release(self, lane: Lane) -> list[int]:

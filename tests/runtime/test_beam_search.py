@@ -115,7 +115,9 @@ class Dropping:
 
     def _drop(self, update: RequestUpdate) -> None:
         engine = self._engine
-        holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
+        holders = [
+            group for worker in engine.cluster.capacities for group in engine._scheduler._residents.holders(worker)
+        ]
         beams = [group for group in holders if group.searches]
         if beams and self._chance.random() < 0.3:
             engine._scheduler.preempt(self._chance.choice(beams))

@@ -25,11 +25,10 @@ from lamina.core.types import Client
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule import admission
-from lamina.schedule.admission import Admissions, giving
+from lamina.schedule.admission import Admissions, Seats, giving
 from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import FIFO
-from lamina.schedule.seats import Seats
 from tests.support.schedules import client, request
 
 PAUSE, PATIENCE = 3, 1

@@ -128,7 +128,7 @@ def test_pools_of_several_kinds_are_balanced_by_bandwidth(
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_range_moves_while_its_sequences_decode_and_all_that_share_it_switch_in_one_plan(prefix_cache: bool) -> None:
     under_test = settled(prefix_cache=prefix_cache)
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
     plan = step(under_test)
     (migration,) = plan.migrations
@@ -153,7 +153,7 @@ def test_a_range_moves_while_its_sequences_decode_and_all_that_share_it_switch_i
 
 def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_step() -> None:
     under_test = settled()
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     under_test.placement.reserve_on("memory1", 90)
     plan_of(under_test)
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 0 and under_test.moves.counts.refused == 1
@@ -168,7 +168,7 @@ def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_st
 
 def test_a_range_that_moves_for_a_request_that_has_ended_leaves_no_worker_with_negative_reads() -> None:
     under_test = settled(prefix_cache=True)
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     under_test.moves.try_move(group, "memory0", "memory1", 30)
     step(under_test)
     under_test.abort("long")
@@ -180,7 +180,7 @@ def test_a_range_that_moves_for_a_request_that_has_ended_leaves_no_worker_with_n
 @pytest.mark.parametrize("when", ["at once", "while it is copied", "when it has arrived", "after the switch"])
 def test_a_request_that_is_cancelled_at_any_moment_of_a_move_leaves_nothing(when: str) -> None:
     under_test = settled()
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     under_test.moves.try_move(group, "memory0", "memory1", 30)
     carriers, released = set[int](), set[int]()
     if when != "at once":

@@ -46,7 +46,7 @@ def test_a_dropped_request_shares_what_it_had_but_generated_tokens_run_again_for
         plan_of(under_test)
         for _, completion in under_test.complete(0).values():
             completion.generated.append(7)
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     under_test.preempt(group)
     while not (plan := plan_of(under_test)).admitted:
         under_test.complete(0)

@@ -247,7 +247,7 @@ def test_keys_of_blocks_depend_on_all_tokens_before_and_on_the_salt() -> None:
 def continued() -> tuple[Scheduler, Group]:
     """A request of 40 tokens decodes on memory0, whose disk has eight tokens more of a prompt that begins alike."""
     under_test = settled(prefix_cache=True, overcommit=3.0)
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     disk = under_test.disks._disks["memory0"]
     keys = keys_of("", ids_of(range(48)), 48)[20:]
     disk.put(keys, disk.allocate_blocks(len(keys)))

@@ -72,7 +72,7 @@ def test_lanes_are_chosen_from_what_steps_took() -> None:
     for name in ("0", "1"):
         turn.scheduler.submit(request(name, 1, max_tokens=400))
     now = 0.0
-    used = [turn.scheduler.active]
+    used = [turn.scheduler._dealer.active]
     for _ in range(100):
         for plan in list(turn.plan(now)):
             now += 1.0
@@ -80,7 +80,7 @@ def test_lanes_are_chosen_from_what_steps_took() -> None:
             for done in turn.in_order(answer):
                 for _, completion in turn.complete(done).values():
                     completion.generated.append(7)
-        used.append(turn.scheduler.active)
+        used.append(turn.scheduler._dealer.active)
     assert used[0] == 2 and used[-1] == 1
 
 
