@@ -154,12 +154,8 @@ def _of_placement(config: EngineConfig) -> Iterator[Refusal]:
 
 def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
     local, alone = LOCAL in memories, set(memories) == {LOCAL}
-    if local and (len(computes) > 1 or REMOTE in computes):
-        yield Refusal(
-            f"memory {','.join(memories)} with {len(computes)} compute workers",
-            "a compute worker does not serve the q of others, so that only one of this machine may hold KV",
-            f"use --memory cpu:{len(computes)}",
-        )
+    if local:
+        yield from _of_local_memory(config, computes, memories)
     for name, given in (
         ("memory_cores", config.memory_cores is not None),
         ("kv_overcommit", config.kv_overcommit > 1),
@@ -177,10 +173,48 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
     if local and "compute" in bounds:
         yield Refusal(
             f"autoscale {config.autoscale} and memory local",
-            "a compute worker does not serve the q of others, so that only one may hold KV",
+            "a compute worker that leaves takes the KV of its requests with it",
             "give --memory cpu:1 to let the compute pool grow",
         )
     if not local and bounds.get("memory", (1, 1))[0] == 0:
         yield Refusal(
             f"autoscale {config.autoscale} without local memory", "one memory worker must stay", "give at least 1"
+        )
+
+
+def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
+    given, several = f"memory {','.join(memories)}", len(computes) > 1
+    if REMOTE in computes:
+        yield Refusal(
+            f"{given} with compute workers of other machines",
+            "how much memory a machine has free is found before its workers join",
+            f"use --memory cpu:{len(computes)}",
+        )
+    for name, parts, own in (
+        ("tensor_parallel", config.tensor_parallel, "heads"),
+        ("pipeline_parallel", config.pipeline_parallel, "layers"),
+    ):
+        if parts > 1:
+            yield Refusal(
+                f"{given} and {name} {parts}",
+                f"each compute worker of a replica would hold the KV of its own {own} alone, which no segment says",
+                "use memory workers, such as --memory cpu:1",
+            )
+    if several and config.pipelining == "rotational":
+        yield Refusal(
+            f"{given} and pipelining rotational",
+            "a lane stays on the replica that has the KV of its requests",
+            "leave out pipelining",
+        )
+    if several and config.prefill_replicas:
+        yield Refusal(
+            f"{given} and prefill_replicas {config.prefill_replicas}",
+            "the KV of a prompt is in the memory of the replica that ran it, and stays there",
+            "use memory workers, such as --memory cpu:1",
+        )
+    if several and config.partition == "head":
+        yield Refusal(
+            f"{given} of {len(computes)} compute workers and partition head",
+            "a compute worker attends to no heads for the rows of another replica",
+            "give partition auto",
         )

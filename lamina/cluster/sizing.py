@@ -134,16 +134,16 @@ def _parse_cores(text: str) -> set[int]:
     return cores
 
 
-def pipeline(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
+def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = False) -> Pipeline:
     """Return the lanes of a cluster, see ``_lanes``, with some for prompts alone if ``config.prefill_replicas``."""
-    made = _lanes(config, computes, shared)
+    made = _lanes(config, computes, shared, local)
     if not config.prefill_replicas:
         return made
     lanes = made.replicas if made.start.rotates else made.start.lanes
     return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=config.prefill_replicas)
 
 
-def _lanes(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
+def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pipeline:
     """Return lanes and their order for ``computes`` compute workers, whose settings have no ``refusals``.
 
     If ``config.lanes`` is None, the engine chooses while it runs: 1 to ``LANES_PER_REPLICA`` lanes per stage in fixed
@@ -152,11 +152,12 @@ def _lanes(config: EngineConfig, computes: int, shared: bool) -> Pipeline:
 
     Args:
         shared: both pools run on the same cores.
+        local: compute workers hold KV, so that lanes stay on the replica that has it.
     """
     ranks, stages = config.tensor_parallel, config.pipeline_parallel
     replicas = computes // (ranks * stages)
     units = replicas * stages
-    may_rotate = stages == 1 and config.pipelining != "fixed"
+    may_rotate = stages == 1 and config.pipelining != "fixed" and not local
     if config.lanes is None and not shared and config.pipelining != "rotational":
         most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
         choices = [Arrangement(each * units) for each in (2, 1, *range(3, most + 1))]
@@ -235,7 +236,7 @@ def cluster_plan(
     ConfigError."""
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.from_greetings(roles, greetings)
-    order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"])
+    order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"], local)
     bounds = limits(config, model, order)
     setup = ComputeSetup(
         str(model.path),

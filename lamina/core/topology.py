@@ -83,6 +83,14 @@ class Topology(msgspec.Struct, frozen=True):
         """The compute workers that hold KV."""
         return frozenset(member.name for member in self.members if member.role == "compute" and member.capacity)
 
+    def beyond(self, lane: int) -> frozenset[str]:
+        """Return the compute workers that hold KV to which the rows of a lane cannot attend: those of other replicas,
+        which answer no q."""
+        if not self.local:
+            return frozenset()
+        computes = self.computes
+        return self.local.difference(computes[number] for number in self.pipeline.workers_of(lane))
+
     @property
     def sizes(self) -> dict[Role, int]:
         """How many workers each pool has."""

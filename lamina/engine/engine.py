@@ -93,10 +93,10 @@ class Engine:
         self.cluster = cluster
         self._control = control
         self._workers = workers
-        topology, longest, ranks = cluster.topology, config.kv_tokens_per_worker, cluster.pipeline.ranks
+        topology, longest = cluster.topology, config.kv_tokens_per_worker
         self._turn = Turn(
             limits,
-            placement(config.partition, cluster.capacities, cluster.shards, longest, topology.local, ranks),
+            placement(config.partition, cluster.capacities, cluster.shards, longest, topology),
             cluster.pipeline,
             attentions=len(cluster.attentions),
             kv_heads=cluster.shards.heads,
@@ -110,7 +110,7 @@ class Engine:
         )
         self._scheduler = self._turn.scheduler
         if cluster.missing:  # lost with the last engine, to be started again
-            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology.local, ranks)
+            whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology)
             self._scheduler.placement.promise(whole.total)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))

@@ -1,6 +1,7 @@
 """How many token slots of each memory worker are reserved, and which workers a request fits. No clock, no sockets."""
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from lamina.core.errors import RequestError
@@ -12,6 +13,11 @@ LEAST_SEGMENT = 64  # tokens; many smaller segments would cost more than droppin
 NOWHERE: frozenset[str] = frozenset()
 WATERMARK = 0.05  # share of a worker's slots that admission leaves free, besides those for growth
 AFFINITY = 2  # a token of a cached prefix counts as much as this many free slots when a worker is chosen
+
+
+def reach(topology: Topology) -> Callable[[int], frozenset[str]]:
+    """Return ``topology.beyond``, which is asked for every request."""
+    return functools.cache(topology.beyond) if topology.local else lambda _: NOWHERE
 
 
 class Found(NamedTuple):
@@ -43,6 +49,7 @@ class Placement:
         closed: workers that take no more requests.
         idle: slots by worker that are not reserved, but hold cached prefixes (``lamina.kv.prefix_cache``).
         local: memory of compute workers: KV moves neither there nor away.
+        beyond: returns the workers, all of them ``local``, to whose KV the rows of a lane cannot attend.
         crowded: workers whose reserved and idle slots exceed their capacity: idle ones must be evicted.
         stalled: lanes that wait for slots (``lamina.schedule.growth``).
         token_s: seconds to read a token, by worker, once all have been measured: requests go where all KV is read
@@ -58,12 +65,14 @@ class Placement:
         longest: int | None = None,
         partition: Partition = "auto",
         local: Collection[str] = NOWHERE,
+        beyond: Callable[[int], frozenset[str]] = lambda _: NOWHERE,
     ) -> None:
         """``capacities``: token slots by memory worker. ``partition``: "token" divides the tokens that a request has at
         admission evenly among the workers; "request" keeps all of a request on one."""
         self.longest = longest
         self._partition = partition
         self.local = frozenset(local)
+        self.beyond = beyond
         self.capacities = dict(capacities)
         self.reserved = dict.fromkeys(capacities, 0)
         self.returning = dict.fromkeys(capacities, 0)
@@ -83,6 +92,7 @@ class Placement:
         self._take_over(topology.capacities)
         self.token_s = {}
         self.local = topology.local
+        self.beyond = reach(topology)
         self.closed &= topology.names
         self._note_open()
         self.left_in_all = sum(self.capacities.values()) - sum(self.reserved.values())
@@ -146,10 +156,12 @@ class Placement:
 
     def _note_open(self) -> None:
         """Update the totals of open workers. If none is open, requests wait, and the last totals stay."""
-        capacities = [self.capacities[worker] for worker in self._open]
-        if capacities:
-            self.largest = max(capacities)
-            self.total = self.largest if self._partition == "request" else sum(capacities)
+        shared = [self.capacities[worker] for worker in self._open if worker not in self.local]
+        own = [self.capacities[worker] for worker in self._open if worker in self.local]
+        if shared or own:
+            self.largest = max(shared + own)
+            # Of local memory, a request has that of its replica alone.
+            self.total = self.largest if self._partition == "request" else sum(shared) + max(own, default=0)
         self._roomiest.clear()
 
     @property
@@ -177,7 +189,8 @@ class Placement:
         """Most tokens in one segment of a request of this many tokens; None: no limit."""
         if self._partition != "token":
             return self.longest
-        even = max(-(-tokens // max(len(self._open), 1)), LEAST_SEGMENT)
+        reached = [worker for worker in self._open if worker not in self.local]
+        even = max(-(-tokens // max(len(reached) + bool(self.local), 1)), LEAST_SEGMENT)
         return even if self.longest is None else min(even, self.longest)
 
     def reserve(
@@ -220,9 +233,10 @@ class Placement:
         workers = [worker for worker in self._open if worker not in besides]
         rooms = {worker: self.room(worker) for worker in workers}
         if sum(max(room, 0) for room in rooms.values()) < tokens + AHEAD * sequences:
-            if besides or any(self.reserved.values()) or tokens > self.total:
+            # Empty workers may be filled: nothing else there needs room to grow.
+            rooms = {worker: self.capacities[worker] for worker in workers}
+            if any(not self.is_empty(worker) for worker in workers) or tokens > sum(rooms.values()):
                 return []
-            rooms = {worker: self.capacities[worker] for worker in workers}  # an empty pool may be filled
         left = {worker: room for worker, room in sorted(rooms.items(), key=lambda one: -one[1]) if room > 0}
         spans: list[tuple[str, int]] = []
         longest = self._longest(tokens)
@@ -261,13 +275,13 @@ class Placement:
         nearest = max(fitting, key=lambda one: rooms[one] + AFFINITY * found[one].length)
         return nearest if rooms[nearest] + AFFINITY * found[nearest].length >= room else None
 
-    def next_worker(self, worker: str) -> str | None:
-        """Return the worker on which a sequence of ``worker`` should continue: the other one with most slots that its
-        own sequences do not need soon; None if none has enough for a segment that is worth it."""
-        best, most = None, -1
+    def next_worker(self, worker: str, lane: int) -> str | None:
+        """Return the worker on which a sequence of ``worker``, in ``lane``, should continue: the other one with most
+        slots that its own sequences do not need soon; None if none has enough for a segment that is worth it."""
+        best, most, beyond = None, -1, self.beyond(lane)
         for other in self._open:
             spare = self.left(other) - AHEAD * (self.sequences[other] + 1)
-            if other != worker and spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[other]):
+            if other != worker and other not in beyond and spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[other]):
                 best, most = other, spare
         return best
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from lamina.core.heads import HeadShards
 from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
-from lamina.kv.placement import AHEAD, WATERMARK, Placement
+from lamina.kv.placement import AHEAD, WATERMARK, Placement, reach
 
 FEWEST = 2  # workers that heads are cut for, also if there is only one at first
 
@@ -22,15 +22,14 @@ def placement(
     capacities: Mapping[str, int],
     shards: HeadShards,
     longest: int | None,
-    local: Collection[str] = (),
-    ranks: int = 1,
+    topology: Topology,
 ) -> Placement:
     """Places requests as ``partition`` says, on memory workers that hold so many tokens each, in runs of ``longest``
-    tokens at most. ``local``: see ``Placement``. ``ranks``: of each replica. With several, KV never moves: one of them
-    may still attend to what another has finished with."""
-    if shards.count > 1 or ranks > 1:
+    tokens at most. Where replicas of ``topology`` have several ranks, KV never moves: one of them may still attend to
+    what another has finished with."""
+    if shards.count > 1 or topology.pipeline.ranks > 1:
         return StripedPlacement(capacities, shards, longest)
-    return Placement(capacities, longest, partition, local)
+    return Placement(capacities, longest, partition, topology.local, reach(topology))
 
 
 def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range], ...]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Group
 from lamina.core.types import Client
-from lamina.kv.placement import NOWHERE, Placement
+from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
@@ -28,6 +28,7 @@ from lamina.schedule.policy import Policy, Rank, RankedQueue, WaitingQueue, rank
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
 SHARE = 2
+PREFIX_SEATS = 2  # how many sequences more the replica that has a request's prefix cached may have
 MOST_SKIPPED = 32  # requests: all are tried again when something is released
 
 
@@ -271,17 +272,21 @@ class Admissions:
         """Requests, in order, with lane and segments set and room reserved.
 
         The caller counts each one's seats before it takes the next. ``may_take``: whether a lane's next step has room
-        for another prompt; if the emptiest lane's has not, all wait.
+        for another prompt; if that of no lane to try has, all wait.
         """
         if not self.due:
             return
         for group in self._in_turn():
-            lane = seats.emptiest_to_decode if group.searches else seats.emptiest  # beams share all their steps
-            if not may_take(lane):
+            lanes = self._lanes_for(group, seats)
+            able = [lane for lane in lanes if may_take(lane)]
+            if not able:
                 return
             if seats.total >= self._max_sequences:
                 break
-            spans = self._room_for(group, lane, seats)
+            rooms = ((lane, self._room_for(group, lane, seats)) for lane in able)
+            lane, spans = next(((lane, spans) for lane, spans in rooms if spans is not None), (-1, None))
+            if spans is None and able != lanes:
+                return
             if spans is not None:
                 if not self._unskip(group):
                     self._queue.pop(group)
@@ -299,6 +304,24 @@ class Admissions:
         self._exhausted = True
         if self._may_pass:
             self._passed = self._steps
+
+    def _lanes_for(self, group: Group, seats: Seats) -> list[int]:
+        """Return the lanes to try for a request: the emptiest one, or of each replica with memory of its own. There, a
+        lane whose replica has a prefix of the request cached goes before one with slightly fewer sequences."""
+        emptiest = seats.emptiest_to_decode if group.searches else seats.emptiest  # beams share all their steps
+        beyond = self._placement.beyond
+        if not beyond(emptiest):
+            return [emptiest]
+        found = self._prefixes.find(group)
+        longest = max((one.length for one in found.values()), default=0)
+
+        def order(lane: int) -> tuple[int, int, int]:
+            out_of_reach = beyond(lane)
+            cached = any(one.length == longest for worker, one in found.items() if worker not in out_of_reach)
+            return seats.taken[lane] - (PREFIX_SEATS if cached else 0), seats.taken[lane], lane
+
+        by_replica = {beyond(lane): lane for lane in sorted(range(len(seats.taken)), key=order, reverse=True)}
+        return sorted(by_replica.values(), key=order)
 
     def _in_turn(self) -> Iterator[Group]:
         """Yield each waiting request once: the one with a reservation, the preferred one, then the other skipped ones
@@ -326,10 +349,10 @@ class Admissions:
     def _room_for(self, group: Group, lane: int, seats: Seats) -> list[tuple[str, int]] | None:
         """Reserve this request's present tokens: how many on which memory workers; None if they, or its seats, do not
         fit."""
-        wanted, besides = len(group.completions), NOWHERE
+        wanted, besides = len(group.completions), self._placement.beyond(lane)
         if self._reserved is not None and self._first is not None and group is not self._first:
             wanted += len(self._first.completions)
-            besides = frozenset(self._placement.touching(self._reserved.workers))
+            besides = besides.union(self._placement.touching(self._reserved.workers))
         if seats.total + wanted > self._max_sequences or seats.taken[lane] + wanted > self._rows:
             return None
         found = self._prefixes.find(group)

@@ -157,8 +157,7 @@ class Dealer:
         for own in lanes:
             own.clear()
         for group in groups:
-            decodes = group.searches or group.forked
-            group.lane, group.until = self.seats.emptiest_to_decode if decodes else self.seats.emptiest, 0
+            group.lane, group.until = self._lane_again(group), 0
             self.seats.add_sequences(group.lane, group.seats, group.request.client)
             own = lanes[group.lane]
             own.take_over(group, group in dealt, not may_run(group))
@@ -170,6 +169,15 @@ class Dealer:
         self._admissions.note_freed()
         for own in lanes:
             own.allowance = self.rows_left(own.number)
+
+    def _lane_again(self, group: Group) -> int:
+        """Return the emptiest lane that reaches the KV of a request."""
+        emptiest = self.seats.emptiest_to_decode if group.searches or group.forked else self.seats.emptiest
+        beyond = self._placement.beyond
+        if not beyond(emptiest):
+            return emptiest
+        reaching = [lane for lane in range(self.active) if beyond(lane).isdisjoint(group.workers)]
+        return min(reaching, key=self.seats.taken.__getitem__)
 
     def keep_prefixes(self, lane: Lane) -> None:
         """Add the prompts that the completed steps of a lane have computed to the prefix cache."""

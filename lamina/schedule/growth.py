@@ -58,7 +58,7 @@ class Growth:
             position = lane.decoding.position(completion.sequence)
             if holding(completion.segments, position).tokens[0] == position:  # placed before an epoch ended
                 lane.decoding.turn_over(completion)
-            elif not self._grow(lane, group, completion, self._placement.next_worker(completion.worker)):
+            elif not self._grow(lane, group, completion, self._next_worker(lane, completion.worker)):
                 lane.decoding.postpone(completion.sequence, AHEAD)
 
     def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
@@ -104,19 +104,24 @@ class Growth:
 
     def _spread(self, lane: Lane, worker: str, sequences: int) -> int:
         """Let up to so many sequences of this lane that grow on a worker continue elsewhere. Returns how many do."""
-        if self._placement.next_worker(worker) is None:
+        if self._next_worker(lane, worker) is None:
             return 0
         chosen = lane.decoding.on(worker)[-sequences:]
-        return sum(self._grow(lane, *owner, self._placement.next_worker(worker)) for owner in chosen)
+        return sum(self._grow(lane, *owner, self._next_worker(lane, worker)) for owner in chosen)
+
+    def _next_worker(self, lane: Lane, worker: str) -> str | None:
+        return self._placement.next_worker(worker, lane.number)
 
     def _squeeze(self, lane: Lane, worker: str) -> list[Group]:
         """Use the last slots of all workers for the only request on a worker, which it has filled. Returns requests to
         preempt if there are none."""
         placement, needed = self._placement, lane.decoding.workers
+        beyond = placement.beyond(lane.number)
         for group, completion in lane.decoding.on(worker):
             if needed.get(worker, 0) <= placement.left(worker):
                 return []
-            others = [one for one in placement.capacities if one != worker and one not in placement.closed]
+            excluded = {worker, *placement.closed, *beyond}
+            others = [one for one in placement.capacities if one not in excluded]
             spare = {one: placement.left(one) - needed.get(one, 0) for one in others}
             best = max(spare, key=lambda one: spare[one], default=worker)
             if spare.get(best, 0) <= 0 or not self._grow(lane, group, completion, best):
@@ -127,7 +132,9 @@ class Growth:
             return []
         running = (group for own in self._lanes for group in own.running if group.alive)
         holders = {
-            group: sum(self._lanes[group.lane].held(group).values()) for group in running if group not in lane.dealt
+            group: sum(self._lanes[group.lane].held(group).values())
+            for group in running
+            if group not in lane.dealt and not beyond.issuperset(group.workers)
         }
         return victims(holders, AHEAD * needed[worker], self._rank)
 
