@@ -170,12 +170,6 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
             "give polling auto, or memory workers on GPUs, such as --memory cuda:1",
         )
     bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
-    if local and "compute" in bounds:
-        yield Refusal(
-            f"autoscale {config.autoscale} and memory local",
-            "a compute worker that leaves takes the KV of its requests with it",
-            "give --memory cpu:1 to let the compute pool grow",
-        )
     if not local and bounds.get("memory", (1, 1))[0] == 0:
         yield Refusal(
             f"autoscale {config.autoscale} without local memory", "one memory worker must stay", "give at least 1"

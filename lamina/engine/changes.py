@@ -290,7 +290,7 @@ class Leaves:
                 "Wait until requests have ended, or add memory workers first"
             )
         most = max((group.tokens for group in self._scheduler.requests), default=0)
-        total = sum(placement.capacities[name] for name in staying)
+        total = placement.together(staying)
         if most > total:
             raise ConfigError(
                 f"a request in progress may need {most} KV tokens, and the memory workers that stay hold {total}. "

@@ -124,10 +124,6 @@ class Pools:
         self._fabric.launcher.validate_pool(role, kind, same + self._joins.count(role) + count)
         if role == "memory":
             return
-        if self._fabric.compute_setup.local:
-            raise ConfigError(
-                "local memory works with one compute worker so far; start with --memory cpu:1 to add compute workers"
-            )
         replicas = len(self.topology.computes) + self._joins.count("compute") + count
         slices = len(self._fabric.memory_setup.attentions) + 1
         if self._pipeline.rotates and replicas > slices:

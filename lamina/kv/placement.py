@@ -156,13 +156,16 @@ class Placement:
 
     def _note_open(self) -> None:
         """Update the totals of open workers. If none is open, requests wait, and the last totals stay."""
-        shared = [self.capacities[worker] for worker in self._open if worker not in self.local]
-        own = [self.capacities[worker] for worker in self._open if worker in self.local]
-        if shared or own:
-            self.largest = max(shared + own)
-            # Of local memory, a request has that of its replica alone.
-            self.total = self.largest if self._partition == "request" else sum(shared) + max(own, default=0)
+        if self._open:
+            self.largest = max(self.capacities[worker] for worker in self._open)
+            self.total = self.largest if self._partition == "request" else self.together(self._open)
         self._roomiest.clear()
+
+    def together(self, workers: Collection[str]) -> int:
+        """Return the most tokens that a request may have on these workers: of local memory, only one replica's."""
+        own = [self.capacities[worker] for worker in workers if worker in self.local]
+        shared = [self.capacities[worker] for worker in workers if worker not in self.local]
+        return sum(shared) + max(own, default=0)
 
     @property
     def possible(self) -> int:

@@ -101,7 +101,6 @@ def test_workers_that_do_not_start_are_not_tried_again_at_once(
     [
         ({"autoscale": "memory=3:2"}, "3 to 2 memory workers"),
         ({"autoscale": "memory=0:2"}, "without local memory: one memory worker must stay"),
-        ({"autoscale": "compute=1:2", "memory": "local"}, "autoscale compute=1:2 and memory local"),
     ],
 )
 def test_bounds_that_the_pools_rule_out_are_refused_before_anything_is_started(

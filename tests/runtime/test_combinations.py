@@ -77,6 +77,7 @@ def named(every: Sequence[Settings]) -> dict[str, Settings]:
 ORDINARY: Settings = {
     "ranks x stages": {"tensor_parallel": 2, "pipeline_parallel": 2, "compute": "cpu:4", "memory": "cpu:2", "lanes": 5},
     "lanes on local memory": {"compute": "cpu:1", "memory": "local,cpu:1", "lanes": 5, "pipelining": "fixed"},
+    "instances": {"compute": "cpu:2", "memory": "local,cpu:1", "lanes": 4, "partition": "token"},
     "lanes on ranks": {"tensor_parallel": 2, "compute": "cpu:2", "memory": "cpu:1", "lanes": 6},
 }
 OTHERS: Settings = {

@@ -47,6 +47,38 @@ def test_a_mixed_pool_gives_the_tokens_of_hugging_face(family: str, tmp_path: Pa
     check_greedy(family, tmp_path, memory="local,cpu:1", holders={"compute0", "memory0"}, kv_tokens_per_worker=16)
 
 
+@pytest.mark.parametrize("family", sweep(SERVED, ["llama"]))
+def test_each_replica_keeps_the_kv_of_its_requests(family: str, tmp_path: Path) -> None:
+    check_greedy(family, tmp_path, compute="cpu:2", memory="local", holders={"compute0", "compute1"})
+
+
+def test_replicas_with_local_memory_join_leave_and_are_lost(
+    checkpoint: Path,
+    undisturbed: list[list[CompletionOutput]],
+) -> None:
+    """The KV of a replica that leaves or is lost is computed again by others; that of others stays."""
+    workers = Killable()
+    settings = replace(with_memory(checkpoint, "local", kv_cache_memory_bytes=500_000), compute="cpu:2")
+    engine = launch(settings, workers=workers)
+    try:
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(50)
+        workers.signal("compute0", signal.SIGKILL)
+        wait_for_recoveries(engine, 1)
+        assert engine.stats().recomputed > 0
+        assert engine.scale(compute=1).result(60) == ["compute2"]
+        assert_same(streams.results(), undisturbed)
+        streams = Streams(engine, REQUESTS)
+        streams.wait_for_tokens(50)
+        assert engine.scale(compute=-1).result(60) == ["compute2"]
+        assert_same(streams.results(), undisturbed)
+        assert engine.stats().memory.keys() == {"compute1"}
+        wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
+        assert_same(Streams(engine, REQUESTS).results(), undisturbed)
+    finally:
+        engine.close()
+
+
 @pytest.mark.slow
 def test_a_lost_compute_worker_takes_its_memory_with_it_and_is_replaced(
     checkpoint: Path,
@@ -89,8 +121,6 @@ def test_memory_workers_join_local_memory_are_lost_and_leave(
         assert engine.stats().memory.keys() == {"compute0"}
         with pytest.raises(ConfigError, match="the memory pool has 0"):
             engine.scale(memory=-1).result(60)
-        with pytest.raises(ConfigError, match="local memory works with one compute worker"):
-            engine.scale(compute=1).result(60)
         wait_until(lambda: not any(memory.used for memory in engine.stats().memory.values()), "slots stayed in use")
         assert_same(Streams(engine, REQUESTS).results(), undisturbed)
     finally:

@@ -25,12 +25,12 @@ from lamina.schedule.admission import SHARE
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
 from tests.support.schedules import client, request
-from tests.support.turn_driver import CHOICES, ENOUGH, FIXED, WHOLE, Driver
+from tests.support.turn_driver import CHOICES, ENOUGH, FIXED, INSTANCES, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
 SHARDED = HeadShards(3, 3)
-APART, LOCAL = ("memory0", "memory1"), ("compute0", "memory1")
+APART, LOCAL, SEVERAL = ("memory0", "memory1"), ("compute0", "memory1"), ("compute0", "compute1")
 REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True)))
 
 
@@ -158,8 +158,8 @@ class Told(Driver):
         by_name = dict(parts)
         assert len(by_name) == len(parts), "nobody is told twice"
         runs = {self.pipeline.replica(plan.lane, plan.turn + k, plan.rotates) for k in range(self.pipeline.replicas)}
-        expected = {self.computes[number] for number in runs}
-        expected |= {name for name in self.theirs if concerns(plan, tables[name], name, had[name])}
+        running = {self.computes[number] for number in runs}
+        expected = running | {name for name in self.theirs if concerns(plan, tables[name], name, had[name])}
         aside = set(self.computes).difference(expected)  # they may run sequences that move, with other plans
         assert by_name.keys() - aside == expected and (plan.switches or not by_name.keys() & aside)
         for name, part in parts:
@@ -171,6 +171,7 @@ class Told(Driver):
                 same(self.theirs[name].apply(part)[0], tables[name])
             if name in self.replicas and name not in aside:
                 self.replicas[name].apply(part)
+            if name in running:
                 assert (part.chunks, part.decoding, part.turn) == (plan.chunks, plan.decoding, plan.turn)
                 known, knows = self.all_knowing.segments, self.replicas[name].segments
                 for step in plan.sequences:
@@ -208,7 +209,7 @@ class Told(Driver):
 
 @example(FIXED, 1, 13, 0.1, 6, "striped", 198851571, 1, SHARE)  # a chunk before the first segment of a worker
 @given(
-    pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS]),
+    pipeline=st.sampled_from([FIXED, CHOICES, REPLICAS, INSTANCES]),
     depth=st.integers(1, DEPTH),
     requests=st.integers(1, 25),
     leaving=st.sampled_from([0.0, 0.1]),
@@ -230,7 +231,8 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
     share: int,
 ) -> None:
     chance = random.Random(seed)
-    memories = LOCAL if kind == "local" and pipeline.replicas == 1 else APART
+    local = {FIXED: LOCAL, INSTANCES: SEVERAL}.get(pipeline, APART)
+    memories = local if kind == "local" else APART
     driver = Told(pipeline, depth, chance, longest, memories, SHARDED if kind == "striped" else WHOLE, clients)
     driver.pause_s = RELEASE_S
     with mock.patch("lamina.schedule.admission.SHARE", share):

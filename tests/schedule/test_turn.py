@@ -30,11 +30,11 @@ from lamina.schedule.policy import Fifo
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.text.tokenizer import Tokenizer
 from tests.support.schedules import request
-from tests.support.turn_driver import CHOICES, ENOUGH, FIXED, Driver
+from tests.support.turn_driver import CHOICES, ENOUGH, FIXED, INSTANCES, Driver
 
 
 @given(
-    pipeline=st.sampled_from([FIXED, CHOICES]),
+    pipeline=st.sampled_from([FIXED, CHOICES, INSTANCES]),
     depth=st.integers(1, DEPTH),
     requests=st.integers(0, 25),
     leaving=st.sampled_from([0.0, 0.1]),
@@ -46,7 +46,8 @@ def test_each_request_ends_once_and_every_slot_comes_back(
     pipeline: Pipeline, depth: int, requests: int, leaving: float, seed: int, clients: int, share: int
 ) -> None:
     chance = random.Random(seed)
-    driver = Driver(pipeline, depth, chance, clients=clients)
+    memories = ("compute0", "compute1") if pipeline is INSTANCES else ("memory0", "memory1")
+    driver = Driver(pipeline, depth, chance, memories=memories, clients=clients)
     with mock.patch("lamina.schedule.admission.SHARE", share):
         for number in range(requests):
             driver.come(str(number))

@@ -16,6 +16,7 @@ from tests.support.schedules import ATTENTIONS, LIMITS, client, request
 FIXED = Pipeline(3, 1)
 WHOLE = HeadShards(2)
 CHOICES = Pipeline(4, 2, choices=(Arrangement(4), Arrangement(2), Arrangement(3, rotates=True)))
+INSTANCES = Pipeline(4, 2, choices=(Arrangement(4), Arrangement(2)))
 ENOUGH = 2000
 
 
@@ -34,13 +35,18 @@ class Driver:
     ) -> None:
         self.depth, self.chance, self.clients = depth, chance, clients
         capacities = dict(zip(memories, (60, 40), strict=True))
-        local = [name for name in memories if name.startswith("compute")]
-        striped = shards.count > 1
-        placement = (
-            StripedPlacement(capacities, shards, longest) if striped else Placement(capacities, longest, local=local)
+        local = frozenset(name for name in memories if name.startswith("compute"))
+
+        def beyond(lane: int) -> frozenset[str]:
+            return local.difference(f"compute{number}" for number in pipeline.workers_of(lane))
+
+        self.placement = (
+            StripedPlacement(capacities, shards, longest)
+            if shards.count > 1
+            else Placement(capacities, longest, local=local, beyond=beyond)
         )
         self.turn = Turn(
-            LIMITS, placement, pipeline, attentions=ATTENTIONS, kv_heads=shards.heads, plan_ahead=depth > 1
+            LIMITS, self.placement, pipeline, attentions=ATTENTIONS, kv_heads=shards.heads, plan_ahead=depth > 1
         )
         self.unanswered: dict[int, StepPlan] = {}
         self.planned: dict[int, list[int]] = {}  # by lane: steps that run
@@ -103,6 +109,10 @@ class Driver:
             for admission in plan.admitted:
                 self.known.update(range(admission.sequence, admission.sequence + admission.count))
             assert {step.sequence for step in plan.sequences} <= self.known
+            owners, beyond = self.turn.scheduler.owners, self.placement.beyond(plan.lane)
+            for step in plan.sequences:
+                if step.sequence in owners:
+                    assert beyond.isdisjoint(owners[step.sequence][0].workers), "KV out of the lane's reach"
             self.migrations += [migration.number for migration in plan.migrations]
             self.on_plan(plan)
 
