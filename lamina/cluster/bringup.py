@@ -248,6 +248,11 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
     """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
     shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
+    if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.ranks)) > 1:
+        raise ConfigError(
+            f"{sharers} ranks of a replica share each of the {shards.heads} KV heads, which local memory would have to "
+            f"hold {sharers} times; give --tensor-parallel {shards.heads} at most, or memory workers"
+        )
     if plan.compute_setup.head_workers > 1 and shards.count == 1:
         counts = " or ".join(str(count) for count in sorted({spec.kv_heads for spec in loaded.attentions}))
         raise ConfigError(

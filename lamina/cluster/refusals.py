@@ -177,23 +177,19 @@ def _of_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence
 
 
 def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
-    given, several = f"memory {','.join(memories)}", len(computes) > 1
+    given, several = f"memory {','.join(memories)}", len(computes) > config.tensor_parallel
     if REMOTE in computes:
         yield Refusal(
             f"{given} with compute workers of other machines",
             "how much memory a machine has free is found before its workers join",
             f"use --memory cpu:{len(computes)}",
         )
-    for name, parts, own in (
-        ("tensor_parallel", config.tensor_parallel, "heads"),
-        ("pipeline_parallel", config.pipeline_parallel, "layers"),
-    ):
-        if parts > 1:
-            yield Refusal(
-                f"{given} and {name} {parts}",
-                f"each compute worker of a replica would hold the KV of its own {own} alone, which no segment says",
-                "use memory workers, such as --memory cpu:1",
-            )
+    if config.pipeline_parallel > 1:
+        yield Refusal(
+            f"{given} and pipeline_parallel {config.pipeline_parallel}",
+            "each stage would hold the KV of its own layers alone, and segments have all layers",
+            "use memory workers, such as --memory cpu:1",
+        )
     if several and config.pipelining == "rotational":
         yield Refusal(
             f"{given} and pipelining rotational",

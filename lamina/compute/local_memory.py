@@ -16,6 +16,7 @@ from lamina.memory.device.base import Array, New
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
+from lamina.splitter.parts import Rank
 
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
 Index = slice | Array
@@ -25,25 +26,27 @@ Partials = dict[tuple[object, ...], Partial]
 class LocalMemory:
     """The slab of a compute worker. Its thread owns it."""
 
-    def __init__(self, control: ControlClient, store: KvStore) -> None:
-        self._store = store
+    def __init__(self, control: ControlClient, store: KvStore, rank: Rank) -> None:
+        self._store, self._rank = store, rank
         self._usage = UsageReports(control, store)
         # By lane: other lanes attend between the attention of a step and the merge of its result.
         self._partials = collections.defaultdict[int, Partials](dict)
 
     @classmethod
-    def set_up(cls, control: ControlClient) -> "LocalMemory":
+    def set_up(cls, control: ControlClient, rank: Rank) -> "LocalMemory":
         """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
         store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
-        return cls(control, store)
+        return cls(control, store, rank)
 
     def apply_plan(self, plan: StepPlan) -> "LocalShare | None":
         """Apply a plan's deltas, and assign slots to the tokens of its step. None if the step has nothing here.
 
         Raises the errors of ``KvStore.apply``.
         """
-        (tables,) = self._store.apply(plan)  # of a replica of one rank
-        return None if tables.rows.empty else LocalShare(self._store, tables, self._partials[plan.lane])
+        tables = self._store.apply(plan)[self._rank.number]  # what is here of other ranks' heads is nothing
+        if tables.rows.empty:
+            return None
+        return LocalShare(self._store, tables, self._partials[plan.lane], self._rank)
 
     def release(self, sequences: Sequence[int]) -> None:
         """Forget sequences and free their slots. Those not known here are ignored."""
@@ -67,12 +70,12 @@ class LocalShare:
             ``lamina.dataplane.wire.MessageRows``.
     """
 
-    def __init__(self, store: KvStore, tables: StepTables, partials: Partials) -> None:
+    def __init__(self, store: KvStore, tables: StepTables, partials: Partials, rank: Rank) -> None:
         """``partials``: results by shape, overwritten by every ``attend``."""
-        rows = tables.rows
+        rows, shards = tables.rows, store.shards.range_of_rank(rank.number, rank.count)
         self.worker, self.queries = store.worker, rows.queries
         self._store, self._tables, self._partials = store, tables, partials
-        self._count = count = store.shards.count
+        self._count = count = len(shards)
         total, sent = count * sum(len(step.tokens) for step in tables.plan.sequences), store.device.sent
         self._new: Index | None = None
         kept, slots = rows.appends, tables.slots
@@ -80,7 +83,8 @@ class LocalShare:
             self._new = _indices(kept, total, sent) if count == 1 else sent(kept)
             kept, slots = kept[:0], slots[:0]
         if rows.pulled or count > 1:  # else they are in order
-            pulled = [np.arange(chunk.row, chunk.row + chunk.rows) * count + chunk.shard for chunk in rows.pulled]
+            spans = [(np.arange(chunk.row, chunk.row + chunk.rows), chunk.shard) for chunk in rows.pulled]
+            pulled = [each * count + shard - shards.start for each, shard in spans]
             kept, slots = np.concatenate([kept, *pulled]), np.concatenate([slots, tables.pulled_slots])
             order = np.argsort(kept)
             kept, slots = kept[order], slots[order]

@@ -516,7 +516,7 @@ def build(
     device = make(control.device)
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
-    memory = LocalMemory.set_up(control) if setup.local else None
+    memory = LocalMemory.set_up(control, Rank(setup.rank, setup.ranks)) if setup.local else None
     links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
     names, count = tuple(connect.computes), setup.ranks
     number = names.index(control.name) // count

@@ -278,7 +278,7 @@ class Leaves:
         """Raises ConfigError, with the figures, if the others have no room for what these memory workers hold."""
         placement = self._scheduler.placement
         going = [name for name in names if name in topology.capacities]
-        staying = topology.capacities.keys() - placement.closed - set(going)
+        staying = (topology.capacities.keys() & placement.capacities.keys()) - placement.closed - set(going)
         if not going:
             return
         held = placement.held(going)

@@ -15,9 +15,14 @@ WATERMARK = 0.05  # share of a worker's slots that admission leaves free, beside
 AFFINITY = 2  # a token of a cached prefix counts as much as this many free slots when a worker is chosen
 
 
+def nowhere(lane: int) -> frozenset[str]:
+    """Return no place: the rows of each lane attend to all KV."""
+    return NOWHERE
+
+
 def reach(topology: Topology) -> Callable[[int], frozenset[str]]:
     """Return ``topology.beyond``, which is asked for every request."""
-    return functools.cache(topology.beyond) if topology.local else lambda _: NOWHERE
+    return functools.cache(topology.beyond) if topology.local else nowhere
 
 
 class Found(NamedTuple):
@@ -65,7 +70,7 @@ class Placement:
         longest: int | None = None,
         partition: Partition = "auto",
         local: Collection[str] = NOWHERE,
-        beyond: Callable[[int], frozenset[str]] = lambda _: NOWHERE,
+        beyond: Callable[[int], frozenset[str]] = nowhere,
     ) -> None:
         """``capacities``: token slots by memory worker. ``partition``: "token" divides the tokens that a request has at
         admission evenly among the workers; "request" keeps all of a request on one."""
@@ -283,8 +288,10 @@ class Placement:
         slots that its own sequences do not need soon; None if none has enough for a segment that is worth it."""
         best, most, beyond = None, -1, self.beyond(lane)
         for other in self._open:
+            if other == worker or other in beyond:
+                continue
             spare = self.left(other) - AHEAD * (self.sequences[other] + 1)
-            if other != worker and other not in beyond and spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[other]):
+            if spare > most and spare >= min(LEAST_SEGMENT, self._watermarks[other]):
                 best, most = other, spare
         return best
 

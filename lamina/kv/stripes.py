@@ -1,13 +1,15 @@
 """Placement by heads: the KV heads of a request are divided among several memory workers. Pure."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from lamina.core.heads import HeadShards
 from lamina.core.topology import Topology
 from lamina.core.types import Partition, Segment
-from lamina.kv.placement import AHEAD, WATERMARK, Placement, reach
+from lamina.kv.placement import AHEAD, WATERMARK, Placement, nowhere, reach
 
 FEWEST = 2  # workers that heads are cut for, also if there is only one at first
 
@@ -28,11 +30,28 @@ def placement(
     tokens at most. Where replicas of ``topology`` have several ranks, KV never moves: one of them may still attend to
     what another has finished with."""
     if shards.count > 1 or topology.pipeline.ranks > 1:
-        return StripedPlacement(capacities, shards, longest)
+        found = StripedPlacement(capacities, shards, longest, local_parts(topology, shards))
+        found.beyond = found.reach(topology)
+        return found
     return Placement(capacities, longest, partition, topology.local, reach(topology))
 
 
-def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range], ...]]:
+Parts: TypeAlias = tuple[tuple[str, range], ...]
+"""The workers of a place, each with its shards of heads."""
+
+
+def local_parts(topology: Topology, shards: HeadShards) -> list[Parts]:
+    """Return the local memory of each replica of several ranks: every rank keeps the heads that it computes."""
+    ranks, computes = topology.pipeline.ranks, topology.computes
+    if ranks == 1 or not topology.local:
+        return []
+    return [
+        tuple((computes[first + rank], shards.range_of_rank(rank, ranks)) for rank in range(ranks))
+        for first in range(0, len(computes), ranks)
+    ]
+
+
+def stripes(workers: Sequence[str], shards: int) -> list[Parts]:
     """Return the workers of each stripe with their shards of heads: as even as possible, with the larger parts first.
 
     A stripe is a run of neighbours in the ring of workers, with at most one worker per shard. At least two workers are
@@ -51,36 +70,53 @@ def stripes(workers: Sequence[str], shards: int) -> list[tuple[tuple[str, range]
     ]
 
 
+def _named(places: Iterable[Parts]) -> dict[str, Parts]:
+    return {"+".join(f"{worker}[{part.start}:{part.stop}]" for worker, part in parts): parts for parts in places}
+
+
 class StripedPlacement(Placement):
     """Reserves tokens on stripes, and on single workers once no stripe has room. A slot holds one shard of a token.
 
-    Where ``Placement`` speaks of workers, read places: stripes and single workers. Figures count tokens with all heads.
+    Where ``Placement`` speaks of workers, read places: stripes, single workers, and the ``local_parts`` of replicas.
+    Figures count tokens with all heads.
     """
 
     moves = False
 
-    def __init__(self, capacities: Mapping[str, int], shards: HeadShards, longest: int | None = None) -> None:
-        """``capacities``: by memory worker, the tokens with all heads that fit it."""
+    def __init__(
+        self,
+        capacities: Mapping[str, int],
+        shards: HeadShards,
+        longest: int | None = None,
+        replicas: Sequence[Parts] = (),
+    ) -> None:
+        """``capacities``: by memory worker, the tokens with all heads that fit it. ``replicas``: see
+        ``local_parts``."""
         self._shards = shards
-        self._parts: dict[str, tuple[tuple[str, range], ...]] = {}  # of every place, by worker
+        self._parts: dict[str, Parts] = {}  # of every place
         self._slots: dict[str, int] = {}
         self._current: list[str] = []  # the stripes on which requests are placed
+        self._ranks = frozenset[str]()  # workers that are parts of local memory alone
         self._leaving = set[str]()  # workers
-        super().__init__(self._follow(capacities), longest)
+        self.local = frozenset()
+        places = self._follow(capacities, replicas)
+        super().__init__(places, longest, local=self.local)
 
-    def _follow(self, workers: Mapping[str, int]) -> dict[str, int]:
+    def _follow(self, workers: Mapping[str, int], replicas: Sequence[Parts]) -> dict[str, int]:
         """Return the places of these workers, with their capacities. Earlier stripes stay while they have tokens."""
         self._slots = {worker: tokens * self._shards.count for worker, tokens in workers.items()}
-        found = stripes(list(workers), self._shards.count)
-        self._current = ["+".join(f"{worker}[{part.start}:{part.stop}]" for worker, part in parts) for parts in found]
-        alone = {worker: ((worker, range(self._shards.count)),) for worker in workers}
+        self._ranks = frozenset(worker for parts in replicas for worker, _ in parts)
+        memories = [worker for worker in workers if worker not in self._ranks]
+        own, found = _named(replicas), _named(stripes(memories, self._shards.count))
+        self._current, self.local = list(found), frozenset(own)
+        alone = {worker: ((worker, range(self._shards.count)),) for worker in memories}
         before = {
             place: parts
             for place, parts in self._parts.items()
             if all(worker in workers for worker, _ in parts)
             and (self.reserved[place] or self.idle[place] or self.sequences[place])
         }
-        self._parts = {**dict(zip(self._current, found, strict=True)), **before, **alone}
+        self._parts = {**before, **own, **found, **alone}
         return {
             place: min(self._slots[one] // len(part) for one, part in parts) for place, parts in self._parts.items()
         }
@@ -91,10 +127,17 @@ class StripedPlacement(Placement):
 
     def apply_topology(self, topology: Topology) -> None:
         self._leaving &= topology.names
-        places = self._follow(topology.capacities)
+        places = self._follow(topology.capacities, local_parts(topology, self._shards))
         self._take_over(places)
+        self.beyond = self.reach(topology)
         self.closed = self._touching(self._leaving)
         self._note_open()
+
+    def reach(self, topology: Topology) -> Callable[[int], frozenset[str]]:
+        """Return the places to whose KV the rows of a lane cannot attend."""
+        if not self.local:
+            return nowhere
+        return functools.cache(lambda lane: frozenset(self._touching(topology.beyond(lane))))
 
     def close(self, worker: str) -> None:
         self._leaving.add(worker)
@@ -108,9 +151,10 @@ class StripedPlacement(Placement):
 
     def _note_open(self) -> None:
         staying = [self._slots[worker] // self._shards.count for worker in self._alone]
-        if staying:
+        if staying or self.local:
             # If heads do not divide evenly, slots for less than one token are left over on each worker.
-            self.total = sum(staying) - (len(staying) if len(staying) > 1 else 0)
+            shared = sum(staying) - (len(staying) if len(staying) > 1 else 0)
+            self.total = shared + max((self.capacities[place] for place in self.local), default=0)
             self.largest = max(self.capacities[place] for place in self._open)
         self.left_in_all = self._left_of_all()
         self._roomiest.clear()
@@ -191,12 +235,13 @@ class StripedPlacement(Placement):
 
     @property
     def _open(self) -> list[str]:
-        """The places for requests: stripes, or single workers if there are no stripes."""
-        return [place for place in self._current if place not in self.closed] or self._alone
+        """The places for requests: local memory, and stripes, or single workers if there are no stripes."""
+        own = [place for place in self.local if place not in self.closed]
+        return own + ([place for place in self._current if place not in self.closed] or self._alone)
 
     @property
     def _alone(self) -> list[str]:
-        return [worker for worker in self._slots if worker not in self._leaving]
+        return [worker for worker in self._slots if worker not in self._leaving and worker not in self._ranks]
 
     @property
     def _workers(self) -> int:
@@ -212,8 +257,8 @@ class StripedPlacement(Placement):
     def _spread(self, tokens: int, sequences: int, besides: Collection[str]) -> list[tuple[str, int]]:
         places = [place for place in dict.fromkeys([*self._open, *self._alone]) if place not in besides]
         spans = self._spans(tokens + AHEAD * sequences, places, self._roomy())
-        if not spans and not besides and not any(self.reserved.values()) and tokens <= self.total:
-            spans = self._spans(tokens, places, dict(self._slots))  # an empty pool takes whatever it holds
+        if not spans and all(self.is_empty(place) for place in places):
+            spans = self._spans(tokens, places, dict(self._slots))  # empty workers take whatever they hold
         kept: list[tuple[str, int]] = []
         for place, part in spans:
             if tokens:

@@ -78,9 +78,11 @@ ORDINARY: Settings = {
     "ranks x stages": {"tensor_parallel": 2, "pipeline_parallel": 2, "compute": "cpu:4", "memory": "cpu:2", "lanes": 5},
     "lanes on local memory": {"compute": "cpu:1", "memory": "local,cpu:1", "lanes": 5, "pipelining": "fixed"},
     "instances": {"compute": "cpu:2", "memory": "local,cpu:1", "lanes": 4, "partition": "token"},
+    "ranks with local memory": {"tensor_parallel": 2, "compute": "cpu:4", "memory": "local", "lanes": 4},
     "lanes on ranks": {"tensor_parallel": 2, "compute": "cpu:2", "memory": "cpu:1", "lanes": 6},
 }
 OTHERS: Settings = {
+    "ranks with both": {"tensor_parallel": 2, "compute": "cpu:2", "memory": "local,cpu:2", "lanes": 3},
     "rotating over ranks": {"tensor_parallel": 2, "compute": "cpu:4", "memory": "cpu:2", "pipelining": "rotational"},
     "ranks over tcp": {"tensor_parallel": 2, "compute": "cpu:2", "memory": "cpu:2", "lanes": 7, "transport": "tcp"},
 }
