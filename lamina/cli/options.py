@@ -46,7 +46,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="YAML file of these options, by name. Options given here override it.",
+        help="YAML file of these options, by name; options given here override it.",
         rich_help_panel=COMMON,
     ),
 ]
@@ -128,7 +128,9 @@ def _parameter(name: str, default: object, annotation: Any) -> inspect.Parameter
 
 def _option(setting: Setting) -> Any:
     option = functools.partial(
-        typer.Option, help=setting.brief, rich_help_panel=COMMON if setting.meaning.common else setting.meaning.group
+        typer.Option,
+        help=setting.meaning.help,
+        rich_help_panel=COMMON if setting.meaning.common else setting.meaning.group,
     )
     if setting.choices:
         return Annotated[cast(Any, Literal)[setting.choices], option()]
