@@ -3,19 +3,17 @@
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 from starlette.requests import ClientDisconnect
 
 from lamina.engine.streams import Runtime
-from lamina.serve.blocks import Block, Blocks, Change
+from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody
 from lamina.serve.http_errors import APIError, as_api_error
 from lamina.serve.json_fields import decode_field
-from lamina.serve.openai_answers import Json, event, new_call_id
-from lamina.serve.pieces import Piece, Usage
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
 
@@ -164,15 +162,12 @@ def error_body(error: APIError) -> Json:
     return {"type": "error", "error": {"type": kinds.get(error.status, "invalid_request_error"), "message": str(error)}}
 
 
-class MessagesWriter:
-    """The form of ``/v1/messages``. See ``AnswerWriter``."""
+class MessagesWriter(BlockWriter):
+    """The form of ``/v1/messages``."""
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
-        self._parser = wanted.make_parser()
-        self._blocks = Blocks()
+        super().__init__(wanted.make_parser())
         self._ids: dict[int, str] = {}
-        self._stop_reason: str | None = None
-        self._stop_sequence: str | None = None
         self._message: Json = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -184,54 +179,31 @@ class MessagesWriter:
         }
 
     def begin_stream(self, usage: Usage) -> bytes:
-        """Return the event of an empty message."""
         return _named({"type": "message_start", "message": self._message | {"usage": _counts(usage)}})
 
-    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        """Return the events of blocks that open, grow and close."""
-        return b"".join(self._event(change) for piece in pieces for change in self._read(piece))
-
     def end_stream(self, usage: Usage) -> bytes:
-        """Return why the answer has ended, and the token counts."""
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        last = _named({"type": "message_delta", "delta": delta, "usage": _counts(usage)})
+        last = _named({"type": "message_delta", "delta": self._stop(), "usage": _counts(usage)})
         return last + _named({"type": "message_stop"})
 
     def fail_stream(self, error: APIError) -> bytes:
-        """Return the error."""
         return _named(error_body(error))
 
-    def begin_answer(self) -> bytes:
-        """Return nothing: the message is written at its end."""
-        return b""
+    def whole(self, usage: Usage) -> Json:
+        content = [self._content(block) for block in self.blocks]
+        return self._message | {"content": content} | self._stop() | {"usage": _counts(usage)}
 
-    def write_choice(self, piece: Piece) -> bytes:
-        """Read the one choice."""
-        for _ in self._read(piece):
-            pass
-        return b""
+    def _stop(self) -> Json:
+        """Return why the answer has ended."""
+        reason, sequence = "end_turn", None
+        if self.last is not None and isinstance(self.last.stop_reason, str):
+            reason, sequence = "stop_sequence", self.last.stop_reason
+        elif self.last is not None and self.last.finish_reason == "length":
+            reason = "max_tokens"
+        elif any(block.kind == "call" for block in self.blocks):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def end_answer(self, usage: Usage) -> bytes:
-        """Return the whole message."""
-        content = [self._content(block) for block in self._blocks.blocks]
-        ends = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence, "usage": _counts(usage)}
-        return msgspec.json.encode(self._message | {"content": content} | ends)
-
-    def _read(self, piece: Piece) -> list[Change]:
-        last = piece.finish_reason is not None
-        changes = list(self._blocks.append(self._parser.append(piece.text) + (self._parser.flush() if last else [])))
-        if last:
-            changes += self._blocks.close()
-            calls = any(block.kind == "call" for block in self._blocks.blocks)
-            if isinstance(piece.stop_reason, str):
-                self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
-            elif piece.finish_reason == "length":
-                self._stop_reason = "max_tokens"
-            else:
-                self._stop_reason = "tool_use" if calls else "end_turn"
-        return changes
-
-    def _event(self, change: Change) -> bytes:
+    def write_change(self, change: Change) -> bytes:
         what, block, text = change
         if what == "open":
             empty = self._content(Block(block.index, block.kind, block.name))

@@ -2,18 +2,15 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from lamina.engine.streams import Runtime
-from lamina.serve.blocks import Block, Blocks, Change
+from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import decode_field
-from lamina.serve.openai_answers import Json, event, new_call_id
-from lamina.serve.pieces import Piece, Usage
 from lamina.serve.requests import GenerationRequest, chat_generation
 from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
 
@@ -157,15 +154,13 @@ def _add_item(messages: list[Json], place: str, item: Json) -> None:
 _PARTS = {"text": ("output_text", "response.output_text"), "reasoning": ("reasoning_text", "response.reasoning_text")}
 
 
-class ResponsesWriter:
-    """The form of ``/v1/responses``. See ``AnswerWriter``."""
+class ResponsesWriter(BlockWriter):
+    """The form of ``/v1/responses``."""
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
-        self._parser = wanted.make_parser()
-        self._blocks = Blocks()
+        super().__init__(wanted.make_parser())
         self._ids: dict[int, tuple[str, str]] = {}  # of items and of calls, by block
         self._number = 0
-        self._cut = False
         params = wanted.params
         self._response: Json = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -189,38 +184,22 @@ class ResponsesWriter:
             "usage": None,
         }
 
+    @property
+    def _cut(self) -> bool:
+        return self.last is not None and self.last.finish_reason == "length"
+
     def begin_stream(self, usage: Usage) -> bytes:
-        """Return the events of an empty response."""
         created = self._named("response.created", response=self._response)
         return created + self._named("response.in_progress", response=self._response)
 
-    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        """Return the events of items that open, grow and close."""
-        return b"".join(self._events(change) for piece in pieces for change in self._read(piece))
-
     def end_stream(self, usage: Usage) -> bytes:
-        """Return the event of the whole response."""
-        return self._named("response.incomplete" if self._cut else "response.completed", response=self._whole(usage))
+        return self._named("response.incomplete" if self._cut else "response.completed", response=self.whole(usage))
 
     def fail_stream(self, error: APIError) -> bytes:
-        """Return the event of a response that has failed."""
         failed = {"status": "failed", "error": {"code": error.code or "server_error", "message": str(error)}}
         return self._named("response.failed", response=self._response | failed)
 
-    def begin_answer(self) -> bytes:
-        """Return nothing: the response is written at its end."""
-        return b""
-
-    def write_choice(self, piece: Piece) -> bytes:
-        """Read the one choice."""
-        self._read(piece)
-        return b""
-
-    def end_answer(self, usage: Usage) -> bytes:
-        """Return the whole response."""
-        return msgspec.json.encode(self._whole(usage))
-
-    def _whole(self, usage: Usage) -> Json:
+    def whole(self, usage: Usage) -> Json:
         counts = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -231,18 +210,10 @@ class ResponsesWriter:
         whole = {
             "status": "incomplete" if self._cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
-            "output": [self._item(block, "completed") for block in self._blocks.blocks],
+            "output": [self._item(block, "completed") for block in self.blocks],
             "usage": counts,
         }
         return self._response | whole
-
-    def _read(self, piece: Piece) -> list[Change]:
-        last = piece.finish_reason is not None
-        changes = list(self._blocks.append(self._parser.append(piece.text) + (self._parser.flush() if last else [])))
-        if last:
-            changes += self._blocks.close()
-            self._cut = piece.finish_reason == "length"
-        return changes
 
     def _item(self, block: Block, status: str) -> Json:
         prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
@@ -259,7 +230,7 @@ class ResponsesWriter:
         part: Json = {"type": _PARTS[block.kind][0], "text": block.text}
         return part if block.kind == "reasoning" else part | {"annotations": [], "logprobs": []}
 
-    def _events(self, change: Change) -> bytes:
+    def write_change(self, change: Change) -> bytes:
         what, block, text = change
         item = self._item(block, "completed" if what == "close" else "in_progress")
         place: Json = {"output_index": block.index, "item_id": item["id"]}
