@@ -12,9 +12,9 @@ from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import Metrics, Traffic
 from lamina.serve import admin, gate, http_errors, monitoring, pages, token_routes
-from lamina.serve.fields import IgnoredLog
 from lamina.serve.generation import respond
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
+from lamina.serve.json_fields import IgnoredLog
 from lamina.serve.messages_api import (
     COUNT_PATH,
     MESSAGES_PATH,

@@ -16,9 +16,9 @@ from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
 from lamina.observe.metrics import Timing, Traffic
 from lamina.serve.answers import MOST_POSITIONS, AnswerWriter, Piece, Sent, Usage
-from lamina.serve.fields import ignored_header
 from lamina.serve.http_errors import APIError, as_api_error, first_line
 from lamina.serve.intake import unless_disconnected
+from lamina.serve.json_fields import ignored_header
 from lamina.serve.requests import GenerationRequest
 
 MOST_UNREAD = 65536

@@ -13,11 +13,13 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody
 from lamina.serve.http_errors import APIError, as_api_error
-from lamina.serve.json_fields import decode_field
+from lamina.serve.json_fields import decode_field, plain_text
+from lamina.serve.large_fields import NamedFunction, NamedTool, ToolChoice
 from lamina.serve.requests import GenerationRequest, chat_generation
-from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
+
+_TEXTS = ("text",)
 
 
 class _Tool(msgspec.Struct):
@@ -62,7 +64,7 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         raise APIError(400, "max_tokens: Field required", param="max_tokens")
     messages: list[Json] = []
     if body.system:
-        messages.append({"role": "system", "content": _text("system", body.system)})
+        messages.append({"role": "system", "content": plain_text("system", body.system, _TEXTS, "system")})
     for index, message in enumerate(body.messages):
         messages += _translated(f"messages[{index}].content", message)
     sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
@@ -99,17 +101,6 @@ def _choice(choice: _Choice | None) -> ToolChoice | None:
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]  # type: ignore[return-value]
 
 
-def _text(place: str, content: Any) -> str:
-    """Return the text of a string or of text blocks. Raises APIError 400 for other blocks."""
-    if isinstance(content, str):
-        return content
-    for block in content or ():
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise APIError(400, f"{place} has a block of type {kind!r}, which is not supported; give text", param=place)
-    return "\n".join(block["text"] for block in content or ())
-
-
 def _translated(place: str, message: _Message) -> list[Json]:
     """Return the messages of a chat that say what one message says: results of tools have messages of their own."""
     if isinstance(message.content, str):
@@ -121,13 +112,13 @@ def _translated(place: str, message: _Message) -> list[Json]:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            content = _text(place, block.get("content"))
+            content = plain_text(place, block.get("content") or [], _TEXTS, place)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind in ("thinking", "redacted_thinking"):
             thoughts.append(str(block.get("thinking", "")))
         else:
             texts.append(block)
-    own: Json = {"role": message.role, "content": _text(place, texts)}
+    own: Json = {"role": message.role, "content": plain_text(place, texts, _TEXTS, place)}
     if calls:
         own["tool_calls"] = calls
     if thoughts:

@@ -10,9 +10,9 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import decode_field
+from lamina.serve.json_fields import decode_field, plain_text
+from lamina.serve.large_fields import NamedFunction, NamedTool, ToolChoice
 from lamina.serve.requests import GenerationRequest, chat_generation
-from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -111,29 +111,14 @@ def _format(text: _TextOptions | None) -> ResponseFormat | None:
     return ResponseFormat("json_schema", JsonSchema(wanted.schema, wanted.name))
 
 
-def _text(place: str, content: Any) -> str:
-    """Return the text of a string or of text parts. Raises APIError 400 for other parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise APIError(400, f"{place} is not a text or a list of parts", param="input")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise APIError(
-                400, f"{place} has a part of type {kind!r}, which is not supported; give text", param="input"
-            )
-    return "\n".join(part["text"] for part in content)
-
-
 def _add_item(messages: list[Json], place: str, item: Json) -> None:
     """Add to the messages of a chat what one item of the input says."""
     kind = item.get("type", "message")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        messages.append({"role": role, "content": _text(f"{place}.content", item.get("content"))})
+        messages.append({"role": role, "content": plain_text(f"{place}.content", item.get("content"), _TEXTS, "input")})
     elif kind == "function_call_output":
-        content = _text(f"{place}.output", item.get("output"))
+        content = plain_text(f"{place}.output", item.get("output"), _TEXTS, "input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind in ("function_call", "reasoning"):
         if not messages or messages[-1]["role"] != "assistant":

@@ -11,12 +11,11 @@ from starlette.responses import JSONResponse, Response
 import lamina
 from lamina.core.errors import RequestError
 from lamina.engine.streams import Runtime
-from lamina.serve.chat_messages import decode_messages
 from lamina.serve.http_errors import APIError
 from lamina.serve.intake import Intake
 from lamina.serve.json_fields import decode_field
+from lamina.serve.large_fields import decode_messages, decode_tools
 from lamina.serve.requests import require_model
-from lamina.serve.tools import decode_tools
 from lamina.text.prompts import check_tokens, encode_prompt
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
