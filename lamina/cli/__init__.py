@@ -10,11 +10,11 @@ import typer
 
 from lamina import __version__
 from lamina.cli import (
-    administer,
     batch,
     bench,
     bench_transport,
     chat,
+    client,
     doctor,
     generate,
     launch,
@@ -22,7 +22,6 @@ from lamina.cli import (
     plan,
     simulate,
     split,
-    status,
     worker,
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
@@ -49,9 +48,9 @@ app.command(cls=PanelledCommand)(generate.generate)
 app.command(cls=PanelledCommand)(chat.chat)
 app.command(cls=PanelledCommand)(batch.batch)
 app.command(cls=PanelledCommand)(launch.launch)
-app.command(cls=PanelledCommand)(status.status)
-app.command(cls=PanelledCommand)(administer.scale)
-app.command(cls=PanelledCommand)(administer.down)
+app.command(cls=PanelledCommand)(client.status)
+app.command(cls=PanelledCommand)(client.scale)
+app.command(cls=PanelledCommand)(client.down)
 app.command(cls=PanelledCommand)(worker.worker)
 app.command(cls=PanelledCommand)(models.models)
 app.command(cls=PanelledCommand)(split.split)
