@@ -1,6 +1,6 @@
 """Decodes the fields that may be large: the prompts of a completion, the messages and the tools of a chat."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -140,7 +140,7 @@ MOST_TOOL_NBYTES = 1024 * 1024
 class Function(msgspec.Struct, omit_defaults=True):
     """A function that the model may call. ``strict`` has no effect."""
 
-    name: str
+    name: Annotated[str, msgspec.Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -166,7 +166,8 @@ class NamedTool(msgspec.Struct, tag="function", tag_field="type"):
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
-_TOOLS = msgspec.json.Decoder(list[Tool])
+Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
+_TOOLS = msgspec.json.Decoder(Tools)
 
 
 def decode_tools(raw: bytes) -> tuple[list[dict[str, Any]], list[str]]:
@@ -176,10 +177,8 @@ def decode_tools(raw: bytes) -> tuple[list[dict[str, Any]], list[str]]:
     if len(raw) > MOST_TOOL_NBYTES:
         raise RequestError(f"tools has {len(raw)} bytes; give at most {MOST_TOOL_NBYTES}")
     tools = _TOOLS.decode(raw)
-    if len(tools) > MOST_TOOLS:
-        raise RequestError(f"tools holds {len(tools)} tools; give at most {MOST_TOOLS}")
     names = [tool.function.name for tool in tools]
     for name in names:
-        if not name or names.count(name) > 1:
+        if names.count(name) > 1:
             raise RequestError(f"tools has {names.count(name)} functions named {name!r}; give each a name of its own")
     return msgspec.to_builtins(tools), []
