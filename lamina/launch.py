@@ -163,7 +163,6 @@ def _engine(
     on_trace: Sequence[OnTrace],
     home: Home | None,
 ) -> Engine:
-    """Return the engine of a running cluster."""
     limits = plan.limits
 
     def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
@@ -299,7 +298,7 @@ def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
 
 
 def _where(config: EngineConfig, host: str) -> Where:
-    """Addresses of this machine. Raises ConfigError."""
+    """Return the addresses of this machine. Raises ConfigError."""
     if config.ray is not None:
         if config.listen is not None:
             raise ConfigError("ray places all workers: leave out listen, or ray")

@@ -99,7 +99,6 @@ def _show_figures(outputs: list[RequestOutput], params: SamplingParams, *, load_
 
 
 def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
-    """Show every segment of every request: which worker kept which tokens of which heads."""
     from rich.table import Table
 
     cluster = engine.cluster

@@ -56,7 +56,6 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
 
 
 def _install_answers(app: FastAPI, engine: Runtime, traffic: Traffic, intake: Intake) -> None:
-    """Add the routes that generate text to ``app``."""
     ignored = IgnoredLog()
 
     async def answer(

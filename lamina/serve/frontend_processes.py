@@ -230,7 +230,7 @@ class FrontendProcesses:
             self._introduce(self._start(), supervisor)
 
     def _ended(self) -> Iterator[_Process]:
-        """Processes that have exited, after waiting for ``POLL_S`` at most."""
+        """Yield the processes that have exited, after waiting for ``POLL_S`` at most."""
         for key, _ in self._exits.select(POLL_S):
             process: _Process = key.data
             self._exits.unregister(process.exited)

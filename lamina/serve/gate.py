@@ -128,7 +128,6 @@ class Gate:
         self._open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or answer with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -120,7 +120,7 @@ class Generation:
                 yield writer.fail_stream(as_api_error(error))
 
     def figures(self) -> str:
-        """Tokens and finish reasons, for the log."""
+        """Return tokens and finish reasons, for the log."""
         return self._usage.figures()
 
 

@@ -22,7 +22,7 @@ LEAST_BYTES_PER_S = 16 * 1024
 
 
 def body_limit(max_model_len: int) -> int:
-    """Largest body in bytes: twice the longest prompt, as text (about 4 bytes per token) or token ids (7)."""
+    """Return the largest body in bytes: twice the longest prompt, as text (about 4 bytes a token) or token ids (7)."""
     return max(LEAST_LIMIT, BYTES_PER_TOKEN * max_model_len)
 
 
@@ -41,7 +41,6 @@ class BoundedBodies:
         self.in_progress = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application with a bounded ``receive``."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

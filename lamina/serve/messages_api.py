@@ -184,7 +184,6 @@ class MessagesWriter(BlockWriter):
         return self._message | {"content": content} | self._stop() | {"usage": _counts(usage)}
 
     def _stop(self) -> Json:
-        """Return why the answer has ended."""
         reason, sequence = "end_turn", None
         if self.last is not None and isinstance(self.last.stop_reason, str):
             reason, sequence = "stop_sequence", self.last.stop_reason
