@@ -25,16 +25,24 @@ from lamina.core.types import (
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE
 from lamina.schedule.waiting import MAX_WAITING
-from lamina.serve.bodies import SAMPLING, WITHOUT_EFFECT, Body, ChatBody, CompletionBody, field_types
-from lamina.serve.json_fields import IGNORED_HEADER
-from lamina.serve.large_fields import MOST_MESSAGES, Tools
+from lamina.serve.bodies import (
+    SAMPLING,
+    WITHOUT_EFFECT,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    field_types,
+)
+from lamina.serve.json_fields import IGNORED_HEADER, MOST_MESSAGES, Tools
 from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
 from lamina.serve.requests import GUIDED
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
-from lamina.serve.token_routes import DETOKENIZE_PATH, TOKENIZE_PATH, DetokenizeBody, TokenizeBody
 from lamina.text.chat_template import MAY_LACK_CONTENT
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
 
 Schema = dict[str, Any]
 

@@ -9,7 +9,7 @@ from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs
 from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.serve.large_fields import NamedTool, ToolChoice
+from lamina.serve.json_fields import NamedTool, ToolChoice
 from lamina.text.defaults import Defaults
 from lamina.text.grammars import after_reasoning, compile_grammar
 from lamina.text.prompts import encode_chat, encode_prompt
