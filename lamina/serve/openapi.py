@@ -279,7 +279,7 @@ _MATCH: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     **dict.fromkeys(GUIDED, ()),
 }
-_UNUSED = {name: values for name, values in UNUSED_BY_BEAM_SEARCH.items() if name in SAMPLING}
+_UNUSED: dict[str, Sequence[Any]] = {name: values for name, values in UNUSED_BY_BEAM_SEARCH.items() if name in SAMPLING}
 _UNUSED |= {"logprobs": (False,), **_MATCH}
 _BEAMS = [
     _left_out(use_beam_search=[False], length_penalty=[1], early_stopping=[False]),
