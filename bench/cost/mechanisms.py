@@ -13,7 +13,7 @@ from bench.cost.published import Comparison
 from lamina.planning.plan import hardware, homogeneous, model_shapes, workload
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.simulate import Deployment
-from lamina.planning.simulate.arrivals import Ints
+from lamina.planning.simulate.scenario import Ints
 
 
 def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:

@@ -133,7 +133,7 @@ def plan(
         plan_map.show(shape, pools, costs, market, slo, map_file)
         return
     from lamina.cli import plan_ways as table
-    from lamina.planning.plan.engines import VLLM
+    from lamina.planning.plan.overheads import VLLM
     from lamina.planning.plan.serving import Server
     from lamina.planning.plan.ways import segments, ways
     from lamina.planning.simulate.trial import Course

@@ -20,14 +20,13 @@ import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
 from lamina.planning.plan.cost import CostModel
-from lamina.planning.plan.engines import NO_OVERHEAD, Engine
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.offloaded import OffloadedSteps
+from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
-from lamina.planning.plan.profile_curves import AS_PUBLISHED
 from lamina.planning.plan.prompts import PERCENTILE, Prompts
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.plan.workload import Workload

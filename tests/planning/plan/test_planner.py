@@ -17,8 +17,8 @@ from lamina.core.pipeline import Pipeline
 from lamina.planning.plan import hardware, homogeneous, model_shapes, prices, workload
 from lamina.planning.plan.advice import alone, beyond, pareto, recommend, refusal
 from lamina.planning.plan.cost import CostModel, Fits
+from lamina.planning.plan.overheads import ROUND_TRIP_S
 from lamina.planning.plan.planner import Bottleneck, Goals, Limit, Partition, Plan, Planner, Pools, layouts
-from lamina.planning.plan.profile_curves import ROUND_TRIP_S
 
 CATALOGUE = hardware.load()
 RENTS = prices.Prices(

@@ -9,9 +9,10 @@ import pytest
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.fit_store import Fit, ProfileStore
+from lamina.planning.plan.kernel_times import AttendCurve, ChunkFit, SliceCurve
+from lamina.planning.plan.overheads import RuntimeFit
 from lamina.planning.plan.planner import Goals, Partition, Planner, Pools
 from lamina.planning.plan.prices import UNPRICED
-from lamina.planning.plan.profile_curves import AttendCurve, ChunkFit, RuntimeFit, SliceCurve
 from lamina.planning.profiling import profile
 from lamina.planning.profiling.profile import DRAWN, Run
 from lamina.planning.simulate import Arrivals, Deployment, simulate
