@@ -197,19 +197,14 @@ class ModelShape:
 
 def _llama(name: str, layers: int, hidden: int, intermediate: int, heads: int, **others: Any) -> ModelShape:
     values = {"kv_heads": heads, "vocabulary": 32000, "max_tokens": 2048, "head_size": hidden // heads, **others}
-    return ModelShape(
-        name=name,
-        layers=layers,
-        hidden=hidden,
-        intermediate=intermediate,
-        query_heads=heads,
-        **values,
-    )
+    return ModelShape(name=name, layers=layers, hidden=hidden, intermediate=intermediate, query_heads=heads, **values)
 
 
 def _experts(count: int, active: int, intermediate: int, layers: int) -> Experts:
     return Experts(count=count, active=active, intermediate=intermediate, layers=layers)
 
+
+_QWEN3: dict[str, Any] = {"head_size": 128, "vocabulary": 151936, "max_tokens": 40960}
 
 KNOWN = {
     shape.name.lower(): shape
@@ -224,29 +219,8 @@ KNOWN = {
         _llama("Llama-3-8B", 32, 4096, 14336, 32, kv_heads=8, vocabulary=128256, max_tokens=8192),
         _llama("Llama-3-70B", 80, 8192, 28672, 64, kv_heads=8, vocabulary=128256, max_tokens=8192),
         _llama("Mixtral-8x7B", 32, 4096, 14336, 32, kv_heads=8, max_tokens=32768, experts=_experts(8, 2, 14336, 32)),
-        _llama(
-            "Qwen3-30B-A3B",
-            48,
-            2048,
-            6144,
-            32,
-            kv_heads=4,
-            head_size=128,
-            vocabulary=151936,
-            max_tokens=40960,
-            experts=_experts(128, 8, 768, 48),
-        ),
-        _llama(
-            "Qwen3-32B",
-            64,
-            5120,
-            25600,
-            64,
-            kv_heads=8,
-            head_size=128,
-            vocabulary=151936,
-            max_tokens=40960,
-        ),
+        _llama("Qwen3-30B-A3B", 48, 2048, 6144, 32, kv_heads=4, experts=_experts(128, 8, 768, 48), **_QWEN3),
+        _llama("Qwen3-32B", 64, 5120, 25600, 64, kv_heads=8, **_QWEN3),
         _llama(
             "gpt-oss-120b",
             36,

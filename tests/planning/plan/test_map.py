@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cli.plan_map import svg
 from lamina.core.errors import UserError
-from lamina.planning import crossover_map as simulated
 from lamina.planning import crossover_map as plan_map
+from lamina.planning import crossover_map as simulated
 from lamina.planning.crossover_map import Cell, Grid, cells, crossover
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
