@@ -384,7 +384,7 @@ def _as_dict(
         "model": server.shape.name,
         "workload": server.workload.summary(),
         "prices": server.prices.describe(server.models),
-        "slo": vars(server.slo),
+        "slo": {name: limit if limit < math.inf else None for name, limit in vars(server.slo).items()},
         "recommended": advice(server, trials),
         "agreement": agreement(trials),
         "notes": [*untried(server.shape, trials[0].way.compute.kind), *notes],
