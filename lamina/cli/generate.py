@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from lamina.cli import options
-from lamina.cli.console import notes, output, print_error, print_table, print_text
+from lamina.cli.console import notes, output, print_error, print_table, print_text, show_size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError
 from lamina.core.types import KvElement, RequestOutput, SamplingParams
@@ -135,17 +135,9 @@ def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
             stop = start if stop is None else stop
             nbytes = (stop - start) * per_token * (high - low) / heads
             tokens = f"{start} to {stop - 1}" if start < stop else "none"
-            row = (str(number), segment.worker, f"{low} to {high - 1}", tokens, _size(nbytes))
+            row = (str(number), segment.worker, f"{low} to {high - 1}", tokens, show_size(nbytes))
             table.add_row(*row)
     print_table(table, notes())
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 @options.engine_options

@@ -259,9 +259,6 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
     """Return the `lamina launch` command of a way, or why Lamina cannot serve it yet. ``sequences``: at once."""
-    from lamina.cluster.pool import RUNNABLE
-    from lamina.planning.plan.hardware import ALIASES
-    from lamina.planning.plan.model_shapes import directory_to_launch
     from lamina.planning.plan.ways import Kind
 
     way = trial.way
@@ -269,25 +266,49 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
         return ["lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."]
     if way.kind is Kind.ONE_POOL:
         return ["lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."]
-    typed = {entry: name for name, entry in ALIASES.items()}
-    kinds = [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
-    missing = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
-    if way.tensor_parallel > 1 and way.kind is Kind.LOCAL:
-        missing.append("local memory with tensor parallelism")
-    missing += unquantised(shape, model, kinds[0])
-    if missing:
-        return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
-    memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"
-    order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if way.memory else ""
-    if way.tensor_parallel > 1:
-        order += f" --tensor-parallel {way.tensor_parallel}"
-    return [
-        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {kinds[0]}:{way.compute_workers} "
-        f"--memory {memory}{order} --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"
+    if lacking := missing(way, shape, model):
+        return [f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}."]
+    batch = f" --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"
+    return [launch_command(way, shape, model, batch)]
+
+
+def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> str:
+    """Return the `lamina launch` command that starts a way. ``batch``: its options for sequences and rows."""
+    from lamina.planning.plan.model_shapes import directory_to_launch
+    from lamina.planning.plan.ways import Partition
+
+    compute, *memory = _typed_kinds(way)
+    order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if memory else ""
+    return (
+        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{way.compute_workers} "
+        f"--memory {f'{memory[0]}:{way.memory_workers}' if memory else 'local'}{order}"
+        + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
+        + (" --partition head" if way.partition is Partition.HEAD else "")
+        + batch
         + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
         + kv_option(shape)
-        + quantization_option(shape, model, kinds[0])
-    ]
+        + quantization_option(shape, model, compute)
+    )
+
+
+def missing(way: "Way", shape: "ModelShape", model: str) -> list[str]:
+    """Return what `lamina launch` lacks to start a way."""
+    from lamina.cluster.pool import RUNNABLE
+    from lamina.planning.plan.ways import Kind
+
+    kinds = _typed_kinds(way)
+    lacking = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
+    if way.tensor_parallel > 1 and way.kind is Kind.LOCAL:
+        lacking.append("local memory with tensor parallelism")
+    return lacking + unquantised(shape, model, kinds[0])
+
+
+def _typed_kinds(way: "Way") -> list[str]:
+    """Return the kind of each pool by the name that `lamina launch` takes."""
+    from lamina.planning.plan.hardware import ALIASES
+
+    typed = {entry: name for name, entry in ALIASES.items()}
+    return [typed.get(pool.kind, pool.kind) for pool in (way.compute, way.memory) if pool is not None]
 
 
 def kv_option(shape: "ModelShape") -> str:
