@@ -118,16 +118,15 @@ def _show_figures(outputs: list[RequestOutput], params: SamplingParams, *, load_
 
 
 def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     cluster = engine.cluster
     element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
     per_token = sum(spec.slab_bytes_per_token(element) for spec in cluster.attentions)
     heads = max(spec.kv_heads for spec in cluster.attentions)
-    table = Table(title="Where each request's KV was kept", title_justify="left", title_style="bold")
-    for name, justify in (("request", "right"), ("memory worker", "left"), ("KV heads", "left"), ("tokens", "left")):
-        table.add_column(name, justify="right" if justify == "right" else "left")
-    table.add_column("KV", justify="right")
+    title = "Where each request's KV was kept"
+    columns = Column("request", justify="right"), "memory worker", "KV heads", "tokens", Column("KV", justify="right")
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for number, request in enumerate(outputs):
         for segment in request.placement:
             start, stop = segment.tokens

@@ -58,7 +58,7 @@ KILL_S = 5.0
 class Supervisor:
     """Runs the engine of a server, and starts it again when its process ends; in a thread of its own.
 
-    See ``processes.Owner`` for most attributes; ``restarted`` counts engines after the first.
+    ``frontend_processes.Owner`` describes most attributes; ``restarted`` counts engines after the first.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, frontends: Callable[[], Collection[str]]) -> None:
@@ -170,7 +170,7 @@ class Supervisor:
                     elif (message := self._read(ours)) is None:
                         engine.wait(CLOSE_S)
                     else:
-                        self._take(message)
+                        self._on_message(message)
                 if self._closing.is_set() and told_to_close is None:
                     told_to_close = time.monotonic()
                     if self.serving is before and not self._elsewhere:
@@ -180,7 +180,7 @@ class Supervisor:
                 elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
                     engine.kill()
             while ours.poll() and (message := self._read(ours)) is not None:
-                self._take(message)
+                self._on_message(message)
             self._line = None
         return describe_exit(engine)
 
@@ -226,7 +226,7 @@ class Supervisor:
         except (EOFError, OSError):
             return None
 
-    def _take(self, message: EngineToSupervisor) -> None:
+    def _on_message(self, message: EngineToSupervisor) -> None:
         self.beats += 1
         if isinstance(message, Save):
             self._saved = message.state
