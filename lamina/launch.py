@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -116,62 +116,70 @@ def launch(
         receivers.append(partial(write_trace, Path(config.trace)))
     find_policy(config.policy, config.slo_ttft_ms)  # raises before anything is started
     sizing.check(config, model, len(pools["compute"]))
+    trace = bool(receivers)
     if home is not None and home.saved is not None:
-        control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace=bool(receivers))
-        return _engine(config, model, tokenizer, plan, control, home.workers, cluster, receivers, home)
-    names = [*pools["compute"], *pools["memory"]]
-    control = ControlServer(
-        names,
+        launcher: Workers = home.workers
+        control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace)
+    else:
+        local = any(entry.kind == LOCAL for entry in memory)
+        own = home.workers if home is not None else workers or LocalWorkers()
+        control = _control(pools, where, secret, home)
+        launcher, plan, cluster = _start(
+            config, model, tokenizer, pools, local, where, control, own, on_progress or (lambda *_: None), trace
+        )
+    save = partial(_save, home, cluster, plan.limits.max_model_len)
+    return Engine(config, model, tokenizer, plan.limits, control, launcher, cluster, receivers, save)
+
+
+def _control(pools: Pools, where: Where, secret: Secret | None, home: Home | None) -> ControlServer:
+    return ControlServer(
+        [*pools["compute"], *pools["memory"]],
         None if home is None else home.supervisor_pid,
         secret=secret if home is None else Secret(home.secret),
         host=where.bind,
         advertised=where.address,
         listener=None if home is None or where.port is not None else home.listener,
     )
-    launcher: Launcher | None = None
+
+
+def _start(
+    config: EngineConfig,
+    model: ModelDirectory,
+    tokenizer: Tokenizer,
+    pools: Pools,
+    local: bool,
+    where: Where,
+    control: ControlServer,
+    own: LocalWorkers | SupervisedWorkers,
+    on_progress: OnProgress,
+    trace: bool,
+) -> tuple[Launcher, ClusterPlan, Cluster]:
+    """Start all workers and bring them up. If that fails, nothing is left running."""
+    launcher: Launcher = own
     try:
-        launcher = home.workers if home is not None else workers or LocalWorkers()
-        launcher = _launcher(config, pools, launcher, where, control)
+        launcher = _launcher(config, pools, own, where, control)
         for worker in _workers(config, pools, control):
             launcher.start(worker)
-        on_progress = on_progress or (lambda worker, progress: None)
-        local = any(entry.kind == LOCAL for entry in memory)
-        plan = _plan(config, model, tokenizer, pools, local, control, launcher, on_progress, trace=bool(receivers))
+        plan = _plan(config, model, tokenizer, pools, local, control, launcher, on_progress, trace)
         cluster = bring_up(control, launcher, plan, on_progress)
     except BaseException as error:
-        if launcher is not None:
-            launcher.kill(f"the cluster does not start: {error}")
+        launcher.kill(f"the cluster does not start: {error}")
         control.close()
         raise
     if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
         plan = _limited(plan, min(plan.limits.max_model_len, sum(cluster.capacities.values())))
-    return _engine(config, model, tokenizer, plan, control, launcher, cluster, receivers, home)
+    return launcher, plan, cluster
 
 
 def _limited(plan: ClusterPlan, max_model_len: int) -> ClusterPlan:
     return dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, max_model_len=max_model_len))
 
 
-def _engine(
-    config: EngineConfig,
-    model: ModelDirectory,
-    tokenizer: Tokenizer,
-    plan: ClusterPlan,
-    control: ControlServer,
-    workers: Workers,
-    cluster: Cluster,
-    on_trace: Sequence[OnTrace],
-    home: Home | None,
-) -> Engine:
-    limits = plan.limits
-
-    def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
-        if home is not None and cluster.fabric is not None:
-            home.save(
-                msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, limits.max_model_len))
-            )
-
-    return Engine(config, model, tokenizer, limits, control, workers, cluster, on_trace, save)
+def _save(
+    home: Home | None, cluster: Cluster, max_model_len: int, topology: Topology, wanted: Mapping[Role, int]
+) -> None:
+    if home is not None and cluster.fabric is not None:
+        home.save(msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, max_model_len)))
 
 
 def _chat_settings(config: EngineConfig) -> ChatSettings:
