@@ -62,8 +62,13 @@ class Supervisor:
     """
 
     def __init__(self, config: EngineConfig, folder: Path, frontends: Callable[[], Collection[str]]) -> None:
-        """``folder``: for the sockets that frontends connect to. ``frontends``: the names of those that run. Raises
-        ConfigError."""
+        """Raises ConfigError if the secret cannot be read.
+
+        Args:
+            config: The settings of the engine.
+            folder: Holds the sockets that frontends connect to.
+            frontends: Returns the names of the frontends that run.
+        """
         self.serving: Serving | None = None
         self.dead: str | None = None
         self.gave_up = False
@@ -250,7 +255,7 @@ class Supervisor:
             self._tell(Done(self._carry_out(message)))
 
     def _carry_out(self, message: Start | End) -> str:
-        """Return why it could not be done, if so."""
+        """Start or end workers. Returns why that failed; empty if it did not."""
         workers = self._workers
         try:
             if isinstance(message, Start):
