@@ -47,9 +47,9 @@ class Where:
     """Addresses of this machine.
 
     Attributes:
-        bind: to listen on.
-        address: at which other machines reach it; empty: ``bind``.
-        port: for workers of other machines to come to; None: there are none.
+        bind: The address to listen on.
+        address: The address at which other machines reach this machine; empty: ``bind``.
+        port: The port that workers of other machines connect to; None: there are no such workers.
     """
 
     bind: str = LOOPBACK
@@ -59,15 +59,15 @@ class Where:
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """What outlives an engine: see ``serve.supervisor``.
+    """What outlives an engine and belongs to its supervisor (``serve.supervisor``).
 
     Attributes:
-        supervisor_pid: the process that workers end with.
-        secret: of the cluster.
-        listener: descriptor of a socket for the control plane.
-        workers: belong to that process.
-        saved: by the engine before this one, whose workers are taken over; None: they are started.
-        save: called with what another engine would need, whenever that changes.
+        supervisor_pid: The supervisor's process, with which workers end.
+        secret: The secret of the cluster.
+        listener: The descriptor of a socket for the control plane.
+        workers: The supervisor's workers.
+        saved: What an earlier engine has saved, whose workers are taken over; None: workers are started.
+        save: Called with what the next engine would need, whenever that changes.
     """
 
     supervisor_pid: int
@@ -91,7 +91,7 @@ def launch(
 
     ``on_trace`` receives the recorded spans of every worker when the engine closes; without it and ``config.trace``
     nothing is recorded. ``workers`` starts the processes; ``host`` is the address of this machine they connect to.
-    ``home``: the workers belong to another process, and may be there already.
+    ``home``: a supervisor owns the workers, which may run already.
 
     Raises:
         ConfigError, ModelError: invalid settings or model; raised before anything is started where possible.
@@ -196,7 +196,7 @@ def _chat_settings(config: EngineConfig) -> ChatSettings:
 def _take_over(
     config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
 ) -> tuple[ControlServer, ClusterPlan, Cluster]:
-    """Go on with the workers of an earlier engine.
+    """Take over the workers of an earlier engine.
 
     Raises TransportError, or ConfigError if they are of another release because files were upgraded meanwhile.
     """
@@ -241,7 +241,7 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:
-    """Return the workers of both pools, by name, with their devices. Those of other machines come last."""
+    """Return the workers of both pools, by name, with their devices. Workers of other machines come last."""
     if config.ray is not None:
         return {
             role: {f"{role}{index}": Assigned(kind, ray_placement.device(kind)) for index, kind in enumerate(kinds)}
@@ -347,7 +347,7 @@ def _launcher(
 
 
 def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list[Start]:
-    """Return the workers to start, those of this machine first."""
+    """Return the workers to start, the workers of this machine first."""
     cores = {role: _cores(config, role, each) for role, each in pools.items()}
     used = [frozenset[int]().union(*each.values()) for each in cores.values()]
     shared = bool(frozenset.intersection(*used))
@@ -366,7 +366,7 @@ def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list
 
 
 def _cores(config: EngineConfig, role: Role, workers: Mapping[str, Assigned]) -> dict[str, frozenset[int]]:
-    """Return the cores of each of a pool's workers on this machine: those that are configured, or else near its GPU."""
+    """Return the cores of each of a pool's workers on this machine: the configured cores, or cores near its GPU."""
     here = {name: one.device for name, one in workers.items() if one.kind != REMOTE and config.ray is None}
     text = config.compute_cores if role == "compute" else config.memory_cores
     available = frozenset(os.sched_getaffinity(0))

@@ -107,8 +107,8 @@ def table_of(rows: "Sequence[tuple[str, ...]]", title: str, caption: str, narrow
     """Return a table of the ways, the recommended one first.
 
     Args:
-        rows: of ``cells``.
-        narrow: for terminals of 80 columns: cells of several lines, some of which hold two figures.
+        rows: Results of ``cells``.
+        narrow: Make cells of several lines, some of which hold two figures, for terminals of 80 columns.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -258,7 +258,7 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
 
 
 def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
-    """Return the `lamina launch` command of a way, or why Lamina cannot serve it yet. ``sequences``: at once."""
+    """Return the `lamina launch` command of a way, or why Lamina cannot serve it yet. ``sequences``: most at once."""
     from lamina.planning.plan.ways import Kind
 
     way = trial.way

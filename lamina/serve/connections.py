@@ -283,7 +283,7 @@ async def accept(
     most: int,
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Accept connections until cancelled. ``tls``: of the server's certificate, if it has one.
+    """Accept connections until cancelled. ``tls``: the context of the server's certificate, if it has one.
 
     At ``most`` connections, the one that has waited longest for a request is closed to make room; while all are busy,
     new ones wait in the kernel's queue.
