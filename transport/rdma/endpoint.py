@@ -343,7 +343,8 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
         """Return a peer that exited long enough ago for all its writes to have arrived. Closes exited peers' pairs."""
-        ended = _ended([each.connection for each in (*self._peers.values(), *own.incoming)])
+        connections = [peer.connection for peer in self._peers.values()]
+        ended = _ended(connections + [pair.connection for pair in own.incoming])
         own.close_incoming([pair for pair in own.incoming if pair.connection in ended])
         now = time.monotonic()
         for peer in self._peers.values():
