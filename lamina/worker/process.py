@@ -76,7 +76,6 @@ class Worker(Protocol):
 
     def run(self) -> None:
         """Serve until the engine sends ``Stop``."""
-        ...
 
 
 Build = Callable[[ControlClient, contextlib.ExitStack], Worker]
