@@ -150,7 +150,7 @@ def plan(
 
 
 def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, list[TracedRequest]]":
-    """What is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
+    """Return what is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
     from lamina.planning.plan import workload
     from lamina.planning.simulate.trial import MOST_REPLAYED
 
@@ -170,7 +170,7 @@ def _priced(
     prices: str,
     profile: "ProfileStore | None",
 ) -> "tuple[tuple[_Pool, _Pool], dict[str, CostModel], Prices]":
-    """Both pools with the most of each kind, their cost models, and a market that prices them."""
+    """Return both pools with the most of each kind, their cost models, and a market that prices them."""
     from lamina.planning.plan.cost import CostModel, Fits
     from lamina.planning.plan.prices import load
 
@@ -182,7 +182,7 @@ def _priced(
 
 
 def _duration(flag: str, text: str | None) -> float | None:
-    """Seconds of "50ms" or "2s". Raises ConfigError for anything else."""
+    """Return the seconds of "50ms" or "2s". Raises ConfigError for anything else."""
     if text is None:
         return None
     match = _DURATION.fullmatch(text.strip().lower())

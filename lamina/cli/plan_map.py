@@ -143,7 +143,6 @@ def _lines(cell: "Cell") -> tuple[str, str, str]:
 
 
 def _text(cell: "Cell") -> str:
-    """A gain, or which side serves the cell at all."""
     mark = "*" if cell.simulated else ""
     if cell.gain is not None:
         return _percent(cell.gain) + mark
@@ -155,7 +154,7 @@ def _percent(gain: float | None) -> str:
 
 
 def svg(drawn: "Sequence[tuple[str, Grid, Sequence[Cell]]]") -> str:
-    """One heat map for every pair and grid below each other; text takes the colour of a light or dark page."""
+    """Draw a heat map for every pair and grid, below each other; text takes the colour of a light or dark page."""
     parts, top, width = [], 0, 0
     for title, grid, found in drawn:
         width = max(width, _LEFT + _WIDTH * len(grid.columns) + 16)

@@ -144,14 +144,14 @@ def table_of(
 
 
 def _stacked(cells: tuple[str, ...], joint: str) -> list[str]:
-    """One cell each for requests and tokens per second, TTFT and stall, dollars in and out."""
+    """Return one cell each for requests and tokens per second, TTFT and stall, dollars in and out."""
     requests_s, ttft, stall, tbt, tokens_s, usd, usd_in, usd_out, *others = cells
     pairs = f"{requests_s}{joint}{tokens_s}", f"{ttft}{joint}{stall}", f"{usd_in}{joint}{usd_out}"
     return [pairs[0], pairs[1], tbt, usd, pairs[2], *others]
 
 
 def cells(trial: "Trial") -> tuple[str, ...]:
-    """A row of the table: the way, and a figure for each of ``HEADINGS``."""
+    """Return a row of the table: the way, and a figure for each of ``HEADINGS``."""
     result = trial.result
     return (
         trial.way.describe(),
@@ -169,7 +169,7 @@ def cells(trial: "Trial") -> tuple[str, ...]:
 
 
 def _broken(cell: str) -> str:
-    """Breaks a figure into lines: the use of each pool, and a deviation, below each other."""
+    """Break a figure into lines: the use of each pool, and a deviation, below each other."""
     return re.sub(r"(?<=%) | (?=\()", "\n", cell)
 
 
@@ -200,7 +200,6 @@ def serves(trial: "Trial") -> str:
 
 
 def _runner_up(trials: "Sequence[Trial]") -> list[str]:
-    """Say which way comes next, and why it is not recommended."""
     from lamina.planning.simulate.trial import is_tie
 
     if len(trials) < 2:
@@ -244,13 +243,12 @@ def _rent(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
 
 
 def _compared(ratio: float) -> str:
-    """A ratio of costs in words."""
     return f"{ratio - 1:+.0%}" if ratio < 2 else f"{ratio:.1f} times as much"
 
 
 def front(trials: "Sequence[Trial]") -> "list[Trial]":
-    """The Pareto front: ways that no other beats in both dollars per request and p99 time between tokens; cheapest
-    first."""
+    """Return the Pareto front, the cheapest first: ways that no other beats in both dollars per request and p99 time
+    between tokens."""
     kept: list[Trial] = []
     for trial in sorted(trials, key=lambda one: one.usd_per_request):
         if not kept or trial.result.tbt_s.p99 < kept[-1].result.tbt_s.p99:
@@ -259,7 +257,7 @@ def front(trials: "Sequence[Trial]") -> "list[Trial]":
 
 
 def agreement(trials: "Sequence[Trial]") -> str:
-    """Reports the error of the closed form on the front."""
+    """Report the error of the closed form on the front."""
     kept = front(trials)
     off = [one.capacity.requests_s / one.requests_s - 1 for one in kept]
     which = "the way" if len(kept) == 1 else f"each of the {len(kept)} ways"
@@ -270,7 +268,7 @@ def agreement(trials: "Sequence[Trial]") -> str:
 
 
 def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
-    """The `lamina simulate` command that repeats the run behind a row of the table."""
+    """Return the `lamina simulate` command that repeats the run behind a row of the table."""
     from lamina.planning.plan.ways import Kind
     from lamina.planning.simulate.trial import SEED
 
@@ -353,25 +351,25 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
 
 
 def kv_option(shape: "ModelShape") -> str:
-    """The option of ``lamina launch`` for the KV type of a plan."""
+    """Return the option of ``lamina launch`` for the KV type of a plan."""
     return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
 
 
 def _quantises(shape: "ModelShape", model: str) -> bool:
-    """Whether a plan quantises weights that the checkpoint has not so."""
+    """Return whether a plan quantises weights that the checkpoint has unquantised."""
     from lamina.planning.plan.model_shapes import find
 
     return shape.weight_dtype != find(model).weight_dtype
 
 
 def unquantised(shape: "ModelShape", model: str, compute: str) -> list[str]:
-    """What ``lamina launch`` lacks to quantise the weights as a plan has them, for compute workers of this kind."""
+    """Return what ``lamina launch`` lacks to quantise weights as planned, for compute workers of this kind."""
     lacks = _quantises(shape, model) and (compute, shape.weight_dtype) == ("cpu", "fp8")
     return ["products of fp8 weights on CPUs"] if lacks else []
 
 
 def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
-    """The options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
+    """Return the options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
     if not _quantises(shape, model) or unquantised(shape, model, compute):
         return ""
     of_bfloat16 = (compute == "cpu" or shape.weight_dtype == "int4") and shape.dtype is not DType.BFLOAT16
@@ -379,7 +377,7 @@ def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
 
 
 def untried(shape: "ModelShape", compute: str) -> list[str]:
-    """What a plan for quantised weights takes for granted, for compute workers of this kind."""
+    """Say what a plan for quantised weights takes for granted, for compute workers of this kind."""
     if shape.weight_dtype == "auto" or compute == "cpu":
         return []
     widened = (
@@ -391,12 +389,12 @@ def untried(shape: "ModelShape", compute: str) -> list[str]:
 
 
 def type_options(shape: "ModelShape") -> str:
-    """The options of ``lamina simulate`` for the types of KV and weights."""
+    """Return the options of ``lamina simulate`` for the types of KV and weights."""
     return kv_option(shape) + ("" if shape.weight_dtype == "auto" else f" --weight-dtype {shape.weight_dtype}")
 
 
 def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
-    """Explains why kinds of devices given do not appear: the workload or the weights do not fit them."""
+    """Explain why kinds of devices given do not appear: the workload or the weights do not fit them."""
     from lamina.planning.plan.ways import Kind
 
     notes = []
