@@ -228,7 +228,7 @@ def _model() -> Finding:
 
 
 def lines(found: Locality) -> Iterator[tuple[str, str]]:
-    """What to show of a machine: (part, what is known of it)."""
+    """Yield what to show of a machine: (part, what is known of that part)."""
     for node in found.nodes:
         memory = f", {node.memory_bytes / 2**30:.1f} GiB" if node.memory_bytes else ""
         yield f"NUMA node {node.number}", f"cores {core_list(node.cores) or 'none'}{memory}"
@@ -252,7 +252,6 @@ def _about(found: Locality, card: Card) -> str:
 
 
 def _neighbours(found: Locality, gpu: Card) -> str:
-    """What a worker on this GPU should use."""
     nearest, cores = found.nearest(gpu), found.cores(gpu)
     interface = "no network interface" if nearest is None else f"{nearest[0].name} is {nearest[1]}"
     run = f"its worker runs on cores {core_list(cores)}" if cores else "its worker runs on any cores"
@@ -305,7 +304,7 @@ def _address(entries: Sequence[object]) -> str:
 
 
 def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
-    """Which RDMA ports exist and which one would be used. ``modules``: kernel modules that are loaded."""
+    """Report the RDMA ports and which one would be used. ``modules``: kernel modules that are loaded."""
     from lamina.config.environment import environment
     from lamina.transport.rdma.ports import choose
 
@@ -326,7 +325,7 @@ def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
 
 def rdma_modules(modules: frozenset[str]) -> Finding:
-    """Which of the loaded kernel ``modules`` are for RDMA."""
+    """Report which of the loaded kernel ``modules`` are for RDMA."""
     found = sorted(name for name in modules if name.startswith(RDMA_PREFIXES) or name.endswith(RDMA_SUFFIXES))
     return Finding("RDMA modules", ", ".join(found) or "none found: built into the kernel, or not listed")
 
@@ -336,7 +335,7 @@ def _names(ports: "Sequence[Port]") -> str:
 
 
 def locked_memory(limit: int) -> Finding:
-    """Whether the limit on locked memory, in bytes (-1: unlimited), is enough for RDMA."""
+    """Report whether the limit on locked memory, in bytes (-1: unlimited), is enough for RDMA."""
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "unlimited")
     found = f"at most {limit / 2**20:.0f} MiB"
@@ -364,7 +363,7 @@ def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
 
 def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: frozenset[str]) -> Finding:
-    """Whether an RDMA port can access GPU memory (GPUDirect); the drivers of both must support dma-bufs.
+    """Report whether an RDMA port can access GPU memory (GPUDirect): the drivers of both must support dma-bufs.
 
     Args:
         exports: by GPU, why its driver cannot export a dma-buf; empty if it can.
@@ -384,7 +383,6 @@ def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: fr
 
 
 def _loaded_modules() -> frozenset[str]:
-    """Names of the loaded kernel modules; empty if the kernel does not tell."""
     try:
         return frozenset(line.split()[0] for line in MODULES.read_text().splitlines())
     except OSError:
@@ -415,7 +413,7 @@ def transports(has_rdma: bool) -> Iterator[Finding]:
 
 
 def encryption(obstacle: str) -> Finding:
-    """Whether ``--tls`` is available; ``obstacle`` says why not."""
+    """Report whether ``--tls`` is available; ``obstacle`` says why not."""
     if not obstacle:
         return Finding("--tls", "tcp can be encrypted (OpenSSL 3)")
     found, parenthesis, remedy = obstacle.partition("): ")  # only a missing library has a remedy
@@ -423,7 +421,7 @@ def encryption(obstacle: str) -> Finding:
 
 
 def _try(transport: "Transport") -> str | None:
-    """The error of a write into an arena of this process and of its doorbell; None if both work."""
+    """Return why a write into an arena of this process or its doorbell fails; None if both work."""
     from lamina.control.secret import new
     from lamina.planning.profiling.transports import make_endpoint
     from lamina.transport.listener import LOOPBACK

@@ -113,7 +113,7 @@ def split(
 
 
 def render_table(model: "SplitModel") -> "Table":
-    """The split as a table: one row per group of identical slices, totals and the context in the caption."""
+    """Show the split as a table: one row per group of identical slices, totals and the context in the caption."""
     from rich.table import Table
 
     from lamina.splitter import describe
@@ -153,7 +153,6 @@ def render_table(model: "SplitModel") -> "Table":
 
 
 def render_text(model: "SplitModel") -> str:
-    """The table as plain text, 160 columns wide."""
     from rich.console import Console
 
     console = Console(width=160, color_system=None)
@@ -163,14 +162,12 @@ def render_text(model: "SplitModel") -> str:
 
 
 def render_json(model: "SplitModel") -> str:
-    """Slices, cuts and bytes per token as JSON."""
     from lamina.splitter import describe
 
     return json.dumps(describe.as_dict(model), indent=2)
 
 
 def render_svg(model: "SplitModel") -> str:
-    """A diagram of the cut graph as SVG."""
     from lamina.splitter.draw import svg
 
     return svg(model)

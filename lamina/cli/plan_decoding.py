@@ -101,7 +101,7 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
 
 
 def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
-    """The `lamina launch` command that starts these pools."""
+    """Return the `lamina launch` command that starts these pools."""
     from lamina.cli.plan_ways import kv_option, quantization_option
     from lamina.planning.plan.model_shapes import directory_to_launch
     from lamina.planning.plan.ways import Partition
@@ -123,7 +123,7 @@ def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
 
 
 def _batch_options(plan: "Plan") -> str:
-    """The options that admit the plan's batch, where the runtime's defaults are too small."""
+    """Return the options that admit the plan's batch, where the runtime's defaults are too small."""
     from lamina.config.engine_config import EngineConfig
 
     pools, defaults = plan.pools, EngineConfig()
@@ -136,14 +136,13 @@ def _batch_options(plan: "Plan") -> str:
 
 
 def _not_launched(plan: "Plan") -> list[str]:
-    """The parts of a plan that `lamina launch` does not support yet."""
     from lamina.cluster.pool import RUNNABLE
 
     return [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
 
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:
-    """The kinds of both pools by the names that `lamina launch` takes."""
+    """Return the kinds of both pools by the names that `lamina launch` takes."""
     from lamina.planning.plan.hardware import ALIASES
 
     names = {entry: name for name, entry in ALIASES.items()}
@@ -152,7 +151,7 @@ def _typed_kinds(plan: "Plan") -> tuple[str, str]:
 
 
 def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *, two_lines: bool) -> "Table":
-    """The Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
+    """Show the Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -194,7 +193,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
 
 
 def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
-    """At most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
+    """Return at most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
     step = max(1, -(-len(front) // (SHOWN - 1)))
     chosen = front[::step]
     return sorted([best, *(one for one in chosen if one is not best)], key=lambda one: one.usd_per_million_out)

@@ -120,7 +120,7 @@ class Usage:
         return sum(self.cached.values())
 
     def figures(self) -> str:
-        """Tokens and finish reasons, for a log."""
+        """Return tokens and finish reasons, for a log."""
         reasons = Counter(self.ends.values())
         ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "client left"
         return f"{self.prompt_tokens} prompt tokens, {self.drawn} generated, {ends}"

@@ -7,12 +7,15 @@ import logging
 import signal
 import sys
 import threading
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from lamina.cluster.bringup import Cluster
 from lamina.cluster.local_workers import SupervisedWorkers
+from lamina.cluster.pool import CPU, LOCAL
 from lamina.config.engine_config import EngineConfig
 from lamina.control.agent_messages import (
     BEAT_S,
@@ -145,10 +148,18 @@ def describe(engine: Engine) -> str:
         f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
         f"{engine.cluster.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
-        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
+        f"  memory   {_memory_pool(engine.cluster)}, room for {slots} tokens of KV\n"
         f"{sampling}"
         f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"
     )
+
+
+def _memory_pool(cluster: Cluster) -> str:
+    """Return the workers that hold KV as the setting ``memory`` names them."""
+    names = [name for name in cluster.capacities if name not in cluster.computes]
+    kinds = Counter(cluster.kinds.get(name, CPU) for name in names)
+    local = [LOCAL] if len(names) < len(cluster.capacities) else []
+    return ",".join([*local, *(f"{kind}:{count}" for kind, count in kinds.items())])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
