@@ -57,11 +57,6 @@ class RemoteShare:
         """True if the request is sent in one piece."""
         return len(self.pieces) == 1 and not self.rows.pulled
 
-    @property
-    def queries_first(self) -> bool:
-        """True if k and v are the last piece, sent without queries. Otherwise they are in the first piece."""
-        return not self.pieces[0].keeps
-
 
 @dataclass(frozen=True)
 class LocalChunks:
@@ -82,7 +77,6 @@ class StepExchange:
 
     Attributes:
         peers: names of the memory workers that reply to every attention.
-        sends_queries_first: True if ``send_queries`` has anything to send.
     """
 
     def __init__(
@@ -103,7 +97,7 @@ class StepExchange:
             plan: the step.
             segments: by sequence, where its KV is.
             mail: messages from memory workers.
-            overlap: whether to send queries first, and in how many mini-batches.
+            overlap: in how many mini-batches queries are sent.
             carrier: of the device that holds the rows.
             rows: rows of each tensor.
             shards: the heads' shards, over all ranks of the replica.
@@ -135,10 +129,8 @@ class StepExchange:
         ]
         self.peers = [remote.channel.name for remote in self._remotes]
         self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
-        self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self._unread: list[Arrival] = []  # replies that the device may still read
         self._lays_out = any(remote.rows.pulled for remote in self._remotes)
-        self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
         local = [] if self._chunks is None else [self._chunks.source]
         if self._share_source is not None and len(self._share_source.rows):
             local.append(self._share_source)
@@ -194,52 +186,29 @@ class StepExchange:
         """Rows of prompt chunks, for which ``attend_chunks`` computes partials."""
         return 0 if self._chunks is None else len(self._chunks.rows)
 
-    def send_queries(self, index: int, spec: AttentionSpec, q: torch.Tensor) -> None:
-        """Send the queries of attention ``index`` before its k and v, to the workers for which the overlap says so.
-
-        q is [rows, Hq, D]. Raises PeerLostError.
-        """
-        queries, sizes = self._transfers.queries(q), self._sizes_of(spec)
-        self._free_replies()
-        for remote, rows, nbytes in zip(self._remotes, queries, sizes, strict=True):
-            if remote.queries_first:
-                message = remote.channel.begin(self._message_lane, self._turn + index, *nbytes)
-                self._begun.append(message)
-                for piece in remote.pieces[:-1]:
-                    message.send([rows[piece.start : piece.stop]])
-
-    def send_kv(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
-        """Send k, v and the queries that ``send_queries`` has not sent. Raises PeerLostError."""
+    def send_requests(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
+        """Send q, k and v of attention ``index`` to all memory workers. Raises PeerLostError."""
         if not self._remotes:
             return
-        begun, self._begun = iter(self._begun), []
         lane, turn, sizes = self._message_lane, self._turn + index, self._sizes_of(spec)
-        slots: list[int | None] = [None] * len(self._remotes)
-        if len(self._remotes) == sum(remote.queries_first for remote in self._remotes):
-            keys, values = self._transfers.keys_values(output.k, output.v)
-            queries: Sequence[Array] = keys  # not sent
-        else:
-            slots = [
-                remote.channel.place(nbytes[0]) if remote.is_whole else None
-                for remote, nbytes in zip(self._remotes, sizes, strict=True)
-            ]
-            bodies = [
-                0 if slot is None else remote.channel.bodies[slot].address
-                for remote, slot in zip(self._remotes, slots, strict=True)
-            ]
-            queries, keys, values = self._transfers.all(output.q, output.k, output.v, bodies)
+        slots = [
+            remote.channel.place(nbytes[0]) if remote.is_whole else None
+            for remote, nbytes in zip(self._remotes, sizes, strict=True)
+        ]
+        bodies = [
+            0 if slot is None else remote.channel.bodies[slot].address
+            for remote, slot in zip(self._remotes, slots, strict=True)
+        ]
+        queries, keys, values = self._transfers.fill_messages(output.q, output.k, output.v, bodies)
         self._free_replies()
         bulk = self._transfers.bulk(output.k, output.v) if self._lays_out else None
         for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
             if remote.is_whole:
                 remote.channel.send(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
                 continue
-            message = next(begun) if remote.queries_first else remote.channel.begin(lane, turn, *nbytes)
+            message = remote.channel.begin(lane, turn, *nbytes)
             if bulk is not None and remote.rows.pulled:
                 self._lay_out(remote, message, spec, bulk)
-            if remote.queries_first:
-                message.send([k, v])
-                continue
             for piece in remote.pieces:
                 message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 

@@ -69,7 +69,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
         weights_held = _describe(place, loaded, setup.quantization, prepared)
         runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
-        runner.reserve(setup.rows, draws, setup.overlap.q_first, own)
+        runner.reserve(setup.rows, draws, own)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

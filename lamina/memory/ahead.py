@@ -72,7 +72,7 @@ class _Run:
 def is_servable(step: StepTables) -> bool:
     """True if the device can serve a step's requests if they come in slots."""
     rows, tables = step.rows, step.tables[0]
-    whole = len(step.pieces) == 1 and not step.plan.chunks and not rows.further and not step.newest
+    whole = len(step.pieces) == 1 and not step.plan.chunks and not rows.further
     return whole and len(tables) == 1 and tables[0].part == 0 and len(rows.queries) > 0
 
 
@@ -82,11 +82,11 @@ def attend(
     """Launch the attention of a request, uint8 on the device. As ``KvStore.serve``, for a step that ``is_servable``."""
     spec, rows, new = store.attentions[layer], step.rows, None
     if len(rows.appends):
-        k, v = read_kept(request, spec, store.dtype, rows, step.pieces)
+        k, v = read_kept(request, spec, store.dtype, rows)
         new = New(k, v, step.sent_slots)
         if not step.appends:
             store.device.keep(layer, new.k, new.v, new.slots)
-    q = read_queries(request, spec, store.dtype, rows, step.pieces, 0, len(rows.queries))
+    q = read_queries(request, spec, store.dtype, rows, 0, len(rows.queries))
     lane.attend(layer, step.tables[0][0].table, q, out, lse, spec, new if step.appends else None)
 
 

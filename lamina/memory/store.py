@@ -128,27 +128,15 @@ class KvStore:
         else:
             appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
-        late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
-        stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
         new = [] if self._by_part else appended_rows(rows, cut, self.held.key_of)
-        tables = tuple(
-            self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last], new=new)
-            for piece in cut
-        )
-        further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
-        newest = self._newest(rows) if late else ()
+        tables = tuple(self._tables(rows.attends[piece.first : piece.last], new) for piece in cut)
+        further = tuple(self._further(rows, piece) for piece in cut) if rows.further else ((),) * len(cut)
         inline, pulled = appended[: len(rows.appends)], appended[len(rows.appends) :]
         door = plan.lane * self._ranks + rank
         sent, appends = self.device.sent(inline), len(new) > 0
-        return StepTables(plan, rows, cut, tables, further, newest, inline, sent, pulled, door, appends)
+        return StepTables(plan, rows, cut, tables, further, inline, sent, pulled, door, appends)
 
-    def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
-        """Return what rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
-        last = dict(enumerate(rows.attends)) | dict(rows.further)
-        stops = [attend.kv_stop for attend in last.values()]
-        return self._tables(list(last.values()), stops, [min(attend.kv_stop, attend.start) for attend in last.values()])
-
-    def _further(self, rows: MessageRows, piece: Piece, late: bool) -> tuple[Further, ...]:
+    def _further(self, rows: MessageRows, piece: Piece) -> tuple[Further, ...]:
         """Return the second segments of a piece's sequences, then the third ones, and so on."""
         begins = np.cumsum([0, *(attend.rows for attend in rows.attends)]) - piece.start
         rounds: list[list[tuple[int, SegmentRows]]] = []
@@ -159,47 +147,32 @@ class KvStore:
                 if number == len(rounds):
                     rounds.append([])
                 rounds[number].append((index, attend))
-        return tuple(self._further_round(begins, pairs, late) for pairs in rounds)
+        return tuple(self._further_round(begins, pairs) for pairs in rounds)
 
-    def _further_round(
-        self, begins: npt.NDArray[np.int64], pairs: Sequence[tuple[int, SegmentRows]], late: bool
-    ) -> Further:
+    def _further_round(self, begins: npt.NDArray[np.int64], pairs: Sequence[tuple[int, SegmentRows]]) -> Further:
         rows = np.concatenate([np.arange(begins[index], begins[index + 1]) for index, _ in pairs])
-        stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for _, attend in pairs]
-        return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs], stops))
+        return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs]))
 
-    def _tables(
-        self,
-        attends: Sequence[SegmentRows],
-        stops: Sequence[int],
-        starts: Sequence[int] | None = None,
-        new: Sequence[int] = (),
-    ) -> tuple[Attended, ...]:
-        """Return what the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
-
-        One table for all rows, or one for those of each part of the heads if that has slopes of its own.
-        """
-        starts = [attend.kv_start for attend in attends] if starts is None else starts
+    def _tables(self, attends: Sequence[SegmentRows], new: Sequence[int] = ()) -> tuple[Attended, ...]:
+        """Return what the rows of ``attends`` see: one table for all rows, or one for those of each part of the heads
+        if that has slopes of its own."""
         parts = [attend.part if self._by_part else 0 for attend in attends]  # ascending
         tables, row, first = [], 0, 0
         for part, run in itertools.groupby(parts):
             some = slice(first, first + len(list(run)))
             rows = sum(attend.rows for attend in attends[some])
-            table = self._table(attends[some], stops[some], starts[some], new)
-            tables.append(Attended(row, row + rows, part, table))
+            tables.append(Attended(row, row + rows, part, self._table(attends[some], new)))
             row, first = row + rows, some.stop
         return tuple(tables)
 
-    def _table(
-        self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int], new: Sequence[int]
-    ) -> Table:
+    def _table(self, attends: Sequence[SegmentRows], new: Sequence[int]) -> Table:
         pairs = Pairs(
             rows=[attend.rows for attend in attends],
             query_start=[attend.start for attend in attends],
-            kv_start=starts,
+            kv_start=[attend.kv_start for attend in attends],
             keys=[self.held.key_of(attend) for attend in attends],
-            first=[start - attend.kv_start for attend, start in zip(attends, starts, strict=True)],
-            stop=[stop - attend.kv_start for attend, stop in zip(attends, stops, strict=True)],
+            first=[0] * len(attends),
+            stop=[attend.kv_stop - attend.kv_start for attend in attends],
             new=new,
         )
         return self.device.table(pairs, self.slab.slots)
@@ -227,20 +200,15 @@ class KvStore:
             content, sent = sent(content), _as_it_is  # all at once
         new = None
         if piece.keeps:
-            k, v = read_kept(content, spec, self.dtype, rows, step.pieces)
+            k, v = read_kept(content, spec, self.dtype, rows)
             new = New(sent(k), sent(v), step.sent_slots)
             if not step.appends:
                 self.device.keep(layer, new.k, new.v, new.slots)
         if step.tables[number]:
             part = slice(piece.start, piece.stop)
-            q = read_queries(content, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
+            q = read_queries(content, spec, self.dtype, rows, piece.start, piece.stop)
             given = new if step.appends else None
             yield from self.attend(layer, step, number, sent(q), out[part], lse[part], given)
-        elif step.newest:
-            q = read_queries(content, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
-            more, sums = self.device.results(len(q), spec)
-            yield from self._attend(layer, step.newest, sent(q), more, sums)
-            merge([out, more], [lse, sums], None, out, lse, self.threads)
 
     def attend(
         self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats, new: New | None = None

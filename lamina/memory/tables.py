@@ -55,9 +55,8 @@ class StepTables:
     """What one step needs from this worker, planned once and used for every layer.
 
     Attributes:
-        tables: for every piece of a request, what its query rows attend to when it arrives; empty without query rows.
+        tables: for every piece of a request, what its query rows attend to; empty without query rows.
         further: and besides.
-        newest: what all rows attend to beyond that when k and v arrive last; empty if they arrive first.
         slots: for the new tokens that arrive with requests.
         sent_slots: the same on the device.
         pulled_slots: for those of ``rows.pulled``.
@@ -71,7 +70,6 @@ class StepTables:
     pieces: tuple[Piece, ...]
     tables: tuple[tuple[Attended, ...], ...]
     further: tuple[tuple[Further, ...], ...]
-    newest: tuple[Attended, ...]
     slots: npt.NDArray[np.int32]
     sent_slots: Array
     pulled_slots: npt.NDArray[np.int32]
