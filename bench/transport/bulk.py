@@ -246,10 +246,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
             if told == "beside":
                 work.go_on()
                 work.help()
-            try:
-                ready, _ = puller.wait(endpoint.wait, [(BELL, number + 1)], TIMEOUT_S, gaps)
-            except DeadlineError:
-                continue
+            ready, _ = puller.wait(endpoint.wait, [(BELL, number + 1)], TIMEOUT_S, gaps)
             if ready is not None:
                 number += 1
                 outbox.send([answer], number)

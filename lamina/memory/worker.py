@@ -109,7 +109,6 @@ class MemoryWorker:
         self._ahead.use(self._channels, self._pipeline, self._computes)
         self._running = True
         self._busy_s = 0.0
-        self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
         self._usage = UsageReports(control, store)
@@ -148,23 +147,17 @@ class MemoryWorker:
             return
         self._copy(MOST_IN_A_ROW)
         begun = self._begun()
-        if begun is not None and self._in_a_row == MOST_IN_A_ROW:
-            self._go_on(*begun)
-            return
         waiting = self._timeline.now()
         self._hub.flush()
         doors, targets = self._awaited()
         timeout_s = 0.0 if begun is not None else self._patience_s
-        ready = pulled = None
-        with contextlib.suppress(DeadlineError):
-            ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
+        ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations, begun is not None)
         if pulled is not None:
             self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
             self._hub.go_on()
         elif ready is not None:
-            self._in_a_row += begun is not None
             self._open(doors[ready], waiting)
         elif begun is not None:
             self._go_on(*begun)
@@ -412,7 +405,6 @@ class MemoryWorker:
 
     def _go_on(self, lane: Lane, work: Iterator[None]) -> None:
         """The next cut of a piece that was begun."""
-        self._in_a_row = 0
         self._serve_cut(lane, work)
         self._report()
         self._read_control()
