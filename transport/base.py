@@ -57,6 +57,7 @@ class DeviceMemory(Protocol):
         TransportError with the reason if neither is possible."""
 
 
+Target = tuple[int, int]  # a doorbell, and the sequence number that it has to reach
 Buffer = memoryview  # C-contiguous, format "B"
 Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguous that exports the buffer protocol
 

@@ -1,15 +1,18 @@
 """Base classes of the real transports' endpoints: arena, peers, descriptors and options."""
 
 import abc
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar, Generic, Protocol, Required, TypedDict, TypeVar, Unpack
 
 import msgspec
 
-from lamina.core.errors import TransportError
+from lamina._native import Arena as NativeArena
+from lamina.core.errors import DeadlineError, TransportError
 from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Peer
+from lamina.transport.base import Endpoint, Peer, Target, deadline_error
 from lamina.transport.handshake import PROTOCOL, check_secret
 from lamina.transport.listener import Admit, Descriptor, Listener
 
@@ -17,6 +20,12 @@ SPIN_S = 20e-6  # about the cost of a wake-up, so a wait costs at most twice tha
 OWN_CORES_SPIN_S = 2e-3  # if no core is shared: after such a wait, a wake-up adds about 2%
 SILENCE_S = 10.0
 STALL_S = 60.0
+MIN_NAP_S = 50e-6
+MAX_NAP_S = 2e-3
+NAP_SHARE = 8  # a wait on several transports finds a message late by at most this part of the time waited
+
+Wait = Callable[[Sequence[Target], float], int]
+"""Waits for messages, with the arguments and result of ``Endpoint.wait``."""
 
 
 def spin_s(workers: Collection[frozenset[int]]) -> float:
@@ -165,3 +174,23 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
             raise TransportError(
                 f"{self.name} cannot listen on {host}: {error}; give it an address of this machine"
             ) from error
+
+
+class WaitInTurns:
+    """A ``Wait`` on several endpoints of one arena: briefly on each, and longer the longer nothing arrives."""
+
+    def __init__(self, name: str, arena: NativeArena, endpoints: Sequence[Endpoint]) -> None:
+        self._name, self._arena, self._endpoints = name, arena, endpoints
+
+    def __call__(self, targets: Sequence[Target], timeout_s: float) -> int:
+        begun = time.monotonic()
+        deadline = begun + timeout_s
+        while True:
+            now = time.monotonic()
+            nap_s = min(max((now - begun) / NAP_SHARE, MIN_NAP_S), MAX_NAP_S) / len(self._endpoints)
+            for endpoint in self._endpoints:
+                with contextlib.suppress(DeadlineError):
+                    return endpoint.wait(targets, min(nap_s, deadline - now))
+            if time.monotonic() >= deadline:
+                reached = [self._arena.sequence(doorbell) for doorbell, _ in targets]
+                raise deadline_error(self._name, targets, reached, timeout_s)

@@ -49,13 +49,13 @@ def chat(
 ) -> None:
     """Talk to a model. Reads one message per line; /exit or end of input quits, /help lists the other commands."""
     if url is not None:
-        from lamina.cli.remote_chat import Server
+        from lamina.cli.client import RemoteModel
 
         if config != EngineConfig():
             raise ConfigError("--url talks to a running server, which has its settings: leave out those of an engine")
         options.check_sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         given = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
-        server = Server(url, {name: value for name, value in given.items() if value is not None})
+        server = RemoteModel(url, {name: value for name, value in given.items() if value is not None})
         Conversation(server, system).run()
         return
     params = options.sampling_params(config, max_tokens, temperature, top_p, seed)

@@ -204,13 +204,13 @@ class StepExchange:
         bulk = self._transfers.bulk(output.k, output.v) if self._lays_out else None
         for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
             if remote.is_whole:
-                remote.channel.send(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
+                remote.channel.send_message(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
                 continue
             message = remote.channel.begin(lane, turn, *nbytes)
             if bulk is not None and remote.rows.pulled:
                 self._lay_out(remote, message, spec, bulk)
             for piece in remote.pieces:
-                message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
+                message.send_piece([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _sizes_of(self, spec: AttentionSpec) -> list[tuple[int, int]]:
         """By memory worker: bytes of a request, and of the k and v beside it that the memory worker fetches."""

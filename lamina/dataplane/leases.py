@@ -26,7 +26,12 @@ LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL = 64, 4096  # the fewest; those of all links o
 HEADER_NBYTES = 64  # in front of the message in every slot
 PROOF_NBYTES = 64  # at the beginning of every lease
 VERDICT = PROOF_NBYTES - 1  # the owner's byte in there: 1 if the proof of the peer's device has arrived in the inbox
-DOORBELLS = 2 * SLOTS + 2  # of a lease, see protocol.channel
+# Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
+PROOF = 0
+ARRIVED = 1  # by slot: a piece of a message is in it
+GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses freed
+FETCHED = GIVEN_BACK + SLOTS  # regions fetched
+DOORBELLS = FETCHED + 1
 POOLED_MESSAGES = 4  # of the largest size that the pool has room for
 LANDINGS = 4  # fetches that a worker has in flight at once
 LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
@@ -176,8 +181,8 @@ class Leases:
         missing = f"{nbytes} free bytes" if offset is None else f"{DOORBELLS} free doorbells"
         raise TransportError(f"the arena has no {missing} for another link; release a link, or make a larger arena")
 
-    def release(self, lease: Lease) -> None:
-        """Let others have this part. Only once its peer provably cannot write any more."""
+    def end_lease(self, lease: Lease) -> None:
+        """Free a part of the arena. Only once its peer provably cannot write any more."""
         self._bytes.give(lease.offset, lease.nbytes)
         self._doorbells.give(lease.doorbell, DOORBELLS)
 

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
@@ -11,10 +12,10 @@ import lamina
 from lamina.config.server_config import DEFAULTS, ServerConfig
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import Metrics, Traffic
-from lamina.serve import admin, gate, http_errors, monitoring, pages, token_routes
-from lamina.serve.fields import IgnoredLog
-from lamina.serve.generation import respond
+from lamina.serve import admin, gate, http_errors, monitoring, token_routes
+from lamina.serve.generation import MakeWriter, respond
 from lamina.serve.intake import BoundedBodies, Intake, body_limit
+from lamina.serve.json_fields import IgnoredLog
 from lamina.serve.messages_api import (
     COUNT_PATH,
     MESSAGES_PATH,
@@ -25,7 +26,7 @@ from lamina.serve.messages_api import (
 from lamina.serve.openai_answers import ChatWriter, CompletionWriter
 from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
 from lamina.serve.request_log import RequestLog
-from lamina.serve.requests import read_chat, read_completion, require_model
+from lamina.serve.requests import GenerationRequest, read_chat, read_completion, require_model
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesWriter, read_response
 
 
@@ -48,7 +49,6 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     _install_answers(app, engine, metrics.traffic, intake)
     _install_models(app, engine)
     monitoring.install(app, engine, metrics)
-    pages.install(app, engine, metrics)
     token_routes.install(app, engine, intake)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
@@ -59,33 +59,33 @@ def _install_answers(app: FastAPI, engine: Runtime, traffic: Traffic, intake: In
     """Add the routes that generate text to ``app``."""
     ignored = IgnoredLog()
 
+    async def answer(
+        request: Request, read: Callable[[Runtime, bytes], GenerationRequest], writer: MakeWriter
+    ) -> Response:
+        wanted = await intake.decode_in_thread(request, functools.partial(read, engine))
+        ignored.report(wanted.ignored)
+        return await respond(request, engine, traffic, writer, wanted)
+
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, traffic, CompletionWriter, wanted)
+        return await answer(request, read_completion, CompletionWriter)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, traffic, ChatWriter, wanted)
+        return await answer(request, read_chat, ChatWriter)
 
     @app.post(RESPONSES_PATH)
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's responses."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_response, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, traffic, ResponsesWriter, wanted)
+        return await answer(request, read_response, ResponsesWriter)
 
     @app.post(MESSAGES_PATH)
     async def messages(request: Request) -> Response:
         """Answer a conversation, in the form of Anthropic's messages."""
         with as_anthropic_errors():
-            wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine))
-            return await respond(request, engine, traffic, MessagesWriter, wanted)
+            return await answer(request, read_messages, MessagesWriter)
 
     @app.post(COUNT_PATH)
     async def count_tokens(request: Request) -> Response:

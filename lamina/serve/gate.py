@@ -19,7 +19,7 @@ from lamina.config.environment import environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
-from lamina.serve.pages import FILES, STATE_PATH
+from lamina.serve.monitoring import FILES, STATE_PATH
 
 OPEN = frozenset(("/health", "/ping", "/version", *FILES))
 """Paths that need no key: load balancers ask them, and pages hold nothing secret."""

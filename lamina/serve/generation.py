@@ -15,11 +15,10 @@ from lamina.core.types import Client
 from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
 from lamina.observe.metrics import Timing, Traffic
-from lamina.serve.fields import ignored_header
+from lamina.serve.answers import MOST_POSITIONS, AnswerWriter, Piece, Sent, Usage
 from lamina.serve.http_errors import APIError, as_api_error, first_line
 from lamina.serve.intake import unless_disconnected
-from lamina.serve.openai_answers import AnswerWriter
-from lamina.serve.pieces import MOST_POSITIONS, Piece, Sent, Usage
+from lamina.serve.json_fields import ignored_header
 from lamina.serve.requests import GenerationRequest
 
 MOST_UNREAD = 65536

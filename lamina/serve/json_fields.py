@@ -4,14 +4,24 @@ A body may have megabytes. Decoding all of it at once would need tens of times i
 """
 
 import functools
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 import msgspec
 
 from lamina.core.errors import RequestError
 from lamina.serve.http_errors import APIError
+
+logger = logging.getLogger(__name__)
+
+IGNORED_HEADER = "X-Lamina-Ignored-Fields"
+MOST_NAMED = 16
+"""Most fields that one header names."""
+
+MOST_LOGGED = 256
+"""Most different fields that one process logs."""
 
 T = TypeVar("T")
 
@@ -90,3 +100,63 @@ def _surrogates(body: bytes) -> str:
     it."""
     found = re.search(rb"\\u[dD][89a-fA-F][0-9a-fA-F]{2}", body)
     return f"; is {found[0].decode()} half of a surrogate pair?" if found else ""
+
+
+def plain_text(place: str, content: Any, kinds: Collection[str], param: str) -> str:
+    """Return the text of a string, or of a list of parts of these ``kinds``. Raises APIError 400 for anything else."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise APIError(400, f"{place} is not a text or a list of parts", param=param)
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise APIError(400, f"{place} has a part of type {kind!r}, which is not supported; give text", param=param)
+    return "\n".join(part["text"] for part in content)
+
+
+def ignored_names(names: Iterable[str], known: Collection[str], prefix: str = "") -> list[str]:
+    """Return those ``names`` that are not ``known``, with ``prefix``.
+
+    Raises:
+        APIError: 400 for a name that differs from a known one only in case or underscores.
+    """
+    meant = {_folded(name): name for name in known}
+    unknown = sorted(set(names).difference(known))
+    for name in unknown:
+        if right := meant.get(_folded(name)):
+            shown = prefix + _shown(name)
+            raise APIError(400, f"{shown} is not a field of this request; did you mean {prefix}{right}?", param=shown)
+    return [prefix + name for name in unknown]
+
+
+def ignored_header(names: Sequence[str]) -> dict[str, str]:
+    """Return the header that names the ignored fields of a request; empty if there are none."""
+    if not names:
+        return {}
+    more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return {IGNORED_HEADER: ", ".join([*map(_shown, names[:MOST_NAMED]), *more])}
+
+
+class IgnoredLog:
+    """Logs each ignored field once."""
+
+    def __init__(self) -> None:
+        self._logged = set[str]()
+
+    def report(self, names: Sequence[str]) -> None:
+        """Log those ``names`` that no earlier call had, in one line."""
+        new = [name for name in map(_shown, names[:MOST_NAMED]) if name not in self._logged]
+        if new and len(self._logged) < MOST_LOGGED:
+            self._logged.update(new)
+            logger.warning("requests have fields that are ignored: %s", ", ".join(new))
+
+
+def _folded(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+def _shown(name: str) -> str:
+    """Return a name from a client, fit for a header or a log line."""
+    name = re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)
+    return name if len(name) <= 64 else f"{name[:64]}..."

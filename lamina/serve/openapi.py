@@ -1,6 +1,6 @@
 """Builds the OpenAPI description of the HTTP interface, served at /openapi.json.
 
-Bodies are described by what parses and checks them: the types of ``bodies``, the lists of ``fields`` and the ranges of
+Bodies are described by what parses and checks them: the types and lists of ``bodies`` and the ranges of
 ``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory or
 names a grammar that cannot be compiled, and one that does not is rejected.
 """
@@ -24,14 +24,13 @@ from lamina.core.types import (
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE
 from lamina.schedule.waiting import MAX_WAITING
-from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
-from lamina.serve.chat_messages import MOST_MESSAGES
-from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT
+from lamina.serve.bodies import WITHOUT_EFFECT, Body, ChatBody, CompletionBody, field_types
+from lamina.serve.json_fields import IGNORED_HEADER
+from lamina.serve.large_fields import MOST_MESSAGES, MOST_TOOLS
 from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
 from lamina.serve.requests import GUIDED
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
 from lamina.serve.token_routes import DETOKENIZE_PATH, TOKENIZE_PATH, DetokenizeBody, TokenizeBody
-from lamina.serve.tools import MOST_TOOLS
 from lamina.text.chat_template import MAY_LACK_CONTENT
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"

@@ -1,6 +1,5 @@
-"""Routes for tokens and the server's state, under the names that vLLM has for them."""
+"""Routes that tokenize and detokenize, under the names that vLLM has for them."""
 
-import asyncio
 import functools
 from typing import Any
 
@@ -8,15 +7,13 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 
-import lamina
 from lamina.core.errors import RequestError
 from lamina.engine.streams import Runtime
-from lamina.serve.chat_messages import decode_messages
 from lamina.serve.http_errors import APIError
 from lamina.serve.intake import Intake
 from lamina.serve.json_fields import decode_field
+from lamina.serve.large_fields import decode_messages, decode_tools
 from lamina.serve.requests import require_model
-from lamina.serve.tools import decode_tools
 from lamina.text.prompts import check_tokens, encode_prompt
 
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
@@ -97,19 +94,3 @@ def install(app: FastAPI, engine: Runtime, intake: Intake) -> None:
     async def embeddings() -> Response:
         """Refuse: the model generates text."""
         raise APIError(501, "this model generates text and gives no embeddings", code="not_supported")
-
-    @app.api_route("/ping", methods=["GET", "POST"])
-    async def ping() -> Response:
-        """Answer 200 while the engine runs, 503 once it has stopped."""
-        return Response(status_code=503 if engine.dead is not None else 200)
-
-    @app.get("/version")
-    async def version() -> Response:
-        """Return the version of Lamina."""
-        return JSONResponse({"version": lamina.__version__})
-
-    @app.get("/load")
-    async def load() -> Response:
-        """Return the number of requests that the engine has, running or waiting."""
-        stats = await asyncio.to_thread(engine.stats)
-        return JSONResponse({"server_load": stats.running + stats.waiting})

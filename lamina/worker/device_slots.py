@@ -54,7 +54,8 @@ class Slots:
     def register_channels(self, channels: Iterable[Channel]) -> None:
         """Tell the device of new links. From now on it writes messages where their receivers read them, if it can."""
         for channel in channels:
-            self._device.register_own(self._links.leased(channel.name))
+            own, _ = self._links.leases(channel.name)
+            self._device.register_own(self._links.arena.view(own.offset, own.nbytes))
             direct, inbox = self._links.direct(channel.name), self._links.inbox(channel.name)
             if inbox is not None:
                 channel.inbox = [self._device.arrived(part) for part in inbox.parts(SLOTS)]

@@ -10,7 +10,8 @@ from lamina.control.messages import EpochEnded, PeerLost, ToWorker
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.core.topology import Epoch, Topology
-from lamina.worker.links import Links, Wait
+from lamina.transport.endpoint import Wait
+from lamina.worker.links import Links
 
 SLICE_S = 0.05  # how long a control message may stay unread while rings are awaited
 _INCARNATION_BITS = 32  # above the number of an epoch; both above the rounds of ``Links.link``

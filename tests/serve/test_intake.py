@@ -10,9 +10,9 @@ import pytest
 
 from lamina.serve import intake
 from lamina.serve.bodies import MOST_BYTES_BESIDES, CompletionBody, parse
-from lamina.serve.chat_messages import MOST_BYTES_OF_FIELDS
 from lamina.serve.http_errors import APIError
 from lamina.serve.intake import LARGEST_AT_ONCE, LEAST_LIMIT, SMALL, BoundedBodies, body_limit
+from lamina.serve.large_fields import MOST_BYTES_OF_FIELDS
 from tests.support.scripted_engine import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
 
 JSON = {"Content-Type": "application/json"}
