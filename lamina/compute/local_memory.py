@@ -14,8 +14,7 @@ from lamina.control.sockets import ControlClient
 from lamina.core.steps import StepPlan
 from lamina.memory.device.base import Array, New
 from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
 Index = slice | Array

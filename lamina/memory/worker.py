@@ -46,8 +46,7 @@ from lamina.memory.moving import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.served_lanes import Door, Lane, Reply
 from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
 from lamina.transport.endpoint import Wait
 from lamina.worker.device_slots import Slots

@@ -18,8 +18,7 @@ from lamina.memory.device.base import Device, New, Pairs, Table
 from lamina.memory.device.gpu import Gpu
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab import Slab
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.transport.device.inboxes import SharedMaker
 from tests.support import reference_attention
 from tests.support.kernel_cases import Pair, decode, make_case

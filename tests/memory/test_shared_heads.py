@@ -10,8 +10,7 @@ from lamina.core.heads import HeadShards
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from lamina.kernels.segments import SegmentTable
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from tests.support import reference_attention
 
 Floats = np.ndarray

@@ -16,8 +16,7 @@ from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 from lamina.dataplane.wire import body_nbytes
 from lamina.memory.setup import largest
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
