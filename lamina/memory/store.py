@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
-from lamina.core.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Polling
+from lamina.core.types import KvElement
 from lamina.dataplane.wire import (
     MessageRows,
     Piece,
@@ -100,49 +101,31 @@ class KvStore:
         watermarks: the prompt chunks whose K and V are on their way here.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        attentions: list[AttentionSpec],
-        dtype: DType,
-        capacity: int,
-        threads: int,
-        overlap: Overlap,
-        kv_cache_dtype: KvCacheDType = "auto",
-        device: str = "cpu",
-        head_shards: int = 1,
-        ranks: int = 1,
-        forgets: bool = False,
-        polling: Polling = "host",
-    ) -> None:
-        """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
+    def __init__(self, worker: str, setup: MemorySetup, device: str = "cpu") -> None:
+        """Allocate the slab of ``setup`` on ``device`` (``memory.device.make``).
 
-        Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
-        have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
-        with a window keep no tokens that no step will attend to: a fork of a cached prefix must have all of its tokens.
-        ``polling``: see ``memory.device.make``.
-        Raises ConfigError if the device cannot be used.
+        If layers with a window forget, a fork of a cached prefix must have all of its tokens. Raises ConfigError if the
+        device cannot be used.
         """
         self.worker = worker
-        self.threads = threads
-        self.dtype = dtype
-        self.element = KvElement.from_setting(kv_cache_dtype, dtype)
-        self._overlap = overlap
-        self._ranks = ranks
-        self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
-        self.held = Holdings(worker, self.shards, capacity * head_shards)
+        self.threads, self.dtype = setup.threads, setup.dtype
+        self.element = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype)
+        self._overlap, self._ranks = setup.overlap, setup.ranks
+        attentions = setup.attentions
+        self.shards = HeadShards(max(spec.kv_heads for spec in attentions), setup.head_shards)
+        self.held = Holdings(worker, self.shards, setup.capacity * setup.head_shards)
         self.slab = self.held.slab
-        self._sharers = sharers = self.shards.sharers(ranks)
-        parts = head_shards * sharers
+        self._sharers = sharers = self.shards.sharers(setup.ranks)
+        parts = setup.head_shards * sharers
         self._by_part = parts > 1 and any(spec.alibi_slopes is not None for spec in attentions)
         alike = 1 if not self._by_part else parts
         self._specs = [[self.shards.spec(spec, part, sharers) for part in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
-        self.watermarks = Watermarks(len(attentions), head_shards)
-        self._forgets = forgets
-        needed = self.held.needed if forgets else None
+        self.watermarks = Watermarks(len(attentions), setup.head_shards)
+        self._forgets = setup.forgets
+        needed = self.held.needed if setup.forgets else None
         capacity = self.slab.capacity
-        self.device = make(device, self.attentions, self.element, capacity, threads, needed, polling)
+        self.device = make(device, self.attentions, self.element, capacity, setup.threads, needed, setup.polling)
 
     @property
     def sequences(self) -> int:

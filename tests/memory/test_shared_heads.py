@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.errors import ConfigError
 from lamina.core.heads import HeadShards
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
@@ -61,7 +62,8 @@ def test_ranks_that_share_kv_heads_attend_to_all_tokens_kept_once(
     ]
     shards = HeadShards.over(specs, 1, ranks)
     assert shards == HeadShards(kv_heads, kv_heads)
-    store = KvStore("memory0", specs, DType.FLOAT32, 100, 1, overlap, head_shards=shards.count, ranks=ranks)
+    setup = MemorySetup(specs, DType.FLOAT32, 100, 1, overlap, False, head_shards=shards.count, ranks=ranks)
+    store = KvStore("memory0", setup)
     segments = [Segment(each, "memory0", shards.whole, (0, None)) for each in range(2)]
     admitted = [Admission(each, 1, 1, [segments[each]], SamplingParams(), 0) for each in range(2)]
     store.apply(StepPlan(0, 0, 0, [], [], admitted, [], DecodeRows([], [], [])))

@@ -92,7 +92,7 @@ def serve(store: KvStore, step: StepTables, rng: np.random.Generator) -> list[np
 
 def opened(device: str, specs: list[AttentionSpec], overlap: Overlap, kv: Any, shards: int) -> KvStore:
     """A store with empty sequences."""
-    store = KvStore("memory0", specs, DType.FLOAT32, CAPACITY, 1, overlap, kv, device, shards)
+    store = KvStore("memory0", MemorySetup(specs, DType.FLOAT32, CAPACITY, 1, overlap, False, kv, shards), device)
     heads = 0, specs[0].kv_heads
     segments = [Segment(each, "memory0", heads, (0, None)) for each in range(SEQUENCES)]
     admitted = [Admission(each, 1, 1, [segments[each]], SamplingParams(), 0) for each in range(SEQUENCES)]

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Arrangement, Pipeline
 from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
@@ -36,7 +37,7 @@ REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True))
 def stores(memories: tuple[str, str], shards: HeadShards) -> dict[str, KvStore]:
     spec = AttentionSpec(layer=0, query_heads=shards.heads, kv_heads=shards.heads, qk_dim=1, v_dim=1, scale=1.0)
     return {
-        name: KvStore(name, [spec], DType.FLOAT32, room, 1, Overlap(), head_shards=shards.count)
+        name: KvStore(name, MemorySetup([spec], DType.FLOAT32, room, 1, Overlap(), False, head_shards=shards.count))
         for name, room in zip(memories, (60, 40), strict=True)
     }
 

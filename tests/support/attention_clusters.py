@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.runner import NativeRunner
+from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap
@@ -50,7 +51,9 @@ class Memory:
     ) -> None:
         self.station = station
         self.store = KvStore(
-            station.name, specs, DType.FLOAT32, capacity, 1, overlap, device=device, head_shards=shards
+            station.name,
+            MemorySetup(specs, DType.FLOAT32, capacity, 1, overlap, False, head_shards=shards),
+            device,
         )
         self.puller = Puller(station.fetch, station.arena, station.plan, self.store)
 
