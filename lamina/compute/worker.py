@@ -27,29 +27,20 @@ from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
-    Change,
-    Changed,
     ComputeSetup,
     Connected,
     EndEpoch,
-    Forget,
-    Grant,
-    Link,
-    Release,
-    Step,
     StepDone,
-    Stop,
     ToWorker,
-    Traced,
     Working,
 )
 from lamina.control.sockets import Bootstrap, ControlClient, expect
 from lamina.control.timeline import Timeline
-from lamina.core.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.core.errors import DeadlineError, LogitsError
 from lamina.core.heads import HeadShards
 from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.core.steps import Admission, StepPlan
-from lamina.core.topology import Epoch
+from lamina.core.topology import Epoch, Topology
 from lamina.core.types import Segment
 from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import Fetcher
@@ -60,15 +51,14 @@ from lamina.splitter.parts import Rank
 from lamina.transport.base import Target
 from lamina.transport.endpoint import Wait
 from lamina.worker.device_slots import Slots
-from lamina.worker.fence import Fence
 from lamina.worker.links import (
     LINKING_SLICE_S,
     Links,
-    Newcomers,
     OpenEndpoint,
     open_endpoint,
     set_up_links,
 )
+from lamina.worker.loop import WorkerLoop
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
@@ -142,7 +132,7 @@ class Lane:
         self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
-class ComputeWorker:
+class ComputeWorker(WorkerLoop):
     """Runs plans until the engine says stop."""
 
     def __init__(
@@ -167,17 +157,11 @@ class ComputeWorker:
         what the engine has said while this worker waited for other ranks.
 
         All ranks of a stage run the same slices and draw the same tokens; the first one answers the engine."""
-        self._control = control
-        self._fence = Fence(control, links, epoch)
+        super().__init__(control, links, wait, slots, epoch, replica.timeline)
         self._replica = replica
         self._runner = replica.runner
-        self._timeline = replica.timeline
         self._lanes = [Lane(number) for number in range(lanes)]
         self._mail = mail
-        self._wait = wait
-        self._links = links
-        self._newcomers = Newcomers(control, links)
-        self._slots = slots
         self._grammars = grammars
         self._memory = memory
         self._order, self._unread = order, unread
@@ -190,22 +174,12 @@ class ComputeWorker:
         self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
         self._slices = 0  # run so far
-        self._running = True
-
-    def run(self) -> None:
-        """Run the engine's plans."""
-        while self._running:
-            try:
-                self._serve_once()
-                self._newcomers.poll()
-            except PeerLostError as error:
-                self._fence.on_peer_lost(error)
-            except EpochEndingError:
-                continue  # the message is unread
-        if self._timeline.enabled:
-            self._control.send(Traced(list(self._timeline.spans)))
 
     def _serve_once(self) -> None:
+        with contextlib.suppress(EpochEndingError):  # the message is unread
+            self._run_due_slice()
+
+    def _run_due_slice(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""
         while self._unread:
             self._handle(self._unread.popleft())
@@ -264,10 +238,8 @@ class ComputeWorker:
         self._replica = self._replica.within(topology, self._control.name)
         self._fence.begin_epoch(topology)
 
-    def _change(self, message: Change) -> None:
-        """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
-        topology, own = message.topology, self._control.name
-        self._links.change_members(topology)
+    def _change_members(self, topology: Topology) -> None:
+        own = self._control.name
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
@@ -280,7 +252,6 @@ class ComputeWorker:
         self._mail.change_members(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._replica = self._replica.within(topology, own)
-        self._control.send(Changed(message.number))
 
     def _run_slice(self, lane: Lane) -> None:
         step = lane.steps[0]
@@ -391,26 +362,12 @@ class ComputeWorker:
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
 
-    def _handle(self, message: ToWorker) -> None:
-        if isinstance(message, Stop):
-            self._running = False
-        elif isinstance(message, Step):
-            if message.epoch >= self._fence.epoch:
-                self._take_in(message.plan)
-        elif isinstance(message, EndEpoch):
-            self._end_epoch(message)
-        elif isinstance(message, Change):
-            self._change(message)
-        elif isinstance(message, Grant | Link | Forget):
-            self._newcomers.handle_link_message(message)
-        elif isinstance(message, Release):
-            self._release(message.sequences)
-            if self._memory is not None:
-                self._memory.release(message.sequences)
-        else:
-            raise WorkerError(self._control.name, f"a compute worker cannot take {type(message).__name__} after set-up")
-
     def _release(self, sequences: Sequence[int]) -> None:
+        self._forget(sequences)
+        if self._memory is not None:
+            self._memory.release(sequences)
+
+    def _forget(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
             self._segments.pop(sequence, None)
             self._sequences.pop(sequence, None)
@@ -426,7 +383,7 @@ class ComputeWorker:
         for fork in plan.forks:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
-        self._release(plan.released)
+        self._forget(plan.released)
         for admission in plan.admitted:
             self._admit(admission)
         for segment in plan.grown:
