@@ -28,19 +28,18 @@ from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
     ComputeSetup,
+    Connect,
     Connected,
     EndEpoch,
     StepDone,
-    ToWorker,
     Working,
 )
 from lamina.control.sockets import Bootstrap, ControlClient, expect
-from lamina.control.timeline import Timeline
 from lamina.core.errors import DeadlineError, LogitsError
 from lamina.core.heads import HeadShards
 from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.core.steps import Admission, StepPlan
-from lamina.core.topology import Epoch, Topology
+from lamina.core.topology import Topology
 from lamina.core.types import Segment
 from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import Fetcher
@@ -49,8 +48,6 @@ from lamina.lowering import Workspace
 from lamina.memory.device import gpu_memory
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Target
-from lamina.transport.endpoint import Wait
-from lamina.worker.device_slots import Slots
 from lamina.worker.links import (
     LINKING_SLICE_S,
     Links,
@@ -139,34 +136,38 @@ class ComputeWorker(WorkerLoop):
         self,
         control: ControlClient,
         setup: ComputeSetup,
-        replica: Replica,
+        device: Device,
+        sums: Sums,
+        runner: Runner,
         shards: HeadShards,
+        memory: LocalMemory | None,
         links: Links,
-        lanes: int,
-        mail: Mail,
-        wait: Wait,
-        epoch: Epoch,
-        slots: Slots,
-        unread: collections.deque[ToWorker],
-        grammars: Grammars,
-        memory: LocalMemory | None = None,
-        order: SliceOrder | None = None,
+        connect: Connect,
     ) -> None:
-        """``wait`` waits for what ``mail`` awaits, over ``links``. ``slots``: those that its device knows. ``memory``:
-        its own part of the memory pool. ``order``: of slices, if the ranks of its stage run several lanes. ``unread``:
-        what the engine has said while this worker waited for other ranks.
+        """``sums``: over the ranks of the stage. ``memory``: the worker's own part of the memory pool.
 
         All ranks of a stage run the same slices and draw the same tokens; the first one answers the engine."""
-        super().__init__(control, links, wait, slots, epoch, replica.timeline)
-        self._replica = replica
-        self._runner = replica.runner
+        super().__init__(control, links, device, connect.epoch, setup.trace)
+        names, count, lanes = tuple(connect.computes), setup.ranks, connect.pipeline.lanes
+        number = names.index(control.name) // count
+        own = names[number * count : (number + 1) * count]
+        alike = names[setup.rank :: count]
+        self._replica = Replica(number, alike, connect.pipeline, runner, self._timeline, sums)
+        self._runner = runner
+        peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
+        channels = {name: links.channel(name) for name in peers}
+        self._slots.register_channels(channels.values())
+        among_ranks = RankWait(self._wait, control)
+        self._unread = among_ranks.unread
+        sums.connect(links, among_ranks, own)
+        self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
+        fetcher = Fetcher(links.fetch, links.arena, links.plan)
+        self._mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
         self._lanes = [Lane(number) for number in range(lanes)]
-        self._mail = mail
-        self._grammars = grammars
+        self._grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._memory = memory
-        self._order, self._unread = order, unread
         self._overlap = setup.overlap
-        self._rank = Rank(setup.rank, setup.ranks)
+        self._rank = sums.rank
         self._shards = shards
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
@@ -476,38 +477,7 @@ def build(
     runner, shards = load(control, setup, device, ranks)
     memory = LocalMemory.set_up(control) if setup.local else None
     links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
-    names, count = tuple(connect.computes), setup.ranks
-    number = names.index(control.name) // count
-    alike = names[setup.rank :: count]
-    replica = Replica(number, alike, connect.pipeline, runner, Timeline(setup.trace), ranks)
-    own = names[number * count : (number + 1) * count]
-    peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
-    channels = {name: links.channel(name) for name in peers}
-    slots = Slots(links, device)
-    slots.register_channels(channels.values())
-    fetcher = Fetcher(links.fetch, links.arena, links.plan)
-    lanes, wait = connect.pipeline.lanes, links.close_unused_endpoints()
-    among_ranks = RankWait(wait, control)
-    ranks.connect(links, among_ranks, own)
-    order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
-    mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
-    grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
-    worker = ComputeWorker(
-        control,
-        setup,
-        replica,
-        shards,
-        links,
-        lanes,
-        mail,
-        wait,
-        connect.epoch,
-        slots,
-        among_ranks.unread,
-        grammars,
-        memory,
-        order,
-    )
+    worker = ComputeWorker(control, setup, device, ranks, runner, shards, memory, links, connect)
     control.send(Connected())
     return worker
 

@@ -24,7 +24,6 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import ControlClient
-from lamina.control.timeline import Timeline
 from lamina.core.errors import DeadlineError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
@@ -40,8 +39,6 @@ from lamina.memory.served_lanes import Door, Lane, Reply
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
-from lamina.transport.endpoint import Wait
-from lamina.worker.device_slots import Slots
 from lamina.worker.links import (
     LINKING_SLICE_S,
     Links,
@@ -63,19 +60,11 @@ class MemoryWorker(WorkerLoop):
     """Serves its channels until the engine says stop."""
 
     def __init__(
-        self,
-        control: ControlClient,
-        store: KvStore,
-        tier: Tier | None,
-        links: Links,
-        wait: Wait,
-        connect: Connect,
-        timeline: Timeline,
+        self, control: ControlClient, store: KvStore, tier: Tier | None, links: Links, connect: Connect, trace: bool
     ) -> None:
-        """``tier`` copies between ``store`` and a disk, if there is one. ``wait`` waits for messages of ``links``."""
-        super().__init__(control, links, wait, Slots(links, store.device), connect.epoch, timeline)
-        self._store = store
-        self._tier = tier
+        """``tier`` copies between ``store`` and a disk, if there is one."""
+        super().__init__(control, links, store.device, connect.epoch, trace)
+        self._store, self._tier = store, tier
         self._copies = False  # the last time, the tier had something to do
         self._since_copied = 0
         self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
@@ -93,7 +82,7 @@ class MemoryWorker(WorkerLoop):
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
         self._slots.register_channels(self._channels.values())
         self._doors = self._closed_doors()
-        self._ahead = Ahead(store, links, timeline)
+        self._ahead = Ahead(store, links, self._timeline)
         self._ahead.use(self._channels, self._pipeline, self._computes)
         self._busy_s = 0.0
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
@@ -478,7 +467,7 @@ def build(
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     store, tier, setup = make_store(control, resources)
     links, connect = set_up_links(control, resources, store.device.inboxes, open_endpoint)
-    worker = MemoryWorker(control, store, tier, links, links.close_unused_endpoints(), connect, Timeline(setup.trace))
+    worker = MemoryWorker(control, store, tier, links, connect, setup.trace)
     resources.callback(worker.close)
     control.send(Connected())
     return worker

@@ -20,8 +20,7 @@ from lamina.control.timeline import Timeline
 from lamina.core.errors import PeerLostError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Epoch, Topology
-from lamina.transport.endpoint import Wait
-from lamina.worker.device_slots import Slots
+from lamina.worker.device_slots import Mapper, Slots
 from lamina.worker.fence import Fence
 from lamina.worker.links import Links, Newcomers
 
@@ -29,12 +28,9 @@ from lamina.worker.links import Links, Newcomers
 class WorkerLoop:
     """Serves until the engine says stop. One thread does everything. A subclass says how each part is done."""
 
-    def __init__(
-        self, control: ControlClient, links: Links, wait: Wait, slots: Slots, epoch: Epoch, timeline: Timeline
-    ) -> None:
-        """``wait`` waits for messages of ``links``; ``slots``: those that the worker's device knows."""
-        self._control, self._links, self._wait = control, links, wait
-        self._slots, self._timeline = slots, timeline
+    def __init__(self, control: ControlClient, links: Links, device: Mapper, epoch: Epoch, trace: bool) -> None:
+        self._control, self._links, self._wait = control, links, links.close_unused_endpoints()
+        self._slots, self._timeline = Slots(links, device), Timeline(trace)
         self._fence = Fence(control, links, epoch)
         self._newcomers = Newcomers(control, links)
         self._running = True
