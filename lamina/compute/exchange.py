@@ -35,22 +35,12 @@ from lamina.splitter.parts import ONLY, Rank
 
 
 @dataclass(frozen=True)
-class Source:
-    """A source of partials: a memory worker, local memory, or prompt chunks. Its partial i is for the shard ``rows[i]``
-    of the step's rows (numbered as in ``MessageRows``), and is number ``part[i]`` of the partials of that shard."""
-
-    rows: npt.NDArray[np.int64]
-    part: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class RemoteShare:
     """The part of a step that one memory worker does."""
 
     channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
-    source: Source
 
     @functools.cached_property
     def is_whole(self) -> bool:
@@ -67,7 +57,6 @@ class LocalChunks:
 
     segments: SegmentTable
     rows: npt.NDArray[np.int64]
-    source: Source
 
 
 class StepExchange:
@@ -106,80 +95,51 @@ class StepExchange:
         """
         self.rows = rows
         self._shards = own = shards.of_rank(rank.count)
-        self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
         self._message_lane = plan.lane * rank.count + rank.number  # to memory workers, each rank is a lane of its own
         self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
-        self._parts = np.zeros(self._total * own.count, np.int64)  # number of partials of each shard so far
-        self._chunks = self._plan_chunks(plan)
+        self._chunks = _plan_chunks(plan)
         self._share = share
-        self._share_source = self._source(share.queries) if share is not None else None
         self._share_arrays: tuple[Array, Array] | None = None
         self._share_partial: Partial | None = None  # the same as tensors
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         workers = [worker for worker in workers if share is None or worker != share.worker]
         messages = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in workers}
         self._remotes = [
-            RemoteShare(mail.channels[worker], message, pieces(message, overlap), self._source(message.queries))
+            RemoteShare(mail.channels[worker], message, pieces(message, overlap))
             for worker, message in messages.items()
             if not message.empty
         ]
         self.peers = [remote.channel.name for remote in self._remotes]
         self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
         self._unread: list[Arrival] = []  # replies that the device may still read
-        self._lays_out = any(remote.rows.pulled for remote in self._remotes)
-        local = [] if self._chunks is None else [self._chunks.source]
-        if self._share_source is not None and len(self._share_source.rows):
-            local.append(self._share_source)
+        here = [] if self._chunks is None else [_shards_of(self._chunks.rows, own.count)]
+        if share is not None and len(share.queries):
+            here.append(share.queries)
+        found = np.zeros(self._total * own.count, np.int64)  # number of partials of each shard so far
+
+        def number(shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            parts = found[shards].copy()
+            np.add.at(found, shards, 1)
+            return parts
+
+        queries = [remote.rows.queries for remote in self._remotes]
+        here_parts = list(map(number, here))
         self._transfers = carrier.transfers(
             Moves(
                 self._total,
                 rows,
                 own.count,
-                queries=[remote.rows.queries for remote in self._remotes],
+                queries,
                 appends=[remote.rows.appends for remote in self._remotes],
-                parts=[remote.source.part for remote in self._remotes],
-                here=[source.rows for source in local],
-                here_parts=[source.part for source in local],
+                parts=list(map(number, queries)),
+                here=here,
+                here_parts=here_parts,
             )
         )
-
-    def _source(self, rows: npt.NDArray[np.int64]) -> Source:
-        part = self._parts[rows].copy()
-        np.add.at(self._parts, rows, 1)
-        return Source(rows, part)
-
-    def _plan_chunks(self, plan: StepPlan) -> LocalChunks | None:
-        offsets, starts, rows = [0], [], []
-        row = 0
-        for step in plan.sequences:
-            count = len(step.tokens)
-            if attends_locally(step):
-                rows.append(np.arange(row, row + count, dtype=np.int64))
-                starts.append(step.start)
-                offsets.append(offsets[-1] + count)
-            row += count
-        if not rows:
-            return None
-        indices = np.concatenate(rows)
-        bounds, start = np.array(offsets, np.int32), np.array(starts, np.int32)
-        # The chunk's own k and v serve as its slab: row r of the step is slot r.
-        table = SegmentTable(
-            query_offsets=bounds, query_start=start, kv_offsets=bounds, kv_start=start, slots=indices.astype(np.int32)
-        )
-        count = self._shards.count
-        return LocalChunks(table, indices, self._source((indices[:, None] * count + np.arange(count)).ravel()))
-
-    def _of_shard(self, spec: AttentionSpec) -> AttentionSpec:
-        """``spec`` with the heads of one shard."""
-        if self._shards.count == 1:
-            return spec
-        if spec not in self._specs:
-            self._specs[spec] = self._shards.spec(spec)
-        return self._specs[spec]
 
     @property
     def local_rows(self) -> int:
@@ -201,7 +161,8 @@ class StepExchange:
         ]
         queries, keys, values = self._transfers.fill_messages(output.q, output.k, output.v, bodies)
         self._free_replies()
-        bulk = self._transfers.bulk(output.k, output.v) if self._lays_out else None
+        pulls = any(remote.rows.pulled for remote in self._remotes)
+        bulk = self._transfers.bulk(output.k, output.v) if pulls else None
         for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
             if remote.is_whole:
                 remote.channel.send_message(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
@@ -217,7 +178,7 @@ class StepExchange:
         shape = spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim
         sizes = self._sizes.get(shape)
         if sizes is None:
-            shard, dtype = self._of_shard(spec), self._dtype
+            shard, dtype = self._shards.spec(spec), self._dtype
             token = shard.kv_bytes_per_token(dtype)
             sizes = self._sizes[shape] = [
                 (body_nbytes(shard, dtype, remote.rows), token * sum(rows.rows for rows in remote.rows.pulled))
@@ -228,7 +189,7 @@ class StepExchange:
     def _lay_out(self, remote: RemoteShare, message: Message, spec: AttentionSpec, bulk: tuple[Array, Array]) -> None:
         """Put k and v of prompt chunks beside the request, from where the memory worker fetches them."""
         k, v = bulk
-        nbytes, at = self._of_shard(spec).kv_bytes_per_token(self._dtype), 0
+        nbytes, at = self._shards.spec(spec).kv_bytes_per_token(self._dtype), 0
         count = self._shards.count
         for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
             rows = slice(piece.row, piece.row + piece.rows)
@@ -285,6 +246,29 @@ class StepExchange:
         for arrival in self._unread:
             arrival.free()
         self._unread = []
+
+
+def _plan_chunks(plan: StepPlan) -> LocalChunks | None:
+    offsets, starts, rows = [0], [], []
+    row = 0
+    for step in plan.sequences:
+        count = len(step.tokens)
+        if attends_locally(step):
+            rows.append(np.arange(row, row + count, dtype=np.int64))
+            starts.append(step.start)
+            offsets.append(offsets[-1] + count)
+        row += count
+    if not rows:
+        return None
+    indices = np.concatenate(rows)
+    bounds, start = np.array(offsets, np.int32), np.array(starts, np.int32)
+    # The chunk's own k and v serve as its slab: row r of the step is slot r.
+    return LocalChunks(SegmentTable(bounds, start, bounds, start, indices.astype(np.int32)), indices)
+
+
+def _shards_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of all shards of rows, as ``MessageRows`` counts them."""
+    return (rows[:, None] * count + np.arange(count)).ravel()
 
 
 def _sharded(array: Array, count: int) -> Array:

@@ -235,7 +235,7 @@ class ComputeWorker(WorkerLoop):
         self._segments.clear()
         self._sequences.clear()
         if self._memory is not None:
-            self._memory.truncate(message.kept)
+            self._memory.store.truncate(message.kept)
         self._replica = self._replica.within(topology, self._control.name)
         self._fence.begin_epoch(topology)
 
@@ -339,7 +339,7 @@ class ComputeWorker(WorkerLoop):
         """Send answers and read one control message; without one, wait for a message that a step needs."""
         self._answer()
         if self._memory is not None:
-            self._memory.report()
+            self._memory.usage.tell()
         self._mail.flush()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
@@ -366,7 +366,7 @@ class ComputeWorker(WorkerLoop):
     def _release(self, sequences: Sequence[int]) -> None:
         self._forget(sequences)
         if self._memory is not None:
-            self._memory.release(sequences)
+            self._memory.store.release(sequences)
 
     def _forget(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
@@ -475,7 +475,7 @@ def build(
     device = make(control.device)
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
-    memory = LocalMemory.set_up(control) if setup.local else None
+    memory = LocalMemory(control) if setup.local else None
     links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
     worker = ComputeWorker(control, setup, device, ranks, runner, shards, memory, links, connect)
     control.send(Connected())
