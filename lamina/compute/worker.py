@@ -7,6 +7,7 @@ steps, so that none of this delays a slice that could run.
 
 import collections
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from lamina.compute.exchange import StepExchange
 from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
-from lamina.compute.quick_start import once_set_up
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
@@ -482,12 +482,13 @@ def build(
     return worker
 
 
-def _build_and_tidy(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
-    worker = build(control, resources)
-    once_set_up()
-    return worker
-
-
 def main(bootstrap: Bootstrap) -> None:
     """Body of the process."""
-    run_worker(_build_and_tidy, gpu_memory, bootstrap)
+
+    def build_and_collect(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+        worker = build(control, resources)
+        gc.freeze()  # splitting a model leaves next to no garbage
+        gc.enable()
+        return worker
+
+    run_worker(build_and_collect, gpu_memory, bootstrap)
