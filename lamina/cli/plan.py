@@ -1,6 +1,7 @@
 """`lamina plan`: finds the pools that serve a model at the least cost per token, before anyone rents a GPU."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from lamina.planning.plan.hardware import Catalogue, Hardware
     from lamina.planning.plan.model_shapes import ModelShape
     from lamina.planning.plan.prices import Prices
-    from lamina.planning.plan.ways import Slo
     from lamina.planning.plan.workload import TracedRequest, Workload
 
     _Pool = list[tuple[Hardware, int]]
@@ -27,9 +27,6 @@ MOST_COMPUTE, MOST_MEMORY = 8, 16
 
 DEFAULT_PROMPT, DEFAULT_OUTPUT = 1155, 211
 """Tokens of requests without a trace: the means of Azure's conversations."""
-
-INTERACTIVE_TBT_S, INTERACTIVE_TTFT_S = 0.1, 2.0
-"""Targets of 99th percentiles that a person who waits would accept, used where none are given."""
 
 _DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>ms|s|us)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -102,6 +99,7 @@ def plan(
     from lamina.planning.plan import hardware as catalogue_of
     from lamina.planning.plan import model_shapes
     from lamina.planning.plan.fit_store import ProfileStore
+    from lamina.planning.plan.ways import INTERACTIVE, NO_LIMITS
 
     catalogue = catalogue_of.load(hardware)
     if model is None:
@@ -119,20 +117,22 @@ def plan(
     shape = model_shapes.find(model).stored_as(kv_cache_dtype, weight_dtype)
     profile = ProfileStore.beside(hardware)
     pools, costs, market = _priced(shape, compute, memory, catalogue, prices, profile)
-    tbt_s, ttft_s = _duration("--slo-tbt", slo_tbt), _duration("--slo-ttft", slo_ttft)
+    targets = {"tbt_s": _duration("--slo-tbt", slo_tbt), "ttft_s": _duration("--slo-ttft", slo_ttft)}
+    given = {name: value for name, value in (targets | {"usd_per_hour": budget}).items() if value is not None}
     if context is not None:
         from lamina.cli import plan_decoding
 
-        plan_decoding.show(shape, context, pools, costs, market, (tbt_s, ttft_s, budget), model, as_json)
+        limits = replace(NO_LIMITS, **given)
+        plan_decoding.show(shape, context, pools, costs, market, limits, model, as_json)
         return
-    slo = _slo(tbt_s, ttft_s, budget)
+    slo = replace(INTERACTIVE, **given)
     if map_file is not None:
         from lamina.cli import plan_map
 
         plan_map.show(shape, pools, costs, market, slo, map_file)
         return
     from lamina.cli import plan_ways as table
-    from lamina.planning.plan.engines import VLLM
+    from lamina.planning.plan.overheads import VLLM
     from lamina.planning.plan.serving import Server
     from lamina.planning.plan.ways import segments, ways
     from lamina.planning.simulate.trial import Course
@@ -174,13 +174,6 @@ def _priced(
     market = load(prices)
     market.require(costs)
     return pools, costs, market
-
-
-def _slo(tbt_s: float | None, ttft_s: float | None, budget: float | None) -> "Slo":
-    from lamina.planning.plan.ways import Slo
-
-    given = {name: value for name, value in (("tbt_s", tbt_s), ("ttft_s", ttft_s)) if value is not None}
-    return Slo(**({"tbt_s": INTERACTIVE_TBT_S, "ttft_s": INTERACTIVE_TTFT_S} | given), usd_per_hour=budget)
 
 
 def _duration(flag: str, text: str | None) -> float | None:

@@ -16,8 +16,8 @@ from lamina.core.errors import ConfigError, LaminaError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lamina.planning.crossover_map import Cell, Grid
     from lamina.planning.plan.cost import CostModel
-    from lamina.planning.plan.crossover_map import Cell, Grid
     from lamina.planning.plan.hardware import Hardware
     from lamina.planning.plan.model_shapes import ModelShape
     from lamina.planning.plan.prices import Prices
@@ -49,8 +49,8 @@ def show(
     """
     from lamina.cli.console import print_table, print_text
     from lamina.observe.progress import counting_progress
-    from lamina.planning.plan import crossover_map as plan_map
-    from lamina.planning.simulate.cells import MOST_STEPS, confirm
+    from lamina.planning import crossover_map as plan_map
+    from lamina.planning.crossover_map import MOST_STEPS, confirm
 
     check_writable("--map", picture)
     pairs = [(one, other) for one in pools[0] for other in pools[1] if one[0] is not other[0]]

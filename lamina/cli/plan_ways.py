@@ -1,6 +1,7 @@
 """The table of `lamina plan` for whole requests: ways to serve, simulated at the highest load within the SLOs."""
 
 import json
+import math
 import re
 import shlex
 from datetime import date
@@ -369,7 +370,7 @@ def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
     if reasons and all(server.unfit(way) is not None for way in candidates):
         return ConfigError(f"no way to serve fits: {'; '.join(list(reasons)[-4:])}. Give other hardware or more of it")
     slo = server.slo
-    budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour is not None else ""
+    budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour < math.inf else ""
     return ConfigError(
         f"no way to serve keeps p99 TTFT {slo.ttft_s:g} s and p99 TBT {slo.tbt_s * 1e3:g} ms{budget}; raise "
         "--slo-ttft, --slo-tbt or --budget, or allow other hardware or more workers"
@@ -383,7 +384,7 @@ def _as_dict(
         "model": server.shape.name,
         "workload": server.workload.summary(),
         "prices": server.prices.describe(server.models),
-        "slo": vars(server.slo),
+        "slo": {name: limit if limit < math.inf else None for name, limit in vars(server.slo).items()},
         "recommended": advice(server, trials),
         "agreement": agreement(trials),
         "notes": [*untried(server.shape, trials[0].way.compute.kind), *notes],

@@ -104,8 +104,8 @@ def simulate(
     from lamina.planning import simulate as sim
     from lamina.planning.plan import hardware as catalogue_of
     from lamina.planning.plan import model_shapes
-    from lamina.planning.plan.engines import VLLM
     from lamina.planning.plan.fit_store import ProfileStore
+    from lamina.planning.plan.overheads import VLLM
 
     if requests is not None:
         sim.check_requests_file(requests)

@@ -35,7 +35,6 @@ from lamina.core.types import AttentionSpec, DType, Overlap, Polling, SamplingPa
 from lamina.dataplane.fetching import Fetcher
 from lamina.dataplane.leases import Messages
 from lamina.dataplane.transport_choice import Transport
-from lamina.dataplane.wire import read_reply
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, worker
@@ -44,6 +43,7 @@ from lamina.memory.pulls import MOST_IN_A_ROW
 from lamina.transport.device.inboxes import Inboxes
 from lamina.worker.device_slots import Slots
 from lamina.worker.links import Member, open_links
+from tests.support.reference_attention import read_reply
 from tests.worker.test_device_slots import Device
 
 SPEC = AttentionSpec(layer=0, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5)

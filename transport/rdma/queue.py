@@ -1,6 +1,7 @@
 """Queue pairs of an RDMA device, and the memory they send from. ``verbs`` are the modules of pyverbs."""
 
 import contextlib
+import errno
 import os
 import secrets
 import time
@@ -15,7 +16,7 @@ from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
-from lamina.transport.base import DeviceMemory, Fetch, Part, Refusal, part_nbytes
+from lamina.transport.base import DeviceMemory, Fetch, Part, part_nbytes
 from lamina.transport.rdma.events import Events, Receiver
 from lamina.transport.rdma.ports import INFINIBAND, SelectedPort
 
@@ -32,6 +33,15 @@ REMEDIES = {
     12: "the peer does not answer: check that both ports are up, that the network lets UDP port 4791 pass (RoCE v2), "
     "and that the MTU is the same along the path",
     13: "the peer has not received messages for too long: check whether its process still runs",
+}
+
+# Cause and remedy when a NIC's driver rejects a dma-buf, by the errno of ibv_reg_dmabuf_mr.
+REFUSALS = {
+    errno.EOPNOTSUPP: "its driver does not support dma-bufs; use a NIC whose driver does (mlx5 of Linux 5.12 or later)",
+    errno.EPROTONOSUPPORT: "the kernel does not support dma-bufs for RDMA; use Linux 5.12 or later",
+    errno.EBADF: "the device's driver did not export a valid dma-buf",
+    errno.EINVAL: "it cannot map the device's memory: both must be behind PCIe bridges that allow peer-to-peer access",
+    errno.ENOMEM: "it cannot map that much memory; raise the limit of locked memory (ulimit -l unlimited)",
 }
 
 
@@ -55,7 +65,7 @@ class Granted(msgspec.Struct, array_like=True, frozen=True):
     doorbells_address: int
 
 
-class Target(msgspec.Struct, array_like=True, frozen=True):
+class RemoteMemory(msgspec.Struct, array_like=True, frozen=True):
     """Memory of a peer that may be written: its key and where it begins."""
 
     key: int
@@ -131,11 +141,17 @@ def register_memory(verbs: Any, domain: Any, nic: str, memory: DeviceMemory, acc
         region = verbs.mr.DmaBufMR(domain, exported.nbytes, access, dmabuf=exported.fd, offset=exported.offset)
         return region, exported.offset  # with pyverbs, the NIC addresses the bytes of a dma-buf by their offset
     except verbs.error as error:
-        refusal = Refusal(getattr(error, "error_code", 0), str(error))
-        raise TransportError(f"{nic} rejected memory of {memory.name}: {refusal}") from error
+        raise TransportError(f"{nic} rejected memory of {memory.name}: {refusal(error)}") from error
     finally:
         if exported is not None:
             os.close(exported.fd)  # the registration keeps the memory
+
+
+def refusal(error: Exception) -> str:
+    """Return why a NIC's driver has rejected a dma-buf, given pyverbs' error, and the remedy."""
+    number = getattr(error, "error_code", 0)
+    why = REFUSALS.get(number, "the kernel's log may say more")
+    return f"{error} (errno {number}): {why}"
 
 
 class QueuePair:
@@ -192,7 +208,7 @@ class QueuePair:
             )
             self.queue.to_rts(attributes)
 
-    def collect(self, what: str) -> tuple[int, str]:
+    def poll_completions(self, what: str) -> tuple[int, str]:
         """Return the number of requests completed since the last call, and why the next one failed, if it did.
 
         ``what`` names a request in the reason.
@@ -217,8 +233,8 @@ class Sender:
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, peer: str) -> None:
         self._pair, self._peer = pair, peer
-        self._arena = Target(granted.data_key, granted.data_address)
-        self._doorbells = Target(granted.doorbells_key, granted.doorbells_address)
+        self._arena = RemoteMemory(granted.data_key, granted.data_address)
+        self._doorbells = RemoteMemory(granted.doorbells_key, granted.doorbells_address)
         self._queue = pair.queue
         enums = device.verbs.enums
         self._signalled = enums.IBV_SEND_SIGNALED
@@ -241,7 +257,7 @@ class Sender:
         total: int,
         ring: tuple[int, int] | None,
         stall_s: float,
-        target: Target | None = None,
+        target: RemoteMemory | None = None,
     ) -> None:
         """Write the parts of ``total`` bytes to ``offset`` of the peer's arena or of ``target``, then ring = (doorbell,
         sequence)."""
@@ -259,9 +275,9 @@ class Sender:
         if ring is not None:
             self._post(self._stage([], 0, stall_s), there, 0, 0, ring)
 
-    def collect(self) -> None:
+    def process_completions(self) -> None:
         """Process completions. Keeps the first failure."""
-        done, failure = self._pair.collect("a write to it")
+        done, failure = self._pair.poll_completions("a write to it")
         self.failure = self.failure or failure
         for _ in range(done):
             self._freed = self._ends.popleft()
@@ -271,7 +287,7 @@ class Sender:
         deadline = time.monotonic() + 1.0
         with contextlib.suppress(Exception):  # the device may have been removed
             while self._ends and not self.failure and time.monotonic() < deadline:
-                self.collect()
+                self.process_completions()
         self._pair.close()
         self._memory.close()
         self._staging_file.close()
@@ -296,19 +312,19 @@ class Sender:
         return self._written + space - self._freed > STAGING_NBYTES or len(self._ends) >= QUEUE_DEPTH // 2
 
     def _wait_for_space(self, space: int, stall_s: float) -> None:
-        self.collect()
+        self.process_completions()
         deadline = time.monotonic() + stall_s
         while self._is_full(space) and not self.failure:
             if time.monotonic() > deadline:
                 self.failure = f"it has accepted no bytes for {stall_s:g} s"
                 break
-            self._receiver.collect()  # otherwise two endpoints that only send to each other would block each other
+            self._receiver.refill()  # otherwise two endpoints that only send to each other would block each other
             time.sleep(0)
-            self.collect()
+            self.process_completions()
         if self.failure:
             raise PeerLostError(self._peer, self.failure)
 
-    def _post(self, at: int, there: Target, offset: int, nbytes: int, ring: tuple[int, int] | None) -> None:
+    def _post(self, at: int, there: RemoteMemory, offset: int, nbytes: int, ring: tuple[int, int] | None) -> None:
         """One post of the data, if any, and the doorbell, if any; the last of them reports its completion."""
         queue, element, doorbells = self._queue, self._element, self._doorbells
         queue.wr_start()
@@ -349,7 +365,7 @@ class Reader:
         """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
         deadline = time.monotonic() + stall_s
         while len(self._rings) == QUEUE_DEPTH and not self.failure:
-            self.collect()
+            self.process_completions()
             if time.monotonic() > deadline:
                 self.failure = f"no read from it has completed for {stall_s:g} s"
         if self.failure:
@@ -363,9 +379,9 @@ class Reader:
         queue.wr_complete()
         self._rings.append((fetch.doorbell, fetch.sequence))
 
-    def collect(self) -> None:
+    def process_completions(self) -> None:
         """Process completions. Keeps the first failure."""
-        done, failure = self._pair.collect("a read from it")
+        done, failure = self._pair.poll_completions("a read from it")
         self.failure = self.failure or failure
         for _ in range(done):
             self._own.ring(*self._rings.popleft())

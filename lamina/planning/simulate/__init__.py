@@ -11,9 +11,7 @@
 import gc
 from collections.abc import Callable, Sequence
 
-from lamina.planning.simulate.arrivals import Arrivals, draw, replay
 from lamina.planning.simulate.baselines import BaselineSimulation, System
-from lamina.planning.simulate.deployment import Deployment, Fault, check_faults, parse_failure, parse_slowdown
 from lamina.planning.simulate.result import (
     Decisions,
     Percentiles,
@@ -23,6 +21,16 @@ from lamina.planning.simulate.result import (
     State,
     check_requests_file,
     write_requests,
+)
+from lamina.planning.simulate.scenario import (
+    Arrivals,
+    Deployment,
+    Fault,
+    check_faults,
+    draw,
+    parse_failure,
+    parse_slowdown,
+    replay,
 )
 from lamina.planning.simulate.virtual_runtime import Simulation
 

@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cli.plan_map import svg
 from lamina.core.errors import UserError
-from lamina.planning.plan import crossover_map as plan_map
+from lamina.planning import crossover_map as plan_map
+from lamina.planning import crossover_map as simulated
+from lamina.planning.crossover_map import Cell, Grid, cells, crossover
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
-from lamina.planning.plan.crossover_map import Cell, Grid, cells, crossover
-from lamina.planning.plan.reuse import Sessions
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, ways
-from lamina.planning.simulate import cells as simulated
+from lamina.planning.plan.workload import Sessions
 
 CATALOGUE = hardware.load()
 RENTS = prices.load("paper")
