@@ -12,7 +12,6 @@ from lamina import __version__
 from lamina.cli import (
     batch,
     bench,
-    chat,
     client,
     doctor,
     generate,
@@ -42,7 +41,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # see lamina.cli.options
 )
 app.command(cls=PanelledCommand)(generate.generate)
-app.command(cls=PanelledCommand)(chat.chat)
+app.command(cls=PanelledCommand)(generate.chat)
 app.command(cls=PanelledCommand)(batch.batch)
 app.command(cls=PanelledCommand)(launch.launch)
 app.command(cls=PanelledCommand)(client.status)

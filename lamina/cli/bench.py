@@ -100,17 +100,15 @@ def bench(
 
 
 def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from lamina.cli.console import output, print_table
     from lamina.observe.step_trace import shares, turnarounds
 
     parts = shares(spans, window.begin_ns, window.end_ns)
-    table = Table(title=f"Where {window.seconds:.2f} s of decoding went", title_justify="left", title_style="bold")
-    for name in ("worker", "stage"):
-        table.add_column(name)
-    for name in ("seconds", "share"):
-        table.add_column(name, justify="right")
+    title = f"Where {window.seconds:.2f} s of decoding went"
+    columns = "worker", "stage", Column("seconds", justify="right"), Column("share", justify="right")
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for part in parts:
         table.add_row(part.worker, part.stage, f"{part.seconds:.3f}", f"{part.share:.0%}")
     print_table(table)
@@ -124,7 +122,7 @@ def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
 
 
 def verdict(parts: "Sequence[Share]") -> str:
-    """The bottleneck in words: the longest stage, or its worker's time outside all stages if that is longer."""
+    """Say what the bottleneck is: the longest stage, or its worker's time outside all stages if that is longer."""
     from lamina.observe.step_trace import OTHER, bottleneck
 
     worst = bottleneck(parts)
@@ -222,7 +220,7 @@ def transport(
 
 
 def _waits(two_hosts: bool) -> list[str]:
-    """The ways of waiting to measure: on a single core, two spinning sides only take it from each other."""
+    """Return the ways of waiting to measure. On a single core, two spinning sides only take it from each other."""
     from lamina.cli.console import output
     from lamina.planning.profiling.transports import SPINS
 
@@ -311,7 +309,7 @@ def _named(secret_file: str | None) -> str:
 
 
 def _host_and_port(where: str) -> tuple[str, int]:
-    """HOST:PORT as an IPv4 address and a port. Raises ConfigError."""
+    """Return HOST:PORT as an IPv4 address and a port. Raises ConfigError."""
     host, _, port = where.rpartition(":")
     if not host or not port.isdecimal() or int(port) > MAX_PORT:
         raise ConfigError(f"{where!r} is not an address; give HOST:PORT, with a port up to {MAX_PORT}")

@@ -87,7 +87,6 @@ def status(
 
 
 def _unhealthy(health: str) -> str:
-    """Why a server is unhealthy, from its answer to /health."""
     try:
         answer = json.loads(health)
         if "error" in answer:
@@ -109,8 +108,10 @@ def _fetch(server: str, path: str) -> tuple[int, str]:
 
 
 def placement_lines(answer: str) -> list[str]:
-    """The answer to ``GET /placement``: a bar of slots for each memory worker, its largest requests, and moves. Raises
-    ConfigError if it is not Lamina's."""
+    """Show the answer to ``GET /placement``: each memory worker's slots and largest requests, and the moves.
+
+    Raises ConfigError if the answer is not Lamina's.
+    """
     try:
         found = json.loads(answer)
         shown = [line for worker, one in found["workers"].items() for line in _worker_lines(worker, one)]
@@ -142,7 +143,7 @@ def _worker_lines(worker: str, one: Mapping[str, Any]) -> list[str]:
 
 
 def lines(metrics: str) -> list[str]:
-    """The report on a scrape of metrics. Raises ConfigError if they are not Lamina's."""
+    """Report on a scrape of metrics. Raises ConfigError if the metrics are not Lamina's."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, list[Sample]] = {}
@@ -178,7 +179,6 @@ def lines(metrics: str) -> list[str]:
 
 
 def _scaling_lines(samples: Mapping[str, list[Sample]]) -> list[str]:
-    """A line for each pool that scales by load."""
     bounds = {(one["pool"], one["bound"]): value for one, value in samples.get("lamina_autoscale_bound", [])}
     latest = {one["pool"]: (one["why"], at) for one, at in samples.get("lamina_autoscale_latest_seconds", [])}
     lines = []

@@ -148,17 +148,12 @@ def _native() -> Finding:
 
 
 def _cpu(flags: frozenset[str]) -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    found = f"{cores} cores for this process"
-    for flag, name in (("avx512_bf16", "AVX-512 with bf16"), ("avx2", "AVX2")):
-        if flag in flags:
-            status, remedy = Status.OK, ""
-            if flag == "avx2":
-                status, remedy = (
-                    Status.NOTE,
-                    "bf16 attention is fastest on a CPU with AVX-512 bf16 (Cooper Lake, Zen 4 or later)",
-                )
-            return Finding("CPU", f"{found}, {name}", status, remedy)
+    found = f"{len(os.sched_getaffinity(0))} cores for this process"
+    if "avx512_bf16" in flags:
+        return Finding("CPU", f"{found}, AVX-512 with bf16")
+    if "avx2" in flags:
+        remedy = "bf16 attention is fastest on a CPU with AVX-512 bf16 (Cooper Lake, Zen 4 or later)"
+        return Finding("CPU", f"{found}, AVX2", Status.NOTE, remedy)
     remedy = "attention runs as portable code, several times slower; use a CPU with AVX2 or better"
     return Finding("CPU", f"{found}, no AVX2", Status.NOTE, remedy)
 
@@ -193,14 +188,11 @@ def _memory() -> Iterator[Finding]:
 
 def _kernel() -> Finding:
     missing = []
-    try:
-        os.close(os.memfd_create("lamina-doctor"))
-    except (AttributeError, OSError) as error:
-        missing.append(f"memfd_create ({error})")
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        missing.append(f"pidfd_open ({error})")
+    for name, argument in (("memfd_create", "lamina-doctor"), ("pidfd_open", os.getpid())):
+        try:
+            os.close(getattr(os, name)(argument))
+        except (AttributeError, OSError) as error:
+            missing.append(f"{name} ({error})")
     if missing:
         remedy = "Linux 5.3 or later, and a container profile that allows these calls"
         return Finding("kernel", f"lacks {', '.join(missing)}", Status.PROBLEM, remedy)
@@ -211,10 +203,7 @@ def _gpus() -> Finding:
     from lamina.cluster.pool import find_devices
 
     gpus = find_devices().gpus
-    if not gpus:
-        return Finding("GPUs", "none")
-    names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    return Finding("GPUs", names)
+    return Finding("GPUs", ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none")
 
 
 def _model() -> Finding:
@@ -228,7 +217,7 @@ def _model() -> Finding:
 
 
 def lines(found: Locality) -> Iterator[tuple[str, str]]:
-    """What to show of a machine: (part, what is known of it)."""
+    """Yield what to show of a machine: (part, what is known of that part)."""
     for node in found.nodes:
         memory = f", {node.memory_bytes / 2**30:.1f} GiB" if node.memory_bytes else ""
         yield f"NUMA node {node.number}", f"cores {core_list(node.cores) or 'none'}{memory}"
@@ -252,7 +241,6 @@ def _about(found: Locality, card: Card) -> str:
 
 
 def _neighbours(found: Locality, gpu: Card) -> str:
-    """What a worker on this GPU should use."""
     nearest, cores = found.nearest(gpu), found.cores(gpu)
     interface = "no network interface" if nearest is None else f"{nearest[0].name} is {nearest[1]}"
     run = f"its worker runs on cores {core_list(cores)}" if cores else "its worker runs on any cores"
@@ -288,24 +276,16 @@ def _interfaces() -> Finding:
         return Finding(
             "network", "no interface is up", Status.NOTE, "workers on other machines need one: ip link set DEV up"
         )
-    interfaces = [
-        f"{name} ({stats.speed} Mbit/s, MTU {stats.mtu}, {_address(addresses.get(name, []))})"
-        if stats.speed
-        else f"{name} (MTU {stats.mtu}, {_address(addresses.get(name, []))})"
-        for name, stats in sorted(up.items())
-    ]
+    interfaces = []
+    for name, stats in sorted(up.items()):
+        speed = f"{stats.speed} Mbit/s, " if stats.speed else ""
+        own = [entry.address for entry in addresses.get(name, []) if entry.family == socket.AF_INET]
+        interfaces.append(f"{name} ({speed}MTU {stats.mtu}, {own[0] if own else 'no IPv4 address'})")
     return Finding("network", ", ".join(interfaces))
 
 
-def _address(entries: Sequence[object]) -> str:
-    found = [
-        str(getattr(entry, "address", "")) for entry in entries if getattr(entry, "family", None) == socket.AF_INET
-    ]
-    return found[0] if found else "no IPv4 address"
-
-
 def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
-    """Which RDMA ports exist and which one would be used. ``modules``: kernel modules that are loaded."""
+    """Report the RDMA ports and which one would be used. ``modules``: kernel modules that are loaded."""
     from lamina.config.environment import environment
     from lamina.transport.rdma.ports import choose
 
@@ -326,7 +306,7 @@ def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
 
 def rdma_modules(modules: frozenset[str]) -> Finding:
-    """Which of the loaded kernel ``modules`` are for RDMA."""
+    """Report which of the loaded kernel ``modules`` are for RDMA."""
     found = sorted(name for name in modules if name.startswith(RDMA_PREFIXES) or name.endswith(RDMA_SUFFIXES))
     return Finding("RDMA modules", ", ".join(found) or "none found: built into the kernel, or not listed")
 
@@ -336,7 +316,7 @@ def _names(ports: "Sequence[Port]") -> str:
 
 
 def locked_memory(limit: int) -> Finding:
-    """Whether the limit on locked memory, in bytes (-1: unlimited), is enough for RDMA."""
+    """Report whether the limit on locked memory, in bytes (-1: unlimited), is enough for RDMA."""
     if limit == resource.RLIM_INFINITY:
         return Finding("locked memory", "unlimited")
     found = f"at most {limit / 2**20:.0f} MiB"
@@ -364,7 +344,7 @@ def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
 
 
 def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: frozenset[str]) -> Finding:
-    """Whether an RDMA port can access GPU memory (GPUDirect); the drivers of both must support dma-bufs.
+    """Report whether an RDMA port can access GPU memory (GPUDirect): the drivers of both must support dma-bufs.
 
     Args:
         exports: by GPU, why its driver cannot export a dma-buf; empty if it can.
@@ -384,7 +364,6 @@ def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: fr
 
 
 def _loaded_modules() -> frozenset[str]:
-    """Names of the loaded kernel modules; empty if the kernel does not tell."""
     try:
         return frozenset(line.split()[0] for line in MODULES.read_text().splitlines())
     except OSError:
@@ -415,7 +394,7 @@ def transports(has_rdma: bool) -> Iterator[Finding]:
 
 
 def encryption(obstacle: str) -> Finding:
-    """Whether ``--tls`` is available; ``obstacle`` says why not."""
+    """Report whether ``--tls`` is available; ``obstacle`` says why not."""
     if not obstacle:
         return Finding("--tls", "tcp can be encrypted (OpenSSL 3)")
     found, parenthesis, remedy = obstacle.partition("): ")  # only a missing library has a remedy
@@ -423,7 +402,7 @@ def encryption(obstacle: str) -> Finding:
 
 
 def _try(transport: "Transport") -> str | None:
-    """The error of a write into an arena of this process and of its doorbell; None if both work."""
+    """Return why a write into an arena of this process or its doorbell fails; None if both work."""
     from lamina.control.secret import new
     from lamina.planning.profiling.transports import make_endpoint
     from lamina.transport.listener import LOOPBACK

@@ -118,7 +118,7 @@ def _is_given(invocation: typer.Context, name: str) -> bool:
 def _read_file(
     file: Path | None, configs: Collection[type[Any]], invocation: typer.Context, own: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings in a ``--config`` file, and values of the command's ``own`` options. Raises ConfigError."""
+    """Return the settings in a ``--config`` file, and values of the command's ``own`` options. Raises ConfigError."""
     if file is None:
         return {}, {}
     known = {setting.name for config in configs for setting in settings(config)}
@@ -151,24 +151,16 @@ def _option(setting: Setting) -> Any:
         return Annotated[bool, option()]
     if int in setting.kinds:
         metavar = "<int|auto>" if setting.optional else "<int>"
-        return Annotated[int | None, option(metavar=metavar, parser=_number)]
+        return Annotated[int | None, option(metavar=metavar, parser=functools.partial(_number, int))]
     if float in setting.kinds:
-        return Annotated[float | None, option(metavar="<number>", parser=_real)]
+        return Annotated[float | None, option(metavar="<number>", parser=functools.partial(_number, float))]
     return Annotated[str | None, option()]
 
 
-def _real(text: str) -> float | str:
-    """A float; other text is returned unchanged, so that the check of the setting reports it."""
+def _number(kind: type[int | float], text: str) -> int | float | str:
+    """Return a number; other text is returned unchanged, so that the check of the setting reports it."""
     try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _number(text: str) -> int | str:
-    """An int; other text is returned unchanged, so that the check of the setting reports it."""
-    try:
-        return int(text)
+        return kind(text)
     except ValueError:
         return text
 
@@ -190,7 +182,7 @@ def check_model(config: EngineConfig) -> None:
 
 
 def as_lanes(text: str | None) -> int | None:
-    """The number of lanes, None for auto. Raises ConfigError."""
+    """Return the number of lanes, None for auto. Raises ConfigError."""
     if text is None or text == "auto":
         return None
     if not text.isdigit():
@@ -209,7 +201,7 @@ def check_sampling(**values: float | None) -> None:
 def sampling_params(
     config: EngineConfig, max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
 ) -> SamplingParams:
-    """The parameters of the options above, else the model's defaults, with a fresh seed where none is given.
+    """Return the parameters of the options above, else the model's defaults, with a fresh seed where none is given.
 
     Finds the model before anything slow is imported, and notes its defaults.
 

@@ -43,7 +43,10 @@ def plan(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help=f"Hardware for memory workers; kind:n allows up to n of it (default {MOST_MEMORY})."),
+        typer.Option(
+            help=f"Hardware for memory workers; kind:n allows up to n of it (default {MOST_MEMORY}). "
+            "Without it: how one pool serves best."
+        ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Take lengths from an Azure CSV or Mooncake .jsonl trace.")] = None,
     prompt: Annotated[
@@ -104,8 +107,10 @@ def plan(
     catalogue = catalogue_of.load(hardware)
     if model is None:
         raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
-    if compute is None or memory is None:
-        raise ConfigError("give --compute and --memory, such as --compute h100 --memory rtx4090")
+    if compute is None:
+        raise ConfigError("give --compute, and --memory for a second pool, such as --compute h100 --memory rtx4090")
+    if memory is None and (context is not None or map_file is not None):
+        raise ConfigError("--context and --map are about two pools; give --memory too, such as --memory rtx4090")
     if context is not None and (trace is not None or prompt is not None or output is not None):
         raise ConfigError("--context plans for decoding alone; leave it out, or --trace, --prompt and --output")
     if trace is not None and (prompt is not None or output is not None):
@@ -145,7 +150,7 @@ def plan(
 
 
 def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, list[TracedRequest]]":
-    """What is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
+    """Return what is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
     from lamina.planning.plan import workload
     from lamina.planning.simulate.trial import MOST_REPLAYED
 
@@ -160,16 +165,16 @@ def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, 
 def _priced(
     shape: "ModelShape",
     compute: str,
-    memory: str,
+    memory: str | None,
     catalogue: "Catalogue",
     prices: str,
     profile: "ProfileStore | None",
 ) -> "tuple[tuple[_Pool, _Pool], dict[str, CostModel], Prices]":
-    """Both pools with the most of each kind, their cost models, and a market that prices them."""
+    """Return both pools with the most of each kind, their cost models, and a market that prices them."""
     from lamina.planning.plan.cost import CostModel, Fits
     from lamina.planning.plan.prices import load
 
-    pools = catalogue.pool(compute, MOST_COMPUTE), catalogue.pool(memory, MOST_MEMORY)
+    pools = catalogue.pool(compute, MOST_COMPUTE), catalogue.pool(memory, MOST_MEMORY) if memory else []
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
     market = load(prices)
     market.require(costs)
@@ -177,7 +182,7 @@ def _priced(
 
 
 def _duration(flag: str, text: str | None) -> float | None:
-    """Seconds of "50ms" or "2s". Raises ConfigError for anything else."""
+    """Return the seconds of "50ms" or "2s". Raises ConfigError for anything else."""
     if text is None:
         return None
     match = _DURATION.fullmatch(text.strip().lower())

@@ -119,6 +119,15 @@ class Cell:
         return _cheapest([one for one in (self.offloaded, self.apart) if one])
 
     @property
+    def winner(self) -> str:
+        """Name of the cheapest way: "offload", "apart", or the kind that serves alone; empty if none serves."""
+        best = _cheapest([one for one in (self.alone, self.offloaded, self.apart) if one])
+        if best is None:
+            return ""
+        names = {"alone": f"{best.way.compute.kind} alone", "offloaded": "offload", "apart": "apart"}
+        return names[side(best.way)]
+
+    @property
     def gain(self) -> float | None:
         """Requests per dollar on two kinds over those on one, less 1; None unless both serve it."""
         return _gain(self.alone, self.together)

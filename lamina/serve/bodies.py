@@ -8,8 +8,16 @@ import msgspec
 
 from lamina.core.types import SamplingParams
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import cut_fields, decode_field, decode_plain, ignored_names
-from lamina.serve.large_fields import ToolChoice, decode_messages, decode_prompts, decode_tools
+from lamina.serve.json_fields import (
+    ToolChoice,
+    cut_fields,
+    decode_field,
+    decode_messages,
+    decode_plain,
+    decode_prompts,
+    decode_tools,
+    ignored_names,
+)
 from lamina.text.prompts import Prompt
 
 SAMPLING: dict[str, Any] = {
@@ -186,6 +194,27 @@ class ChatBody(Body, kw_only=True):
     include_reasoning: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+
+class TokenizeBody(msgspec.Struct):
+    """Body of ``POST /tokenize``: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
 
 
 B = TypeVar("B", bound=Body)

@@ -13,8 +13,7 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody
 from lamina.serve.http_errors import APIError, as_api_error
-from lamina.serve.json_fields import decode_field, plain_text
-from lamina.serve.large_fields import NamedFunction, NamedTool, ToolChoice
+from lamina.serve.json_fields import NamedFunction, NamedTool, ToolChoice, decode_field, plain_text
 from lamina.serve.requests import GenerationRequest, chat_generation
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
@@ -184,7 +183,6 @@ class MessagesWriter(BlockWriter):
         return self._message | {"content": content} | self._stop() | {"usage": _counts(usage)}
 
     def _stop(self) -> Json:
-        """Return why the answer has ended."""
         reason, sequence = "end_turn", None
         if self.last is not None and isinstance(self.last.stop_reason, str):
             reason, sequence = "stop_sequence", self.last.stop_reason

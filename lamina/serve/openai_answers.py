@@ -61,11 +61,9 @@ class CompletionWriter(AnswerWriter):
         return b'],"usage":' + msgspec.json.encode(counts(usage)) + b"}"
 
     def choice(self, piece: Piece) -> Json:
-        """Return a whole choice. ``piece``: all of it."""
         return completion_choice(piece)
 
     def delta(self, piece: Piece) -> Json | None:
-        """Return what a piece adds to a choice; None if it adds nothing yet."""
         return completion_choice(piece)
 
     def _envelope(self, kind: str) -> Json:

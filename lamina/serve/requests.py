@@ -9,7 +9,7 @@ from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs
 from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.serve.large_fields import NamedTool, ToolChoice
+from lamina.serve.json_fields import NamedTool, ToolChoice
 from lamina.text.defaults import Defaults
 from lamina.text.grammars import after_reasoning, compile_grammar
 from lamina.text.prompts import encode_chat, encode_prompt
@@ -85,7 +85,7 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
     if scored:
         echo = [tokenizer.decode(prompt[:1], skip) for prompt in prompts]
-    return replace(_generation(body, engine, prompts, params, echo), scored=scored)
+    return _generation(body, engine, prompts, params, echo=echo, scored=scored)
 
 
 def _require_scorable(prompts: Sequence[list[int]], params: SamplingParams, context: int) -> None:
@@ -136,7 +136,8 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     params = _sampling_params(body, defaults, api_names, calls, **given)
     parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
     prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
-    return replace(_generation(body, engine, [prompt], params, clamped=clamped), make_parser=form.parser(text, parser))
+    make_parser = form.parser(text, parser)
+    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -182,15 +183,17 @@ def _generation(
     engine: Runtime,
     prompts: Sequence[list[int]],
     params: SamplingParams,
-    echo: Sequence[str] = (),
     clamped: bool = False,
+    **own: Any,
 ) -> GenerationRequest:
-    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``."""
+    """Return the request of a body. ``own``: what its endpoint adds.
+
+    Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``.
+    """
     name, limit = _limit(body)
     longest, context = max(map(len, prompts)), engine.max_model_len
-    if (
-        limit is not None and not clamped and 0 < context - longest < limit
-    ):  # a prompt that leaves no room at all is refused as such
+    # A prompt that leaves no room at all is refused as such.
+    if limit is not None and not clamped and 0 < context - longest < limit:
         raise APIError(
             400,
             f"{name} is {limit}, but the prompt has {longest} tokens, which leave room for {context - longest} "
@@ -200,7 +203,7 @@ def _generation(
     usage: UsageReports = "none"
     if (options := body.stream_options) is not None and options.include_usage:
         usage = "every" if options.continuous_usage_stats else "last"
-    return GenerationRequest(prompts, params, bool(body.stream), usage, echo=echo, ignored=body.ignored)
+    return GenerationRequest(prompts, params, bool(body.stream), usage, ignored=body.ignored, **own)
 
 
 def _limit(body: Body) -> tuple[str, int | None]:

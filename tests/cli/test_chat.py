@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lamina.cli.chat import HELP, Conversation, _Local
 from lamina.cli.client import RemoteModel
+from lamina.cli.generate import HELP, Conversation, _Local
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError, TransportError
 from lamina.core.types import CompletionOutput, RequestOutput, SamplingParams
 from tests.serve.conftest import serve

@@ -141,6 +141,19 @@ def test_a_write_that_does_not_arrive_proves_nothing(
     assert wait([(1, 1)], TIMEOUT_S) == 0
 
 
+def test_a_peer_that_ends_before_its_proof_fails_alone(cluster: Callable[..., Cluster]) -> None:
+    three = cluster("a", "b", "c")
+    for peer in ("b", "c"):
+        three.way(peer, "a", SHM)
+    ways = {peer: three.way("a", peer, SHM) for peer in ("b", "c")}
+    three.links["a"].connect(Link(1, ways, 2))
+    three.links["b"].close()
+    three.links["c"].connect(Link(1, {"a": three.way("c", "a", SHM)}, 2))
+    answer = three.links["a"].linked(TIMEOUT_S)
+    assert answer is not None and list(answer.failures) == ["b"]
+    assert "has exited or closed its endpoint" in answer.failures["b"]
+
+
 def test_who_tries_another_in_vain_first_still_proves_its_link(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:

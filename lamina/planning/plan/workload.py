@@ -229,11 +229,6 @@ def of_context(tokens: int) -> Workload:
     return Workload(name=f"context {tokens}", prompt=tokens, output=1, live=tokens, longest=tokens)
 
 
-def of_trace(file: Path) -> Workload:
-    """Return the means of a trace. Raises ConfigError like ``read_trace``."""
-    return of_requests(file.name, read_trace(file))
-
-
 def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
     """Return the means of requests, of which there is at least one."""
     prompts = np.array([request.prompt for request in requests], dtype=np.float64)

@@ -331,13 +331,13 @@ def test_traces(tmp_path: Path) -> None:
     )
     first, second = workload.read_trace(azure)
     assert (first.arrival_s, second.arrival_s, second.prompt, second.output) == (0, 4, 200, 3)
-    means = workload.of_trace(azure)
+    means = workload.of_requests("a trace", workload.read_trace(azure))
     assert (means.prompt, means.output, means.longest) == (150, 2, 203)
     # Four decode steps: one with a prompt of 100, three with one of 200.
     assert means.live == pytest.approx((1 * 100.5 + 3 * 201.5) / 4)
     mooncake = tmp_path / "mooncake.jsonl"
     mooncake.write_text('{"timestamp": 0, "input_length": 7, "output_length": 2, "hash_ids": []}\n')
-    assert workload.of_trace(mooncake).longest == 9
+    assert workload.of_requests("a trace", workload.read_trace(mooncake)).longest == 9
     # A part of a trace: time begins with the earliest request that is kept.
     rows = [(9000, 5, 5), (7000, 8, 3), (6000, 0, 3)]
     mooncake.write_text(
@@ -350,7 +350,7 @@ def test_traces(tmp_path: Path) -> None:
     assert [request.arrival_s for request in workload.read_trace(azure)] == [pytest.approx(1.00993), 0]
     azure.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"is not a trace \(KeyError: 'TIMESTAMP'\)"):
-        workload.of_trace(azure)
+        workload.of_requests("a trace", workload.read_trace(azure))
 
 
 @pytest.mark.parametrize(
