@@ -65,7 +65,7 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
         print(json.dumps(_as_dict(planner, front, best, model), indent=2))
         return
     from lamina.cli.console import output, print_table, print_text
-    from lamina.cli.plan_ways import missing, untried
+    from lamina.cli.plan_commands import missing, untried
 
     narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
     print_table(_table(planner, front, best, len(plans), two_lines=narrow))
@@ -99,7 +99,7 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
 
 
 def _launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
-    from lamina.cli.plan_ways import launch_command
+    from lamina.cli.plan_commands import launch_command
 
     return launch_command(plan.pools, shape, model, _batch_options(plan))
 
