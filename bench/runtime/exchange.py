@@ -20,16 +20,16 @@ from rich.table import Table
 
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
-from lamina.compute.device.kit import Cut, Replay
+from lamina.compute.device.kit import Replay
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.runner import NativeRunner
 from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap, Segment
-from lamina.dataplane.channel import Body, Channel
+from lamina.dataplane.channel import Channel, Hub
 from lamina.dataplane.fetching import Fetcher
-from lamina.dataplane.hub import Hub
 from lamina.dataplane.leases import SLOTS, ArenaPlan, Lease, Leases, messages
+from lamina.dataplane.slot import Body
 from lamina.splitter import SliceOutput
 from lamina.transport.base import Arena, Endpoint, Fetch, Part, Peer
 from lamina.transport.shm import ShmEndpoint
@@ -121,7 +121,7 @@ class Case:
         times: list[float] = []
         for layer in range(layers):
             begun = time.perf_counter()
-            exchange.send_kv(layer, SPEC, self.output)
+            exchange.send_requests(layer, SPEC, self.output)
             self.mail.expect(0, exchange.peers)
             sending_s = time.perf_counter() - begun
             for memory in self.memories:
@@ -139,9 +139,9 @@ class Case:
 class Idle(Emulated):
     """A ``Kit`` whose kernels and copies do nothing."""
 
-    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+    def capture(self, work: Callable[[], object]) -> Replay:
         """See ``Kit``."""
-        return [lambda: None]
+        return lambda: None
 
     def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         """See ``Kit``."""
@@ -174,7 +174,7 @@ def _answer(memory: Station) -> None:
     rows = request.nbytes // (SPEC.query_bytes_per_token(DType.BFLOAT16) + SPEC.kv_bytes_per_token(DType.BFLOAT16))
     channel.free(slot)
     out, lse = rows * SPEC.query_heads * SPEC.v_dim * 4, rows * SPEC.query_heads * 4
-    channel.begin(request.lane, request.turn, out + lse).send([bytes(0)])
+    channel.begin(request.lane, request.turn, out + lse).send_piece([bytes(0)])
     memory.hub.flush()
 
 

@@ -1,7 +1,6 @@
 """`lamina plan --context`: plans for decoding alone, as in the papers, whose prompts cost nothing."""
 
 import json
-import shlex
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,8 +9,9 @@ if TYPE_CHECKING:
     from lamina.planning.plan.cost import CostModel
     from lamina.planning.plan.hardware import Hardware
     from lamina.planning.plan.model_shapes import ModelShape
-    from lamina.planning.plan.planner import Plan, Planner, Pools
+    from lamina.planning.plan.planner import Plan, Planner
     from lamina.planning.plan.prices import Prices
+    from lamina.planning.plan.ways import Slo, Way
 
     _Pool = list[tuple[Hardware, int]]
 
@@ -34,22 +34,20 @@ def show(
     pools: "tuple[_Pool, _Pool]",
     costs: "dict[str, CostModel]",
     prices: "Prices",
-    goals: tuple[float | None, float | None, float | None],
+    goals: "Slo",
     model: str,
     as_json: bool,
 ) -> None:
-    """Print the best plans for sequences of ``context`` cached tokens. ``goals``: seconds between tokens, to the first
-    one, and dollars an hour, at most. Raises ConfigError if no plan reaches them."""
+    """Print the best plans for sequences of ``context`` cached tokens. Raises ConfigError if none reaches ``goals``."""
     from lamina.planning.plan import workload
-    from lamina.planning.plan.planner import Goals, Planner, layouts
+    from lamina.planning.plan.planner import Planner
+    from lamina.planning.plan.ways import layouts
 
-    tbt_s, ttft_s, budget = goals
-    limits = Goals(tbt_s=tbt_s, ttft_s=ttft_s, usd_per_hour=budget)
-    planner = Planner(shape, workload.of_context(context), costs, prices, limits)
+    planner = Planner(shape, workload.of_context(context), costs, prices, goals)
     _print(planner, list(layouts(shape, *pools)), model, as_json)
 
 
-def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: bool) -> None:
+def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: bool) -> None:
     from lamina.observe.progress import counting_progress
     from lamina.planning.plan.advice import alone, beyond, pareto, recommend, refusal
 
@@ -67,7 +65,7 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
         print(json.dumps(_as_dict(planner, front, best, model), indent=2))
         return
     from lamina.cli.console import output, print_table, print_text
-    from lamina.cli.plan_ways import unquantised, untried
+    from lamina.cli.plan_commands import missing, untried
 
     narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
     print_table(_table(planner, front, best, len(plans), two_lines=narrow))
@@ -80,11 +78,10 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
             f"  Rent one pool: {against.count} {against.kind}, tensor parallelism {against.tensor_parallel}. The best "
             "two pools cost more for each token:\n"
         )
-    print_text(f"  {launch_line(best, planner.shape, model)}\n")
-    kind, _ = _typed_kinds(best)
-    if missing := [*_not_launched(best), *unquantised(planner.shape, model, kind)]:
-        print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(missing)}.)\n", style="dim")
-    for note in untried(planner.shape, kind):
+    print_text(f"  {_launch_line(best, planner.shape, model)}\n")
+    if lacking := missing(best.pools, planner.shape, model):
+        print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(lacking)}.)\n", style="dim")
+    for note in untried(planner.shape, best.pools.compute.kind):
         print_text(f"  {note}\n", style="dim")
     print_text(
         f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
@@ -101,59 +98,27 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
         print_text(f"  {line}\n", style="dim")
 
 
-def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
-    """The `lamina launch` command that starts these pools."""
-    from lamina.cli.plan_ways import kv_option, quantization_option
-    from lamina.planning.plan.model_shapes import directory_to_launch
-    from lamina.planning.plan.planner import Partition
+def _launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
+    from lamina.cli.plan_commands import launch_command
 
-    compute, memory = _typed_kinds(plan)
-    pools = plan.pools
-    pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
-    order = f"--lanes {pools.lanes} --pipelining {pipelining}"
-    if pools.tensor_parallel > 1:
-        order += f" --tensor-parallel {pools.tensor_parallel}"
-    return (
-        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{pools.compute_workers} "
-        f"--memory {memory}:{pools.memory_workers} {order}"
-        + (" --partition head" if pools.partition is Partition.HEAD else "")
-        + _batch_options(plan)
-        + kv_option(shape)
-        + quantization_option(shape, model, compute)
-    )
+    return launch_command(plan.pools, shape, model, _batch_options(plan))
 
 
 def _batch_options(plan: "Plan") -> str:
-    """The options that admit the plan's batch, where the runtime's defaults are too small."""
+    """Return the options that admit the plan's batch, where the runtime's defaults are too small."""
     from lamina.config.engine_config import EngineConfig
 
     pools, defaults = plan.pools, EngineConfig()
     sequences = -(-plan.batch // pools.replicas)
     # Where sequences may change lanes, one lane may come to hold them all.
-    moves = pools.lanes == pools.replicas + 1 or pools.replicas == 1
+    moves = pools.rotates or pools.replicas == 1
     rows = max(sequences, plan.batch if moves else -(-plan.batch // pools.lanes))
     options = f" --max-num-seqs {sequences}" if sequences > defaults.max_num_seqs else ""
     return options + (f" --max-num-batched-tokens {rows}" if rows > defaults.max_num_batched_tokens else "")
 
 
-def _not_launched(plan: "Plan") -> list[str]:
-    """The parts of a plan that `lamina launch` does not support yet."""
-    from lamina.cluster.pool import RUNNABLE
-
-    return [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
-
-
-def _typed_kinds(plan: "Plan") -> tuple[str, str]:
-    """The kinds of both pools by the names that `lamina launch` takes."""
-    from lamina.planning.plan.hardware import ALIASES
-
-    names = {entry: name for name, entry in ALIASES.items()}
-    pools = plan.pools
-    return names.get(pools.compute.kind, pools.compute.kind), names.get(pools.memory.kind, pools.memory.kind)
-
-
 def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *, two_lines: bool) -> "Table":
-    """The Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
+    """Show the Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -178,7 +143,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
         pools = one.pools
         row = (
             f"{pools.compute.kind}:{pools.compute_workers} tp{pools.tensor_parallel}",
-            f"{pools.memory.kind}:{pools.memory_workers}",
+            f"{pools.second.kind}:{pools.memory_workers}",
             pools.partition.value,
             one.bottleneck.value,
             str(pools.lanes),
@@ -195,7 +160,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
 
 
 def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
-    """At most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
+    """Return at most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
     step = max(1, -(-len(front) // (SHOWN - 1)))
     chosen = front[::step]
     return sorted([best, *(one for one in chosen if one is not best)], key=lambda one: one.usd_per_million_out)
@@ -228,10 +193,10 @@ def _plan_dict(plan: "Plan", shape: "ModelShape", model: str) -> dict[str, Any]:
             "tensor_parallel": pools.tensor_parallel,
             "replicas": pools.replicas,
         },
-        "memory": {"kind": pools.memory.kind, "workers": pools.memory_workers, "partition": pools.partition.value},
+        "memory": {"kind": pools.second.kind, "workers": pools.memory_workers, "partition": pools.partition.value},
         "lanes": pools.lanes,
         **values,
         "bottleneck": plan.bottleneck.value,
         "limit": plan.limit.value,
-        "launch": launch_line(plan, shape, model),
+        "launch": _launch_line(plan, shape, model),
     }

@@ -1,7 +1,6 @@
 """One step of one lane on one replica, or on one stage of it: its own slices, one at a time, in order."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -181,11 +180,10 @@ class StepRun:
     def _run_inner(self, index: int, attention: torch.Tensor | None) -> None:
         spec, exchange, timeline, lane = self._runner.attentions[index], self._exchange, self._timeline, self.plan.lane
         begun = timeline.now()
-        on_query = functools.partial(exchange.send_queries, index, spec) if exchange.sends_queries_first else None
-        output = self._runner.run(index, self._rows, attention, self._context, on_query)
+        output = self._runner.run(index, self._rows, attention, self._context)
         timeline.record_span("slice", lane, begun)
         begun = timeline.now()
-        exchange.send_kv(index, spec, output)
+        exchange.send_requests(index, spec, output)
         timeline.record_span("send", lane, begun)
         self._context = output.context
         begun = timeline.now()
@@ -218,7 +216,7 @@ class StepRun:
         parts += [as_numpy(tensor) for tensor in self._chunks or ()]
         parts += [as_numpy(tensor) for tensor in self._context]
         nbytes = sum(part.nbytes for part in parts)
-        self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send(parts)
+        self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send_piece(parts)
 
     def finish_last_slice(self, draws: Sequence[Draw]) -> None:
         """The last slice has run here, and these tokens were drawn: tell the first stage, if there are stages. It waits
@@ -228,7 +226,7 @@ class StepRun:
         parts = [np.array([(draw.sequence, draw.token) for draw in draws], np.int64)] if draws else []
         channel = self._mail.channels[self._replica.names[self._stages[0]]]
         turn = self.plan.turn + len(self._runner.attentions)
-        channel.send(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
+        channel.send_message(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
 
     def _receive_draws(self) -> dict[int, int]:
         """Return the tokens that the lane's step before drew, by sequence."""

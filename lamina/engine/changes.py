@@ -81,11 +81,9 @@ class Joins:
 
     @property
     def stages(self) -> Mapping[str, str]:
-        """How far each joiner is."""
         return {joiner.name: joiner.stage.name.lower() for joiner in list(self._joiners.values())}
 
     def count(self, role: Role) -> int:
-        """Joiners of this role."""
         return sum(joiner.role == role for joiner in self._joiners.values())
 
     def start(self, role: Role, kind: str, on_failed: Callable[[LaminaError, bool], None]) -> str:
@@ -196,7 +194,7 @@ class Joins:
         log.info("%s joins %.2f s after it was started", joiner.name, time.monotonic() - joiner.started_at)
 
     def interrupt(self, lost: str) -> None:
-        """A member is lost: give up the joiner that is being linked, if one is."""
+        """Give up the joiner that is being linked, if one is: member ``lost`` is lost."""
         if (current := self._current) is not None:
             self._fail(current, TransportError(f"{current.name} was joining when {lost} was lost"), again=True)
 
@@ -211,7 +209,6 @@ class Joins:
         joiner.on_failed(error, again)
 
     def close(self) -> None:
-        """Forget all joiners: the engine ends."""
         for joiner in list(self._joiners.values()):
             joiner.conversation.close()
             joiner.on_failed(TransportError("the engine has stopped"), False)
@@ -271,7 +268,6 @@ class Leaves:
 
     @property
     def stages(self) -> Mapping[str, str]:
-        """How far each leaver is."""
         return {leaver.name: leaver.stage.name.lower() for leaver in list(self._leavers.values())}
 
     def validate_leave(self, names: Sequence[str], topology: Topology) -> None:
@@ -298,7 +294,7 @@ class Leaves:
             )
 
     def begin_leave(self, name: str, topology: Topology) -> None:
-        """Let a member go once nothing depends on it."""
+        """Begin to drain a member, which leaves once nothing depends on it."""
         role: Role = "memory" if name in topology.capacities else "compute"
         self._leavers[name] = Leaver(name, role)
         if role == "memory":
@@ -316,17 +312,17 @@ class Leaves:
         leaver.stage, leaver.change, leaver.waiting = LeaveStage.PARTING, change, set(others)
 
     def note_changed(self, worker: str, number: int) -> None:
-        """A member has applied a Change, and all before it."""
+        """Record that ``worker`` has applied topology change ``number`` and all earlier ones."""
         for leaver in self._leavers.values():
             if leaver.stage is LeaveStage.PARTING and number >= leaver.change:
                 leaver.waiting.discard(worker)
 
     def on_worker_lost(self, name: str) -> None:
-        """A leaver was lost before it had left."""
+        """Forget a leaver that was lost before it had left."""
         del self._leavers[name]
 
     def apply_topology(self, topology: Topology) -> list[str]:
-        """Members were lost. Returns the leavers that stay, since nobody else of their pool is left."""
+        """Follow a loss of members. Returns the leavers that stay, since no other worker of their pool is left."""
         back = []
         for leaver in list(self._leavers.values()):
             others = [one.name for one in topology.members if one.role == leaver.role and one.name not in self.names]
@@ -338,7 +334,7 @@ class Leaves:
         return back
 
     def turn(self, members: Collection[str]) -> list[str]:
-        """Stop those that nobody has a link to any more. Returns those whose processes have ended."""
+        """Stop leavers that no member has a link to any more. Returns leavers whose processes have ended."""
         left = []
         for leaver in [one for one in self._leavers.values() if one.stage is not LeaveStage.DRAINING]:
             leaver.waiting &= set(members)

@@ -51,7 +51,6 @@ MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do no
 
 
 def new_thread(run: Callable[[], None]) -> threading.Thread:
-    """Return a thread that ends with its process."""
     return threading.Thread(target=run, name="lamina-engine", daemon=True)
 
 
@@ -259,7 +258,7 @@ class Engine:
         return resize.future
 
     def stats(self) -> EngineStats:
-        """Counters as of now."""
+        """Return counters as of now."""
         with self._lock:
             known, dead = len(self._tracked), self._ended
         running = self._scheduler.running
@@ -287,7 +286,6 @@ class Engine:
 
     @property
     def topology(self) -> Topology:
-        """Who takes part now."""
         return self._members.topology
 
     @property

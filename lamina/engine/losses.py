@@ -23,11 +23,11 @@ class Complaints:
     _reasons: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
 
     def report(self, reporter: str, worker: str, reason: str, now: float) -> None:
-        """``reporter`` cannot reach ``worker``."""
+        """Record that ``reporter`` cannot reach ``worker``."""
         self._reasons.setdefault((reporter, worker), (reason, now))
 
     def keep_members(self, topology: Topology) -> None:
-        """Forget what is said by or of those that do not take part any more."""
+        """Forget complaints by or of workers that do not take part any more."""
         self._reasons = {
             pair: said
             for pair, said in self._reasons.items()
@@ -69,13 +69,13 @@ class Ending:
     _missing: dict[str, list[str]] = field(default_factory=dict)  # by member that has answered
 
     def on_epoch_ended(self, worker: str, message: EpochEnded) -> bool:
-        """A member has dropped the old epoch. True once all have, and nothing of it can arrive any more."""
+        """Record that a member has dropped the old epoch. True once all have, and none of its messages can arrive."""
         if message.epoch == self.topology.epoch:
             self._missing[worker] = message.missing
         return self._missing.keys() >= self.topology.names and not any(self._missing.values())
 
     def overdue(self, now: float) -> Mapping[str, str]:
-        """Members to give up, with the reason: those without an answer; if all answered, the one most wait for."""
+        """Return members to give up, with the reason: members without an answer, else the member that most wait for."""
         waited = now - self.since
         if waited < ACKNOWLEDGE_S:
             return {}
@@ -118,29 +118,29 @@ class Watch:
         self._migrations: dict[int, tuple[Migration, float]] = {}  # in progress, with their deadlines
 
     def apply_topology(self, topology: Topology) -> None:
-        """Only members of ``topology`` are watched from now on."""
+        """Watch only members of ``topology`` from now on."""
         self._topology = topology
         self._complaints.keep_members(topology)
         self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
 
     def began(self, plan: StepPlan) -> None:
-        """A plan is about to be sent."""
+        """Record that a plan is about to be sent."""
         self.progressed([plan.lane], "engine")
         for migration in plan.migrations:
             self._migrations[migration.number] = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
 
     def progressed(self, lanes: Iterable[int], worker: str) -> None:
-        """A worker has made progress on steps of these lanes."""
+        """Record that a worker has made progress on steps of these lanes."""
         for lane in lanes:
             self._progress.pop(lane, None)
             self._progress[lane] = self._control.liveness.awake_s, worker
 
     def failed(self, worker: str, message: Failed) -> None:
-        """A worker has said why it cannot continue."""
+        """Record why a worker cannot continue."""
         self._failures[worker] = message
 
     def complain(self, reporter: str, worker: str, reason: str) -> None:
-        """``reporter`` cannot reach ``worker``, whose process may still run."""
+        """Record that ``reporter`` cannot reach ``worker``, whose process may still run."""
         if worker in self._topology.names:  # not one whose loss the reporter has noticed later than the engine
             self._complaints.report(reporter, worker, reason, self._control.liveness.awake_s)
 
@@ -156,7 +156,7 @@ class Watch:
         return failed | self.ended.keys()
 
     def lost(self) -> dict[str, LaminaError]:
-        """Members that take no more part, with the cause; some of their processes may still run."""
+        """Return members that take no more part, with the cause; some of their processes may still run."""
         self.silent = self._control.liveness.suspects()
         lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
         lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}

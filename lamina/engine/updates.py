@@ -137,17 +137,6 @@ class Whole:
         )
 
 
-def whole(tokenizer: Tokenizer, on_output: Callable[[RequestOutput], None]) -> OnUpdate:
-    """Return a receiver of one request's updates that passes everything so far to ``on_output``."""
-    gathered = Whole(tokenizer)
-
-    def on_update(update: RequestUpdate) -> None:
-        gathered.append_update(update)
-        on_output(gathered.output())
-
-    return on_update
-
-
 log = logging.getLogger(__name__)
 
 OnStop = Callable[[str, int], None]
@@ -186,7 +175,6 @@ class Reading:
 
     @property
     def open(self) -> list[int]:
-        """The completions that have not ended."""
         return [index for index, text in enumerate(self._texts) if text.finish_reason is None]
 
     def on_update(self, update: TokenUpdate) -> None:

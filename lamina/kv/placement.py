@@ -155,7 +155,6 @@ class Placement:
         self._note_open()
 
     def open(self, worker: str) -> None:
-        """Undo ``close``."""
         self.closed.discard(worker)
         self._note_open()
 
@@ -311,7 +310,6 @@ class Placement:
         return rooms[soonest], soonest
 
     def _most_room(self, besides: frozenset[str]) -> tuple[int, str]:
-        """Return the most room of a worker, and its name."""
         if besides in self._roomiest:
             return self._roomiest[besides]
         most, roomiest = -1, ""

@@ -162,7 +162,6 @@ class Admissions:
 
     @property
     def due(self) -> bool:
-        """True if ``deal`` may find a request."""
         return not self._exhausted and len(self) > 0
 
     @property
@@ -171,7 +170,6 @@ class Admissions:
         return self._exhausted and len(self) > 0
 
     def enqueue(self, group: Group) -> None:
-        """Queue a request."""
         self._queue.enqueue(group)
         if self._queue.first() is group:
             self._exhausted = False
@@ -188,7 +186,6 @@ class Admissions:
 
     @property
     def may_share(self) -> bool:
-        """True if ``share`` is due."""
         due = self._steps >= self._shared + SHARE and len(self) > 0 and self._only is None
         return due and self._policy.fair
 
@@ -220,7 +217,6 @@ class Admissions:
         return holders if lacks and self._preferred is not None else []
 
     def remove(self, group: Group) -> None:
-        """Remove a waiting request."""
         if not self._unskip(group):
             self._queue.remove(group)
         self._exhausted = False
@@ -235,13 +231,12 @@ class Admissions:
         self._exhausted = False
 
     def on_places_changed(self) -> None:
-        """The places of the placement have changed."""
         self._exhausted = False
         if self._reserved is not None and not self._reserved.workers <= self._placement.capacities.keys():
             self._reserved = None
 
     def close(self, worker: str) -> None:
-        """A memory worker takes no more requests."""
+        """Admit no more requests to a memory worker."""
         self._exhausted = False
         if self._reserved is not None and not self._reserved.workers.isdisjoint(self._placement.touching([worker])):
             self._reserved = None
@@ -254,7 +249,6 @@ class Admissions:
 
     @property
     def _first(self) -> Group | None:
-        """The first skipped request."""
         return next(iter(self._skipped), None)
 
     @property

@@ -171,7 +171,7 @@ class Beams:
         self._ready = ready
 
     def choose(self, group: Group, choice: Choice) -> None:
-        """The continuations of all beams of a request have been compared."""
+        """Let the beams of a request continue as chosen, with the next plan of their lane."""
         group.choice = choice
         self._lanes[group.lane].chosen[group] = None
         self._ready.note_change(group.lane)

@@ -45,7 +45,6 @@ class Growth:
         rank: Callable[[Group], Rank],
         lanes: Sequence[Lane],
     ) -> None:
-        """Create it. ``lanes``: all of them, also those added later."""
         self._placement = placement
         self._residents = residents
         self._moves = moves

@@ -140,7 +140,6 @@ class Lane:
         return ready
 
     def continue_request(self, group: Group, first: Completion) -> None:
-        """Continue a request whose prompt another lane has run."""
         self.running[group] = self.received[group] = None
         for completion in group.completions:  # steps are counted from 0 in each lane
             completion.until = 0
@@ -212,7 +211,7 @@ class Lane:
         return max(self.decoding.position(completion.sequence) - planned, completion.goal)
 
     def retire(self) -> list[Group]:
-        """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
+        """Retire finished completions that no step in flight runs. Returns the request of each."""
         done = self.completed
         retired = [
             (group, one) for group, one in self.finished if not group.lent and done >= max(group.until, one.until)
@@ -227,7 +226,7 @@ class Lane:
         return [group for group, _ in retired]
 
     def remove_completion(self, group: Group, completion: Completion) -> None:
-        """A completion has ended: no step that is planned from now on runs it."""
+        """Run a completion, which has ended, in no step that is planned from now on."""
         self.decoding.leave(completion.sequence)
         self.prompts.discard(completion)
         self.histories.pop(completion.sequence, None)
@@ -236,7 +235,7 @@ class Lane:
         self.finished.append((group, completion))
 
     def rest(self) -> None:
-        """Beams that the last plan let decode pause: their next tokens are not known yet."""
+        """Pause the beams that the last plan let decode: their next tokens are not known yet."""
         for sequence in self.stepping:
             if sequence in self.decoding:
                 self.decoding.pause(sequence)
@@ -301,7 +300,6 @@ class Lane:
 
     @property
     def has_ended(self) -> bool:
-        """True if ``take_ended`` would return any."""
         return not all(group.is_forked_from(completion) for group, completion in self.ending)
 
     def take_ended(self) -> list[Owner]:
@@ -381,7 +379,6 @@ class Residents:
     """The requests with KV on each memory worker, and the memory workers of each request."""
 
     def __init__(self, placement: Placement, prefixes: PrefixCache, lanes: Sequence[Lane]) -> None:
-        """Create it. ``lanes``: all of them, also those added later."""
         self._placement = placement
         self._prefixes = prefixes
         self._lanes = lanes
@@ -398,7 +395,6 @@ class Residents:
         self._workers[group] = workers
 
     def forget_request(self, group: Group) -> None:
-        """Forget a request whose KV has been released."""
         for worker in self._workers.pop(group) & self._groups.keys():
             del self._groups[worker][group]
 

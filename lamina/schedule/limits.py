@@ -103,7 +103,6 @@ class Places:
         self._free -= 1
 
     def free_place(self, request_id: str) -> None:
-        """Free the place of a request, if it holds one."""
         client = self._clients.pop(request_id, None)
         if client is not None:
             self._free += 1

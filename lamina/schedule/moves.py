@@ -68,7 +68,6 @@ class Move:
 
     @property
     def tokens(self) -> int:
-        """How many move."""
         return self.stop - self.start
 
 
@@ -112,7 +111,6 @@ class Moves:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the moves in progress."""
         return [move.number for move in self._moves.values() if not move.arrived]
 
     @property
@@ -262,7 +260,7 @@ class Moves:
         return all(lane.completed >= steps for lane, steps in zip(self.lanes, move.passed or (), strict=False))
 
     def restart(self) -> None:
-        """No step is in flight, and lanes count their steps from 0 again."""
+        """Follow lanes, which count their steps from 0 again: no step is in flight."""
         for move in self._switched:
             move.passed = []
 
@@ -279,7 +277,7 @@ class Moves:
         self._released.append(move.carrier)
 
     def _forget(self, move: Move, worker: str) -> None:
-        """Give back the copy on ``worker``."""
+        """Free the copy on ``worker``."""
         self._admissions.note_freed()
         self._placement.will_release(worker, move.tokens)
         self._placement.free_slots(worker, move.tokens)
@@ -309,7 +307,7 @@ class Moves:
             self._released.append(move.carrier)
 
     def cancel(self) -> None:
-        """The epoch has ended, and workers forget all carriers."""
+        """Cancel all moves: the epoch has ended, and workers forget all carriers."""
         for move in list(self._moves.values()):
             self._cancel(move)
         for move in self._switched:
@@ -355,13 +353,13 @@ class Balancing:
         self._dense = StepTable()  # seconds of a step in slices
 
     def note_step(self, rows: int, busy_s: float) -> None:
-        """A step has completed, which spent ``busy_s`` in slices."""
+        """Record a completed step, which spent ``busy_s`` in slices."""
         self._steps += 1
         if busy_s > 0:
             self._dense.note(rows, busy_s)
 
     def note_attention(self, worker: str, seconds: float) -> None:
-        """A memory worker has spent ``seconds`` on attention so far."""
+        """Record that a memory worker has spent ``seconds`` on attention so far."""
         steps, before = self._busy.get(worker, (self._steps, seconds))
         active = sum(bool(lane.running) for lane in self._lanes)
         read = self._reads.get(worker, 0.0) * (self._steps - steps) / max(active, 1)
@@ -376,7 +374,6 @@ class Balancing:
         return self._steps >= self._looked + LOOK_STEPS
 
     def begin_moves(self) -> None:
-        """Begin moves that the policy wants, if the bound allows more."""
         if self.due:
             self._looked = self._steps
             self._look()
@@ -455,5 +452,4 @@ class Balancing:
 
 
 def _mean(seconds: Mapping[str, float]) -> float:
-    """Return what is assumed of a worker that was not measured."""
     return sum(seconds.values()) / len(seconds) if seconds else 1.0

@@ -202,7 +202,6 @@ class WaitingQueue:
         """Do nothing: no request becomes late."""
 
     def enqueue(self, group: Group) -> None:
-        """Queue a request behind those of its connection."""
         name = group.request.client[self._level]
         line = self._lines.get(name)
         if line is None:
@@ -214,7 +213,6 @@ class WaitingQueue:
         self._length += 1
 
     def _next(self) -> "WaitingQueue | _Line":
-        """Return the line served next. Drops lines before it that have no requests."""
         while not (line := self._lines[self._order[0][2]]):
             self._now, _, name = heapq.heappop(self._order)
             del self._lines[name]
@@ -230,7 +228,6 @@ class WaitingQueue:
             yield from line.firsts()
 
     def pop(self, group: Group) -> None:
-        """Remove a request that is served, and charge its client for it. Costs O(clients) if it is not the first."""
         name = group.request.client[self._level]
         self._lines[name].pop(group)
         place = next(place for place, (_, _, one) in enumerate(self._order) if one == name)
@@ -245,7 +242,6 @@ class WaitingQueue:
         self._shorten()
 
     def remove(self, group: Group) -> None:
-        """Remove a request that is not served."""
         self._lines[group.request.client[self._level]].remove(group)
         self._shorten()
 
@@ -274,7 +270,6 @@ class RankedQueue:
         return iter(sorted(self._keys, key=self._keys.__getitem__))
 
     def enqueue(self, group: Group) -> None:
-        """Queue a request."""
         self._arrived.append(group)
         self._put(group, late=False)
 
@@ -305,7 +300,6 @@ class RankedQueue:
             yield self.first()
 
     def pop(self, group: Group) -> None:
-        """Remove a request that is served."""
         del self._keys[group]
 
     remove = pop

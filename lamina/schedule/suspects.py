@@ -70,7 +70,6 @@ class Suspects:
 
     @property
     def searching(self) -> bool:
-        """True if there are suspects."""
         return bool(self._halves)
 
     @property

@@ -7,12 +7,15 @@ import logging
 import signal
 import sys
 import threading
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from lamina.cluster.bringup import Cluster
 from lamina.cluster.local_workers import SupervisedWorkers
+from lamina.cluster.pool import CPU, LOCAL
 from lamina.config.engine_config import EngineConfig
 from lamina.control.agent_messages import (
     BEAT_S,
@@ -79,14 +82,14 @@ class EngineProcess:
             given.supervisor_pid,
             given.incarnation,
             given.frontends,
-            self._note_lost,
-            self._note_death,
+            self._report_lost_frontend,
+            self._report_death,
         )
         try:
             self._workers.tell_supervisor(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
                 if engine.dead is not None:
-                    self._note_death(engine.dead)  # it may have died before there were frontends
+                    self._report_death(engine.dead)  # it may have died before there were frontends
                     self._closing.wait(CLOSE_S)
                     break
         finally:
@@ -106,10 +109,10 @@ class EngineProcess:
         with loading_progress() as on_progress:
             return launch(EngineConfig(**given.settings), on_progress, home=home)
 
-    def _note_lost(self, frontend: str, why: str) -> None:
+    def _report_lost_frontend(self, frontend: str, why: str) -> None:
         self._workers.tell_supervisor(FrontendLost(frontend, why))
 
-    def _note_death(self, why: str) -> None:
+    def _report_death(self, why: str) -> None:
         self._workers.tell_supervisor(EngineStopped("EngineDeadError", why))
 
     def _beat(self) -> None:
@@ -118,7 +121,7 @@ class EngineProcess:
                 self._workers.tell_supervisor(Beat())
 
     def _read(self) -> None:
-        """Take what the supervisor says; it ends this process if it exits."""
+        """Handle the supervisor's messages until it exits, which ends this process too."""
         while True:
             try:
                 message = receive_from_supervisor(self._line)
@@ -136,7 +139,7 @@ class EngineProcess:
 
 
 def describe(engine: Engine) -> str:
-    """Return what a server says of its engine when it starts."""
+    """Return the summary of an engine that a server prints when it starts."""
     held = engine.cluster.weights and f" ({engine.cluster.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     defaults = described(engine.sampling_defaults)
@@ -145,10 +148,18 @@ def describe(engine: Engine) -> str:
         f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
         f"{engine.cluster.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
-        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
+        f"  memory   {_memory_pool(engine.cluster)}, room for {slots} tokens of KV\n"
         f"{sampling}"
         f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"
     )
+
+
+def _memory_pool(cluster: Cluster) -> str:
+    """Return the workers that hold KV as the setting ``memory`` names them."""
+    names = [name for name in cluster.capacities if name not in cluster.computes]
+    kinds = Counter(cluster.kinds.get(name, CPU) for name in names)
+    local = [LOCAL] if len(names) < len(cluster.capacities) else []
+    return ",".join([*local, *(f"{kind}:{count}" for kind, count in kinds.items())])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

@@ -58,12 +58,17 @@ KILL_S = 5.0
 class Supervisor:
     """Runs the engine of a server, and starts it again when its process ends; in a thread of its own.
 
-    See ``processes.Owner`` for most attributes; ``restarted`` counts engines after the first.
+    ``frontend_processes.Owner`` describes most attributes; ``restarted`` counts engines after the first.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, frontends: Callable[[], Collection[str]]) -> None:
-        """``folder``: for the sockets that frontends connect to. ``frontends``: the names of those that run. Raises
-        ConfigError."""
+        """Raises ConfigError if the secret cannot be read.
+
+        Args:
+            config: The settings of the engine.
+            folder: Holds the sockets that frontends connect to.
+            frontends: Returns the names of the frontends that run.
+        """
         self.serving: Serving | None = None
         self.dead: str | None = None
         self.gave_up = False
@@ -111,7 +116,6 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the engine and all workers."""
         self._closing.set()
         self._thread.join(CLOSE_S + 2 * KILL_S)
         self._listener.close()
@@ -122,7 +126,7 @@ class Supervisor:
         return "" if self.serving is None else self.serving.summary
 
     def on_frontend_exit(self, frontend: str) -> None:
-        """The process of a frontend has ended."""
+        """Tell the engine that the process of a frontend has ended."""
         self._tell(FrontendExited(frontend))
 
     def kill_engine(self) -> None:
@@ -171,7 +175,7 @@ class Supervisor:
                     elif (message := self._read(ours)) is None:
                         engine.wait(CLOSE_S)
                     else:
-                        self._take(message)
+                        self._on_message(message)
                 if self._closing.is_set() and told_to_close is None:
                     told_to_close = time.monotonic()
                     if self.serving is before and not self._elsewhere:
@@ -181,7 +185,7 @@ class Supervisor:
                 elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
                     engine.kill()
             while ours.poll() and (message := self._read(ours)) is not None:
-                self._take(message)
+                self._on_message(message)
             self._line = None
         return describe_exit(engine)
 
@@ -202,7 +206,7 @@ class Supervisor:
         )
 
     def _prepare_another(self, how: str, served: bool) -> None:
-        """An engine has ended: another one is to take over, unless too many have."""
+        """Prepare the start of another engine that takes over, unless too many engines have ended."""
         at = self._restarts.next(time.monotonic())
         if at is None or self.serving is None:
             before = f", and {self._restarts.most} others before it" if at is None else ""
@@ -227,7 +231,7 @@ class Supervisor:
         except (EOFError, OSError):
             return None
 
-    def _take(self, message: EngineToSupervisor) -> None:
+    def _on_message(self, message: EngineToSupervisor) -> None:
         self.beats += 1
         if isinstance(message, Save):
             self._saved = message.state
@@ -251,7 +255,7 @@ class Supervisor:
             self._tell(Done(self._carry_out(message)))
 
     def _carry_out(self, message: Start | End) -> str:
-        """Return why it could not be done, if so."""
+        """Start or end workers. Returns why that failed; empty if it did not."""
         workers = self._workers
         try:
             if isinstance(message, Start):
@@ -271,7 +275,7 @@ class Supervisor:
                 self._tell(Exited(name, how))
 
     def _tell(self, message: SupervisorToEngine) -> None:
-        """Does nothing if no engine runs. Any thread."""
+        """Send ``message`` to the engine, if one runs. Any thread."""
         with self._sending, contextlib.suppress(OSError):
             if self._line is not None:
                 send(self._line, message)

@@ -16,10 +16,10 @@ from lamina.core.pipeline import Pipeline
 from lamina.core.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine import losses
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
+from tests.support.whole_outputs import whole
 
 LIMIT_S = 1.0
 

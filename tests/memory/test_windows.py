@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from lamina.compute.local_memory import LocalShare
+from lamina.control.messages import MemorySetup
 from lamina.core.steps import Migration, StepPlan
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap
 from lamina.kernels.segments import SegmentTable
@@ -65,7 +66,8 @@ class Forgetting(Moving):
 
     def _pair(self, name: str, capacity: int) -> tuple[KvStore, KvStore]:
         made = [
-            KvStore(name, SPECS, DType.FLOAT32, capacity, 1, Overlap(), forgets=forgets) for forgets in (False, True)
+            KvStore(name, MemorySetup(SPECS, DType.FLOAT32, capacity, 1, Overlap(), False, forgets=forgets))
+            for forgets in (False, True)
         ]
         return made[0], made[1]
 

@@ -20,11 +20,11 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.types import RequestOutput, SamplingParams
 from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.schedule import growth
 from tests.support import network_model
 from tests.support.network_model import DTYPE, KV_TOKENS, PROMPTS, TOKENS, Model
+from tests.support.whole_outputs import whole
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
 LOSSY = ("loss", "2%", "delay", "1ms")

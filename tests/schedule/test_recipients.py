@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Arrangement, Pipeline
 from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
@@ -19,8 +20,7 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from lamina.dataplane.wire import message_rows
 from lamina.memory.device.cpu import CpuTable
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.schedule.admission import SHARE
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
@@ -37,7 +37,7 @@ REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True))
 def stores(memories: tuple[str, str], shards: HeadShards) -> dict[str, KvStore]:
     spec = AttentionSpec(layer=0, query_heads=shards.heads, kv_heads=shards.heads, qk_dim=1, v_dim=1, scale=1.0)
     return {
-        name: KvStore(name, [spec], DType.FLOAT32, room, 1, Overlap(), head_shards=shards.count)
+        name: KvStore(name, MemorySetup([spec], DType.FLOAT32, room, 1, Overlap(), False, head_shards=shards.count))
         for name, room in zip(memories, (60, 40), strict=True)
     }
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.errors import RequestError
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
@@ -57,8 +58,8 @@ class Striped(Driver):
 
     @staticmethod
     def store(number: int, capacity: int) -> KvStore:
-        overlap = Overlap()
-        return KvStore(f"memory{number}", [SPEC], DType.FLOAT32, capacity, 1, overlap, head_shards=SHARDS.count)
+        setup = MemorySetup([SPEC], DType.FLOAT32, capacity, 1, Overlap(), False, head_shards=SHARDS.count)
+        return KvStore(f"memory{number}", setup)
 
     def come(self, name: str) -> None:
         """It begins like others, or like none."""

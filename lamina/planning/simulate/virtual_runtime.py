@@ -26,9 +26,8 @@ from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
 from lamina.core.types import Request, SamplingParams, Segment
 from lamina.kv.placement import Placement
-from lamina.planning.simulate.arrivals import Arrivals, Ints
-from lamina.planning.simulate.deployment import Deployment, Fault
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
+from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
 from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy

@@ -1,13 +1,22 @@
-"""Divides the engine's updates into pieces of choices, whichever API asked for them, and counts their tokens."""
+"""What the answers of all APIs are made of: pieces of choices, token counts, and blocks for APIs that list them."""
 
+import uuid
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
 
 from lamina.core.types import Logprob
 from lamina.engine.updates import RequestUpdate
+from lamina.serve.http_errors import APIError
 from lamina.text.logprobs import named
 from lamina.text.tokenizer import Tokenizer
+from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Event, Reasoning
+
+Json = dict[str, Any]
 
 MOST_POSITIONS = 64
 """Most tokens of one event or piece: encoding one must not delay other clients."""
@@ -111,7 +120,142 @@ class Usage:
         return sum(self.cached.values())
 
     def figures(self) -> str:
-        """Tokens and finish reasons, for a log."""
+        """Return tokens and finish reasons, for a log."""
         reasons = Counter(self.ends.values())
         ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "client left"
         return f"{self.prompt_tokens} prompt tokens, {self.drawn} generated, {ends}"
+
+
+class AnswerWriter(ABC):
+    """Writes the answer of one HTTP request in the form of its API, whole or as events of a stream."""
+
+    def begin_stream(self, usage: Usage) -> bytes:
+        """Return the events before the first token."""
+        return b""
+
+    @abstractmethod
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        """Return the events of new pieces; empty if they add nothing yet."""
+
+    @abstractmethod
+    def end_stream(self, usage: Usage) -> bytes:
+        """Return the events after the last token."""
+
+    @abstractmethod
+    def fail_stream(self, error: APIError) -> bytes:
+        """Return the events of a stream that an error ends."""
+
+    def begin_answer(self) -> bytes:
+        """Return the beginning of a whole answer."""
+        return b""
+
+    @abstractmethod
+    def write_choice(self, piece: Piece) -> bytes:
+        """Return one choice of a whole answer. ``piece``: all of the choice."""
+
+    @abstractmethod
+    def end_answer(self, usage: Usage) -> bytes:
+        """Return the end of a whole answer."""
+
+
+def event(data: Any, name: str = "") -> bytes:
+    """Return one server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(eq=False)
+class Block:
+    """One part of an answer.
+
+    Attributes:
+        index: Its place among the blocks.
+        kind: What it is.
+        name: The function of a call.
+        text: The text so far; of a call, its arguments.
+    """
+
+    index: int
+    kind: Literal["text", "reasoning", "call"]
+    name: str = ""
+    text: str = ""
+
+
+Change = tuple[Literal["open", "add", "close"], Block, str]
+"""What happens to a block: it opens, text is added to it, or it is complete."""
+
+
+class BlockWriter(AnswerWriter):
+    """Writes the one choice of an answer as a list of blocks, each complete before the next one opens.
+
+    Subclasses give blocks and events their form.
+
+    Attributes:
+        blocks: The blocks so far.
+        last: The piece that has ended the choice.
+    """
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._open: Block | None = None
+        self.blocks: list[Block] = []
+        self.last: Piece | None = None
+
+    @abstractmethod
+    def write_change(self, change: Change) -> bytes:
+        """Return the events of a block that opens, grows or closes."""
+
+    @abstractmethod
+    def whole(self, usage: Usage) -> Json:
+        """Return the whole answer."""
+
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        return b"".join(self.write_change(change) for piece in pieces for change in self._read(piece))
+
+    def write_choice(self, piece: Piece) -> bytes:
+        for _ in self._read(piece):  # the answer is written at its end
+            pass
+        return b""
+
+    def end_answer(self, usage: Usage) -> bytes:
+        return msgspec.json.encode(self.whole(usage))
+
+    def _read(self, piece: Piece) -> Iterator[Change]:
+        for event in self._parser.append(piece.text):
+            yield from self._add(event)
+        if piece.finish_reason is not None:
+            self.last = piece
+            for event in self._parser.flush():
+                yield from self._add(event)
+            yield from self._close()
+
+    def _add(self, event: Event) -> Iterator[Change]:
+        kind: Literal["text", "reasoning", "call"] = "call"
+        name = text = ""
+        match event:
+            case CallBegins(_, name):
+                yield from self._close()
+            case CallArguments(_, text):
+                pass
+            case Content(text):
+                kind = "text"
+            case Reasoning(text):
+                kind = "reasoning"
+        block = self._open
+        if block is None or block.kind != kind:
+            yield from self._close()
+            block = self._open = Block(len(self.blocks), kind, name)
+            self.blocks.append(block)
+            yield "open", block, ""
+        if text:
+            block.text += text
+            yield "add", block, text
+
+    def _close(self) -> Iterator[Change]:
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield "close", block, ""
