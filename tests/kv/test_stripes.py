@@ -125,15 +125,37 @@ def test_no_worker_is_ever_given_more_than_it_has(
 
 def test_a_request_for_one_worker_is_refused_if_it_is_too_long_for_any() -> None:
     pool = {"memory0": 50, "memory1": 40}
-    one = partitioned("request", pool, HeadShards(4), None)
+    one = partitioned("request", pool, HeadShards(4), None, topology(pool))
     one.require_possible(50)
     with pytest.raises(RequestError, match="51 KV tokens; a memory worker, which is to hold all of it, has 50"):
         one.require_possible(51)
-    partitioned("auto", pool, HeadShards(4), None).require_possible(90)
+    partitioned("auto", pool, HeadShards(4), None, topology(pool)).require_possible(90)
 
 
 def test_tokens_are_divided_evenly_among_all_workers() -> None:
     pool = {f"memory{index}": 1000 for index in range(3)}
-    spans = partitioned("token", pool, HeadShards(1), None).reserve(901, 1)
+    spans = partitioned("token", pool, HeadShards(1), None, topology(pool)).reserve(901, 1)
     assert spans is not None and sorted(tokens for _, tokens in spans) == [299, 301, 301]
     assert len({worker for worker, _ in spans}) == 3
+
+
+def test_requests_on_the_ranks_of_a_replica_have_its_memory_and_what_all_share() -> None:
+    """Two replicas of two ranks, which hold four heads each, beside a memory worker."""
+    members = [Member(f"compute{number}", "compute", "cpu", "", 100) for number in range(4)]
+    members.append(Member("memory0", "memory", "cpu", "", 80))
+    whole = Topology(FIRST, tuple(members), Pipeline(4, 2, ranks=2))
+    one = partitioned("auto", whole.capacities, HeadShards(8, 2), None, whole)
+    replicas = ["compute0[0:1]+compute1[1:2]", "compute2[0:1]+compute3[1:2]"]
+    assert {place: one.capacities[place] for place in replicas} == dict.fromkeys(replicas, 200)
+    assert [one.beyond(lane) for lane in (0, 3)] == [{replicas[1]}, {replicas[0]}]
+    one.require_possible(280)
+    with pytest.raises(RequestError, match="281 KV tokens"):
+        one.require_possible(281)
+    spans = one.reserve(150, 1, one.beyond(1))
+    assert spans == [(replicas[1], 150)]
+    assert one.expand([Segment(0, replicas[1], (0, 8), (0, None))]) == [
+        Segment(0, "compute2", (0, 4), (0, None)),
+        Segment(0, "compute3", (4, 8), (0, None)),
+    ]
+    one.apply_topology(whole.without(["compute0", "compute1"]))
+    assert one.beyond(0) == one.beyond(1) == frozenset() and one.reserved[replicas[1]] == 150
