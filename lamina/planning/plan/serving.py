@@ -8,7 +8,7 @@ and with a chunk,
     requests per second = batches b / (O ((1 - f) T0 + f T1))
 
 at the largest b for which KV has room, and the 99th percentiles of a step and of the time to a first token are within
-the SLOs. Prompts wait for chunks as in a queue that is busy for the share f (``_Prompts``).
+the SLOs. Prompts wait for chunks as in a queue that is busy for the share f (``closed_form.Prompts``).
 ``lamina.planning.simulate.trial`` measures the best few.
 """
 
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
+from lamina.planning.plan.closed_form import PERCENTILE, OffloadedSteps, Prompts
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.offloaded import OffloadedSteps
 from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
-from lamina.planning.plan.prompts import PERCENTILE, Prompts
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.plan.workload import Workload
 
