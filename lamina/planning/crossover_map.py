@@ -172,7 +172,7 @@ def side(way: Way) -> str:
 
 
 def crossover(found: Sequence[Cell]) -> str:
-    """In words, where two kinds pay in a grid, and by which of the two ways."""
+    """Say in words where two kinds pay in a grid, and by which of the two ways."""
     compared = [cell for cell in found if cell.gain is not None]
     if not compared:
         return "No cell can be served both on one kind and on two."
@@ -244,7 +244,8 @@ steps, a cell would take minutes."""
 
 
 def can_simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> bool:
-    """False if a run would be too long: of more than ``MOST_STEPS``, or of sessions that are idle between turns."""
+    """Return False if a run would be too long: of more than ``MOST_STEPS``, or of sessions that are idle between
+    turns."""
     if isinstance(cell.workload.reuse, Sessions) and cell.workload.reuse.resumed:
         return False
     course = _course(cell, shape, prices, slo)
@@ -262,7 +263,8 @@ def _course(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Course:
 
 
 def trace(workload: Workload) -> list[TracedRequest]:
-    """Requests of one length, a second apart on average, whose prompts begin alike; none if nothing is shared."""
+    """Return requests of one length, a second apart on average, whose prompts begin alike; none if nothing is
+    shared."""
     shared = round(workload.reuse.shared)
     if not shared:
         return []

@@ -21,7 +21,8 @@ from lamina.planning.plan.workload import Workload
 
 
 def waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: float) -> tuple[Floats, Floats]:
-    """Mean wait, and that at ``percentile``, in a queue before ``servers`` that are busy for a share of the time.
+    """Return the mean wait, and that at ``percentile``, in a queue before ``servers`` that are busy for a share of the
+    time.
 
     ``mean``, ``second``: moments of the time that a server takes. Arrivals are random; those who wait do so for an
     exponentially distributed time (Sakasegawa, 1977, for several servers).
@@ -103,13 +104,14 @@ class Prompts:
         self._kept: dict[tuple[str, int, int, int, int | None], tuple[Floats, Floats]] = {}
 
     def _computed(self, found: float) -> Floats:
-        """Tokens of each prompt that are computed if ``found`` are in a cache on average."""
+        """Return tokens of each prompt that are computed if ``found`` are in a cache on average."""
         return self._lengths - self._workload.reuse.each(found, self._lengths)
 
     # -- attention -----------------------------------------------------------------------------------------------
 
     def attention(self, compute: CostModel, memory: CostModel, way: Way, found: Floats) -> PromptAttention:
-        """Attention of prompts of which ``found`` tokens are cached. With one pool, compute workers have all of it.
+        """Return the attention of prompts of which ``found`` tokens are cached. With one pool, compute workers have all
+        of it.
 
         Interpolated between prompts of which nothing and all that may be is found.
         """
@@ -206,8 +208,8 @@ class Prompts:
     def whole(
         self, model: CostModel, degree: int, replicas: int, budget: int, found: float
     ) -> tuple[float, Callable[[Floats], Floats]]:
-        """Prompts per second of ``replicas`` that compute whole prompts, as many in a step as ``budget`` tokens hold;
-        and the time to a first token at PERCENTILE, by the share of that rate at which they arrive."""
+        """Return prompts per second of ``replicas`` that compute whole prompts, as many in a step as ``budget`` tokens
+        hold; and the time to a first token at PERCENTILE, by the share of that rate at which they arrive."""
         layers, sizes = model.shape.layers, self._computed(found)
         prefix = self._lengths - sizes
         attention = model.chunk_attention_seconds(sizes, prefix, degree)
@@ -285,9 +287,9 @@ class OffloadedSteps:
     def step_seconds(
         self, tokens: Floats, added_s: Floats, having: int, elsewhere: Floats | float = 0.0, late: bool = False
     ) -> Floats:
-        """Seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``, which takes
-        ``added_s`` more on the replica, and so have ``elsewhere`` of the other lanes. ``late``: those of the former are
-        at PERCENTILE by their attention."""
+        """Return seconds of a step while ``having`` of the lanes that share replicas have a chunk of ``tokens``, which
+        takes ``added_s`` more on the replica, and so have ``elsewhere`` of the other lanes. ``late``: those of the
+        former are at PERCENTILE by their attention."""
         way, attends = self.way, self.attends
         own, prefix_s, asked = (
             (attends.late_size, attends.late_prefix_s, attends.late_asked)
@@ -327,7 +329,8 @@ class OffloadedSteps:
         return np.asarray((linear + np.sqrt(np.maximum(linear**2 - 4 * path * reading, 0.0))) / 2)
 
     def steps(self, chunk: Floats, share: Floats, added_s: Floats) -> LaneSteps:
-        """While a ``share`` of each lane's steps have a chunk of ``chunk`` tokens, independently of other lanes."""
+        """Return a lane's steps while a ``share`` of each lane's steps have a chunk of ``chunk`` tokens, independently
+        of other lanes."""
         likely = np.minimum(share, 1.0)
         elsewhere = (self.way.lanes - self.together) * likely
         plain = self.step_seconds(chunk, added_s, 0, elsewhere)

@@ -45,8 +45,8 @@ class SliceTimes:
 
 
 def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
-    """Each worker with a part of a sequence, and how many tokens before ``position`` it has: a worker attends to all of
-    its segments at once. The worker of the last segment comes last."""
+    """Return each worker with a part of a sequence, and how many tokens before ``position`` it has: a worker attends to
+    all of its segments at once. The worker of the last segment comes last."""
     held: dict[int, int] = {}
     for home, first, stop in places:
         tokens = max(0, (position if stop is None else min(stop, position)) - first)
@@ -104,7 +104,7 @@ class StepModel(_Model):
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
     ) -> tuple[int, _native.StepTimes]:
-        """Rows and times of one step.
+        """Return the rows and times of one step.
 
         ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk. ``split``: sequences with
         KV on several memory workers, the last of which is in ``homes``.
@@ -157,11 +157,12 @@ class StepModel(_Model):
         )
 
     def migration_seconds(self, tokens: int) -> float:
-        """Seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
+        """Return seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
         return 2 * self.latency_s + tokens * self._layers * self._kept_bytes * self._memory_byte_s
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
-        """Seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or memory."""
+        """Return seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or
+        memory."""
         return float(self._memory.prefix_attention_seconds(chunk, prefix))
 
 
@@ -177,7 +178,8 @@ class LocalStepModel(_Model):
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
     ) -> tuple[int, _native.StepTimes]:
-        """Rows and times of one step. All KV is here: ``homes``, ``chunk_homes`` and ``split`` say nothing more."""
+        """Return the rows and times of one step. All KV is here: ``homes``, ``chunk_homes`` and ``split`` say nothing
+        more."""
         starts, cost, tp = plan.decoding.starts, self._compute, self._tp
         rows, attention_s = len(starts), 0.0
         if starts:
