@@ -42,9 +42,9 @@ Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguou
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Bytes [offset, offset + nbytes) of a peer's arena, read to ``to`` of one's own.
+    """Reads bytes [offset, offset + nbytes) of a peer's arena to offset ``to`` of the reader's arena.
 
-    ``doorbell`` of one's own arena is set to ``sequence`` once all of them have arrived.
+    ``doorbell`` of the reader's arena is set to ``sequence`` once all bytes have arrived.
     """
 
     offset: int
@@ -62,11 +62,9 @@ class Arena(Protocol):
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
-        ...
 
     def sequence(self, doorbell: int) -> int:
         """Return what a doorbell was last rung with, as far as this endpoint has seen; what it announces is visible."""
-        ...
 
 
 class Peer(Protocol):
@@ -100,26 +98,21 @@ class Endpoint(Protocol):
 
     def register(self, nbytes: int, doorbells: int) -> Arena:
         """Allocate the arena (once per endpoint), all doorbells 0."""
-        ...
 
     def descriptor(self) -> bytes:
         """Return what a peer needs to connect to this endpoint's arena: opaque bytes, sent over the control plane."""
-        ...
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """Open a peer's arena for writing. Raises TransportError if that fails or takes longer than ``timeout_s``."""
-        ...
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer; from now on its loss does not interrupt waits."""
-        ...
 
     def disconnect_for_good(self, peer: Peer) -> None:
         """``disconnect`` from a peer that must not reach this arena again: nothing it has sent arrives from now on.
 
         A peer that shares memory with this process must have ended before: nothing else keeps it from writing.
         """
-        ...
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``.
@@ -127,24 +120,21 @@ class Endpoint(Protocol):
         Raises ValueError outside the arena; PeerLostError once the peer is known to have exited (``wait`` detects
         that, a write alone may not).
         """
-        ...
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter.
 
         Only one peer may ring a doorbell. Raises like ``write``.
         """
-        ...
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Send a message in one call: write the parts consecutively into [offset, offset + nbytes), then ring.
 
         Raises ValueError, before anything is written, if the parts are larger than ``nbytes``; else like ``write``.
         """
-        ...
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
-        """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
+        """Read bytes of the peer's arena into this endpoint's, then ring a doorbell of this endpoint.
 
         Returns before that: ``wait`` sees the doorbell once all bytes have arrived. The peer need not take part, and
         must not change these bytes until it hears that they have been read. Fetches from one peer arrive in the order
@@ -152,7 +142,6 @@ class Endpoint(Protocol):
 
         Raises ValueError outside an arena or for 0 bytes; PeerLostError like ``write``.
         """
-        ...
 
     def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence).
@@ -162,11 +151,9 @@ class Endpoint(Protocol):
         in every call until that peer is disconnected. With a timeout of 0 or less it only checks. Spins briefly, then
         sleeps; releases the GIL.
         """
-        ...
 
     def close(self) -> None:
         """Release all memory and handles. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -176,11 +163,9 @@ class SharesMemory(Protocol):
     def share(self, memory: DeviceMemory) -> bytes:
         """Let peers that get the returned key write there (``post_apart``), until ``unshare``. Raises TransportError
         with the reason if they cannot."""
-        ...
 
     def unshare(self, key: bytes) -> None:
         """End peers' access by this key."""
-        ...
 
     def post_apart(
         self,
@@ -195,7 +180,6 @@ class SharesMemory(Protocol):
     ) -> None:
         """Write the parts into memory that the peer has shared by this key, from byte ``at`` on; then ``post`` a
         header."""
-        ...
 
 
 def part_nbytes(part: Part) -> int:

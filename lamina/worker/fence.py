@@ -28,7 +28,7 @@ class Fence:
         self._control, self._links = control, links
         self.epoch = epoch
         self._lost = False  # a peer is lost: no step may run before the epoch ends
-        self._missing: list[str] = []  # peers from which something of an earlier epoch may still arrive
+        self._missing: list[str] = []  # peers whose messages of an earlier epoch may still arrive
 
     @property
     def open(self) -> bool:
@@ -47,7 +47,7 @@ class Fence:
         self._stop(error)
 
     def miss(self, peer: str) -> None:
-        """Tell the engine that there is no link to a new member. Steps stop until the epoch ends."""
+        """Report that there is no link to a new member. Steps stop until the epoch ends."""
         self._stop(PeerLostError(peer, "it was lost while it joined"))
 
     def _stop(self, error: PeerLostError) -> None:

@@ -263,9 +263,7 @@ class Links:
             except PeerLostError as error:
                 if error.peer not in waiting:
                     raise
-                self.disconnect(error.peer)
-                del waiting[error.peer]
-                failures[error.peer] = str(error)
+                self.disconnect(error.peer, str(error))
                 continue
             except DeadlineError:
                 if time.monotonic() < current.deadline:
@@ -317,7 +315,7 @@ class Links:
 
     @property
     def peers(self) -> list[str]:
-        """The peers that this worker exchanges data with, also those whose link was cut since ``apply_topology``."""
+        """Peers that this worker exchanges data with, also peers whose link was cut since ``apply_topology``."""
         return sorted(self._members)
 
     def has(self, name: str) -> bool:
@@ -400,12 +398,12 @@ class Links:
             raise PeerLostError(name, "it has been disconnected")
         link.endpoint.fetch(link.peer, fetch)
 
-    def disconnect(self, name: str) -> None:
+    def disconnect(self, name: str, reason: str = "") -> None:
         """End the link to a peer, if there is a link; the peer's death no longer ends waits."""
         self._forget_channel(name)
         if self._round is not None and name in self._round.waiting:
             del self._round.waiting[name]
-            self._round.failures[name] = f"{name} has been disconnected"
+            self._round.failures[name] = reason or f"{name} has been disconnected"
         if link := self._links.pop(name, None):
             link.endpoint.disconnect(link.peer)
 

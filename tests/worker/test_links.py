@@ -19,7 +19,7 @@ from lamina.dataplane.slot import Slot
 from lamina.dataplane.transport_choice import Transport
 from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.endpoint import SPIN_S, WaitInTurns
-from lamina.transport.listener import decode
+from lamina.transport.listener import Descriptor, decode
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 from lamina.worker import links as module
@@ -141,6 +141,19 @@ def test_a_write_that_does_not_arrive_proves_nothing(
     assert wait([(1, 1)], TIMEOUT_S) == 0
 
 
+def test_a_peer_that_ends_before_its_proof_fails_alone(cluster: Callable[..., Cluster]) -> None:
+    three = cluster("a", "b", "c")
+    for peer in ("b", "c"):
+        three.way(peer, "a", SHM)
+    ways = {peer: three.way("a", peer, SHM) for peer in ("b", "c")}
+    three.links["a"].connect(Link(1, ways, 2))
+    three.links["b"].close()
+    three.links["c"].connect(Link(1, {"a": three.way("c", "a", SHM)}, 2))
+    answer = three.links["a"].linked(TIMEOUT_S)
+    assert answer is not None and list(answer.failures) == ["b"]
+    assert "has exited or closed its endpoint" in answer.failures["b"]
+
+
 def test_who_tries_another_in_vain_first_still_proves_its_link(
     cluster: Callable[..., Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +162,7 @@ def test_who_tries_another_in_vain_first_still_proves_its_link(
     monkeypatch.setattr(module, "CONNECT_TIMEOUT_S", 3.0)
     three = cluster("a", "b", "silent")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        where = decode(three.offers["silent"].descriptors[TCP], "tcp")
+        where = decode(three.offers["silent"].descriptors[TCP], "tcp", Descriptor)
         nowhere = msgspec.msgpack.encode(replace(where, port=silent.getsockname()[1]))
         three.offers["silent"].descriptors[TCP] = nowhere
         answers = three.link({("a", "silent"): TCP, ("a", "b"): TCP})

@@ -20,7 +20,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import msgspec
@@ -97,7 +97,6 @@ class RdmaPeer:
         self.lost_at = 0.0
 
     def close(self) -> None:
-        """Release all memory."""
         self.sender.close()
         self.connection.close()
         if self.reader is not None and self.reader_connection is not None:
@@ -125,28 +124,18 @@ class _Incoming:
         self.connection.close()
 
 
-@dataclass
-class _Accepted:
-    """The queue pairs of peers, and the identities of peers that get none any more."""
+@dataclass(frozen=True)
+class _Own(ListeningOwn):
+    """``refused``: identities of peers that get no queue pair any more."""
 
-    incoming: list[_Incoming] = field(default_factory=list)
-    refused: set[int] = field(default_factory=set)
+    device: Device
+    incoming: list[_Incoming]
+    refused: set[int]
 
-    def refuse_identity(self, identity: int) -> None:
-        """Close all queue pairs of a peer, and refuse it from now on."""
-        self.refused.add(identity)
-        self.close([pair for pair in self.incoming if pair.identity == identity])
-
-    def close(self, closing: list[_Incoming]) -> None:
+    def close_incoming(self, closing: list[_Incoming]) -> None:
         for pair in closing:
             self.incoming.remove(pair)
             pair.close()
-
-
-@dataclass(frozen=True)
-class _Own(ListeningOwn):
-    device: Device
-    accepted: _Accepted
 
 
 class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
@@ -180,7 +169,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         self._shared.pop(key).close()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
-        where = listener.decode(descriptor, "rdma")
+        where = listener.decode(descriptor, "rdma", Descriptor)
         with contextlib.ExitStack() as undo:
             connection, pair, granted = self._join(where, timeout_s, undo)
             sender = Sender(self._registered().device, pair, granted, where.name)
@@ -207,9 +196,10 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         known.close()
 
     def disconnect_for_good(self, peer: Peer) -> None:
-        known = self._connected(peer)
-        self.disconnect(known)
-        self._registered().accepted.refuse_identity(known.where.identity)  # destroys the queue pairs it writes through
+        own, identity = self._registered(), self._connected(peer).where.identity
+        self.disconnect(peer)
+        own.refused.add(identity)
+        own.close_incoming([pair for pair in own.incoming if pair.identity == identity])
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         known, total = self._connected(peer), part_nbytes(data)
@@ -327,9 +317,11 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         if host is None:
             raise TransportError(f"{selected.reason} has no IPv4 address for {self.name} to listen on; give a host")
         device = Device(_verbs(), selected, arena.native)
-        accepted = _Accepted()
+        incoming, refused = list[_Incoming](), set[int]()
         try:
-            return _Own(arena, self._listen(arena, host, _admit_to(device, accepted)), device, accepted)
+            return _Own(
+                arena, self._listen(arena, host, _admit_to(device, incoming, refused)), device, incoming, refused
+            )
         except TransportError:
             device.close()
             raise
@@ -338,7 +330,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         own.listener.close()
         for peer in self._peers.values():
             peer.close()
-        own.accepted.close(list(own.accepted.incoming))
+        own.close_incoming(list(own.incoming))
         for key in list(self._shared):
             self.unshare(key)
         own.device.close()
@@ -351,9 +343,9 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
         """Return a peer that exited long enough ago for all its writes to have arrived. Closes exited peers' pairs."""
-        incoming = own.accepted.incoming
-        ended = _ended([*(peer.connection for peer in self._peers.values()), *(pair.connection for pair in incoming)])
-        own.accepted.close([pair for pair in incoming if pair.connection in ended])
+        connections = [peer.connection for peer in self._peers.values()]
+        ended = _ended(connections + [pair.connection for pair in own.incoming])
+        own.close_incoming([pair for pair in own.incoming if pair.connection in ended])
         now = time.monotonic()
         for peer in self._peers.values():
             if not peer.lost:
@@ -390,7 +382,7 @@ def dma_buf_obstacle(selected: SelectedPort) -> str:
     return ""
 
 
-def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
+def _admit_to(device: Device, incoming: list[_Incoming], refused: set[int]) -> listener.Admit:
     """Return the listener's ``admit``: gives every peer a queue pair of its own into the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
@@ -398,17 +390,16 @@ def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
             other = msgspec.msgpack.decode(request, type=_Request)
         except msgspec.DecodeError as error:
             raise TransportError(f"invalid request, not a queue pair: {error}") from error
-        if other.identity in accepted.refused:
+        if other.identity in refused:
             raise TransportError("this peer does not take part any more")
-        data, doorbells = device.data, device.doorbells
         pair = QueuePair(device, accepted=True)
         try:
             pair.join(other.pair)
         except TransportError:
             pair.close()
             raise
-        granted = Granted(pair.local, data.key, data.address, doorbells.key, doorbells.address)
-        return msgspec.msgpack.encode(granted), lambda connection: accepted.incoming.append(
+        granted = Granted(pair.local, device.data, device.doorbells)
+        return msgspec.msgpack.encode(granted), lambda connection: incoming.append(
             _Incoming(connection, pair, other.identity)
         )
 

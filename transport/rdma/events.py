@@ -57,7 +57,7 @@ class Events:
         self._armed = False
 
     def close(self) -> None:
-        """Release the queue, which no queue pair may use any more, and the file."""
+        """Release the queue, which no queue pair may use any more."""
         self.completions.close()
         self._channel.close()
 
@@ -99,7 +99,6 @@ class Receiver:
             self._taken -= REFILL
 
     def close(self) -> None:
-        """Release the queues, which no queue pair may use any more."""
         self.queue.close()
         self.events.close()
 

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,36 +55,28 @@ class Pair(msgspec.Struct, array_like=True, frozen=True):
     mtu: int  # ibv_mtu
 
 
+class RemoteMemory(msgspec.Struct, array_like=True, frozen=True):
+    """Memory that a peer may write: its key, and where it begins as its RDMA device sees it."""
+
+    key: int
+    address: int
+
+
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to a queue pair: its other end, and the keys and addresses of the arena."""
+    """The answer to a queue pair: its other end, and the two parts of the arena."""
 
     pair: Pair
-    data_key: int
-    data_address: int
-    doorbells_key: int
-    doorbells_address: int
-
-
-class RemoteMemory(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of a peer that may be written: its key and where it begins."""
-
-    key: int
-    address: int
-
-
-class Region(NamedTuple):
-    """Registered memory: keys for peers and for this process, and its address as the RDMA device sees it."""
-
-    key: int
-    local_key: int
-    address: int
+    data: RemoteMemory
+    doorbells: RemoteMemory
 
 
 class Device:
     """An open port, its protection domain, this process's registered arena, and the receiver of notifications.
 
     Attributes:
-        data, doorbells: of the arena.
+        local_key: of the arena, for this process.
+        data: of the arena, for peers.
+        doorbells: of the arena, for peers.
     """
 
     def __init__(self, verbs: Any, selected: SelectedPort, arena: NativeArena) -> None:
@@ -100,9 +92,10 @@ class Device:
             access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
             nbytes = arena.data_address - arena.doorbells_address + arena.nbytes
             host = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
-            self.doorbells = Region(host.rkey, host.lkey, arena.doorbells_address)
-            self.data = Region(host.rkey, host.lkey, arena.data_address)
-            receiver = Receiver(verbs, self.context, self.domain, self.doorbells.address, self.doorbells.local_key)
+            self.local_key: int = host.lkey
+            self.doorbells = RemoteMemory(host.rkey, arena.doorbells_address)
+            self.data = RemoteMemory(host.rkey, arena.data_address)
+            receiver = Receiver(verbs, self.context, self.domain, self.doorbells.address, self.local_key)
             self.receiver = stack.enter_context(contextlib.closing(receiver))
             self._stack = stack.pop_all()
 
@@ -125,12 +118,11 @@ class Device:
             raise TransportError(f"{what}: {error}") from error
 
     def close(self) -> None:
-        """Release the memory and the device."""
         self._stack.close()
 
 
 def register_memory(verbs: Any, domain: Any, nic: str, memory: DeviceMemory, access: int) -> tuple[Any, int]:
-    """Register a device's memory with ``nic``: the region, and the address by which NICs know its first byte.
+    """Register a device's memory with ``nic``. Returns the region, and its address as NICs see it.
 
     Raises TransportError with the reason if one of the drivers refuses.
     """
@@ -224,7 +216,6 @@ class QueuePair:
         return count, ""
 
     def close(self) -> None:
-        """Destroy the queue pair."""
         self._stack.close()
 
 
@@ -233,8 +224,7 @@ class Sender:
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, peer: str) -> None:
         self._pair, self._peer = pair, peer
-        self._arena = RemoteMemory(granted.data_key, granted.data_address)
-        self._doorbells = RemoteMemory(granted.doorbells_key, granted.doorbells_address)
+        self._arena, self._doorbells = granted.data, granted.doorbells
         self._queue = pair.queue
         enums = device.verbs.enums
         self._signalled = enums.IBV_SEND_SIGNALED
@@ -259,8 +249,10 @@ class Sender:
         stall_s: float,
         target: RemoteMemory | None = None,
     ) -> None:
-        """Write the parts of ``total`` bytes to ``offset`` of the peer's arena or of ``target``, then ring = (doorbell,
-        sequence)."""
+        """Write the parts of ``total`` bytes to ``offset`` of the peer's arena or of ``target``, then ring.
+
+        ``ring``: (doorbell, sequence).
+        """
         there = target or self._arena
         if total <= CHUNK_NBYTES:
             at = self._stage(parts, total, stall_s)
@@ -325,7 +317,7 @@ class Sender:
             raise PeerLostError(self._peer, self.failure)
 
     def _post(self, at: int, there: RemoteMemory, offset: int, nbytes: int, ring: tuple[int, int] | None) -> None:
-        """One post of the data, if any, and the doorbell, if any; the last of them reports its completion."""
+        """Post a write of the data, if any, and of the doorbell, if any; the last write reports its completion."""
         queue, element, doorbells = self._queue, self._element, self._doorbells
         queue.wr_start()
         if nbytes or ring is None:
@@ -349,10 +341,10 @@ class Reader:
     """Reads from one peer's arena into this process's, and rings its own doorbells as reads complete."""
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, own: NativeArena, peer: str) -> None:
-        self._pair, self._granted, self._own, self._peer = pair, granted, own, peer
+        self._pair, self._there, self._own, self._peer = pair, granted.data, own, peer
         self._signalled = device.verbs.enums.IBV_SEND_SIGNALED
         self._to = device.data.address
-        self._element = device.verbs.wr.SGE(self._to, 0, device.data.local_key)
+        self._element = device.verbs.wr.SGE(self._to, 0, device.local_key)
         self._rings: deque[tuple[int, int]] = deque()  # (doorbell, sequence) of every read in flight
         self.failure = ""
 
@@ -373,7 +365,7 @@ class Reader:
         queue, element = self._pair.queue, self._element
         queue.wr_start()
         queue.wr_flags = self._signalled
-        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + fetch.offset)
+        queue.wr_rdma_read(self._there.key, self._there.address + fetch.offset)
         element.addr, element.length = self._to + fetch.to, fetch.nbytes
         queue.wr_set_sge(element)
         queue.wr_complete()
