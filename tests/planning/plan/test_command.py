@@ -13,7 +13,7 @@ from click import Context
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lamina.cli import app, plan_commands
+from lamina.cli import app, plan_commands, plan_ways
 from lamina.cluster import sizing
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import UserError
