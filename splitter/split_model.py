@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -114,22 +114,12 @@ class SliceOutput:
 
 
 def as_numpy(tensor: Tensor) -> Array:
-    """Return the tensor's memory, or that of a copy in host memory, as a C-contiguous array; bfloat16 as uint16
-    bits."""
+    """Return the tensor's memory, or a copy in host memory, as a C-contiguous array; bfloat16 as uint16 bits."""
     tensor = tensor.detach().contiguous().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)
     array: Array = tensor.numpy()
     return array
-
-
-OnQuery = Callable[[Tensor], None]
-
-
-def call_hook(hook: OnQuery | None, query: Tensor) -> None:
-    """Call ``hook`` with q, if it is given."""
-    if hook is not None:
-        hook(query)
 
 
 @dataclass(frozen=True)
@@ -141,7 +131,7 @@ class Slice:
             returns (q, k, v, *context), or (logits,) from the last slice. Equal slices share one graph.
         weights: checkpoint names of its weights, in the graph's input order.
         constants: names of the ``SplitModel.constants`` it uses, in the graph's input order.
-        linears_before_q: (linear layers that run before q exists, all linear layers): the gain of sending q first.
+        linears_before_q: (linear layers that run before q exists, all linear layers).
     """
 
     index: int

@@ -97,10 +97,9 @@ def check_lanes(
         in_place: list[Any] = [b""] * workers
         if turn < 2:
             in_place, places = mapped(kit, rng, moves, [tensor[0].nbytes // shards for tensor in fixed])
-            queries, keys, values = transfer.all(fixed[0], fixed[1], fixed[2], places)
+            queries, keys, values = transfer.fill_messages(fixed[0], fixed[1], fixed[2], places)
         else:
-            queries = [each.copy() for each in transfer.queries(fixed[0])]
-            keys, values = transfer.keys_values(fixed[1], fixed[2])
+            queries, keys, values = transfer.fill_messages(fixed[0], fixed[1], fixed[2])
         for got, source, groups in ((queries, q, moves.queries), (keys, k, moves.appends), (values, v, moves.appends)):
             assert len(got) == len(groups)
             for message, shard_numbers, body in zip(got, groups, in_place, strict=True):
@@ -151,7 +150,7 @@ def test_what_a_step_moves_is_planned_once_for_all_layers(monkeypatch: pytest.Mo
         shapes = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
         q, k, v = (lines.fixed_rows(f"out {place}", 8, shape, torch.float32) for place, shape in enumerate(shapes))
         q.normal_()
-        queries, *_ = step.all(q, k, v)
+        queries, *_ = step.fill_messages(q, k, v)
         for shards, rows in zip(step._moves.queries, queries, strict=True):
             np.testing.assert_array_equal(rows, q.numpy()[shards])
     assert len(planned) == 1

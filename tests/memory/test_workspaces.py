@@ -16,8 +16,7 @@ from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
 from lamina.dataplane.wire import body_nbytes
 from lamina.memory.setup import largest
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
@@ -93,7 +92,7 @@ def serve(store: KvStore, step: StepTables, rng: np.random.Generator) -> list[np
 
 def opened(device: str, specs: list[AttentionSpec], overlap: Overlap, kv: Any, shards: int) -> KvStore:
     """A store with empty sequences."""
-    store = KvStore("memory0", specs, DType.FLOAT32, CAPACITY, 1, overlap, kv, device, shards)
+    store = KvStore("memory0", MemorySetup(specs, DType.FLOAT32, CAPACITY, 1, overlap, False, kv, shards), device)
     heads = 0, specs[0].kv_heads
     segments = [Segment(each, "memory0", heads, (0, None)) for each in range(SEQUENCES)]
     admitted = [Admission(each, 1, 1, [segments[each]], SamplingParams(), 0) for each in range(SEQUENCES)]
@@ -103,7 +102,7 @@ def opened(device: str, specs: list[AttentionSpec], overlap: Overlap, kv: Any, s
 
 @settings(max_examples=8, deadline=None)
 @given(
-    overlap=st.sampled_from([Overlap(), Overlap(True, 1), Overlap(True, 3)]),
+    overlap=st.sampled_from([Overlap(), Overlap(2), Overlap(3)]),
     shards=st.sampled_from([1, 2]),
     kv=st.sampled_from(["auto", "int8"]),
     steps=st.lists(
