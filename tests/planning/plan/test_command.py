@@ -243,8 +243,8 @@ def test_a_checkpoint_that_is_quantised_already_is_launched_as_it_is(monkeypatch
 
 def test_one_pool_is_a_question_too() -> None:
     """Neither the ways nor the words are about a second pool; the launch line is of the best way that can start."""
-    line = "--model Llama-3-8B --compute h100:2 --prices paper --prompt 64 --output 4 --json"
-    result = json.loads(plan(line))
+    line = "plan --model Llama-3-8B --compute h100:2 --prices paper --prompt 64 --output 4 --json"
+    result = json.loads(CliRunner().invoke(app, line.split(), catch_exceptions=False).stdout)  # without progress
     found = [one["way"] for one in result["ways"]]
     assert found and not any("memory," in way and "local" not in way for way in found)
     assert any("local memory" in way for way in found) and any("alone" in way for way in found)
