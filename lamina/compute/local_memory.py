@@ -15,7 +15,7 @@ from lamina.core.steps import StepPlan
 from lamina.memory.device.base import Array, New
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
-from lamina.splitter.parts import Rank
+from lamina.splitter.parts import ONLY, Rank
 
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
 Index = slice | Array
@@ -58,7 +58,7 @@ class LocalShare:
             ``lamina.dataplane.wire.MessageRows``.
     """
 
-    def __init__(self, store: KvStore, tables: StepTables, partials: Partials, rank: Rank) -> None:
+    def __init__(self, store: KvStore, tables: StepTables, partials: Partials, rank: Rank = ONLY) -> None:
         """``partials``: results by shape, overwritten by every ``attend``."""
         rows, shards = tables.rows, store.shards.range_of_rank(rank.number, rank.count)
         self.worker, self.queries = store.worker, rows.queries
