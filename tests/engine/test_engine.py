@@ -16,12 +16,12 @@ from lamina.core.errors import EngineDeadError, TransportError
 from lamina.core.pipeline import Pipeline
 from lamina.core.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
 from tests.support.schedules import client
 from tests.support.waiting import wait_until
+from tests.support.whole_outputs import whole
 
 END_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, n=2)

@@ -12,11 +12,11 @@ from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
 from lamina.control.timeline import Span
 from lamina.core.types import DType, RequestOutput, SamplingParams
-from lamina.engine.updates import whole
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 from tests.support.running import Killable, Streams, run_all, wait_for_recoveries
+from tests.support.whole_outputs import whole
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 pytestmark = pytest.mark.slow

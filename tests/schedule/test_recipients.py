@@ -24,8 +24,8 @@ from lamina.memory.store import KvStore, StepTables
 from lamina.schedule.admission import SHARE
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
-from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 from tests.support.schedules import client, request
+from tests.support.turn_driver import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -253,8 +253,7 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
     assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())
     assert not any(replica.segments for replica in driver.replicas.values())
     recipients = driver.recipients
-    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
-    assert not recipients._admissions
+    assert not recipients._known
 
 
 def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> None:
@@ -292,5 +291,4 @@ def test_a_request_whose_prompt_has_moved_outlives_the_worker_that_it_left() -> 
     ((_, part),) = [one for one in told if one[0] == ("memory1",)]
     assert part.forks == forks and [chunk.sequence for chunk in part.chunks] == [1]
     recipients.select(StepPlan(4, 0, 0, [], [0, 1, 4, 5], [], [], nobody), 0.0)
-    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
-    assert not recipients._admissions
+    assert not recipients._known

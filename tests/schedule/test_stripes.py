@@ -15,15 +15,15 @@ from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
 from lamina.dataplane.wire import check_segments
-from lamina.engine.reading import segments_of
 from lamina.engine.stats import holdings
+from lamina.engine.updates import segments_of
 from lamina.kv import prefix_cache
 from lamina.kv.stripes import StripedPlacement
 from lamina.memory.store import KvStore
 from lamina.schedule.admission import SHARE
 from lamina.schedule.turn import Turn
-from tests.schedule.test_turn import ENOUGH, FIXED, Driver
 from tests.support.schedules import ATTENTIONS, LIMITS, client
+from tests.support.turn_driver import ENOUGH, FIXED, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 

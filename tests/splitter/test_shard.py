@@ -17,7 +17,7 @@ from lamina.splitter import SplitModel, shard
 from lamina.splitter import assemble as assembly
 from lamina.splitter.assemble import assemble, capture_clean
 from lamina.splitter.capture import Capture
-from lamina.splitter.collective import ALL_REDUCE, Reduce, bind
+from lamina.splitter.markers import ALL_REDUCE, Reduce, bind
 from lamina.splitter.parts import Indices, Rank
 from lamina.splitter.split_model import cut
 from tests.splitter.oracle import Runner

@@ -132,7 +132,7 @@ def _fastest_s(work: Callable[[], object]) -> float:
 def _flops(dtype: DType) -> float:
     import torch
 
-    from lamina.models.configuration import torch_dtype
+    from lamina.models.pretrained import torch_dtype
 
     rows, columns, depth = PRODUCT
     weight = torch.ones(columns, depth, dtype=torch_dtype(dtype))
@@ -142,11 +142,12 @@ def _flops(dtype: DType) -> float:
 
 
 def _read_bytes_s(threads: int) -> float:
-    from lamina.kernels.host_memory import allocate, read
+    from lamina import _native
+    from lamina.kernels.host_memory import allocate
 
     memory = allocate(READ_BYTES)
     memory[:] = 1  # allocates every page
-    return READ_BYTES / _fastest_s(lambda: read(memory, threads))
+    return READ_BYTES / _fastest_s(lambda: _native.read_memory(memory, threads))
 
 
 def _copy_bytes_s() -> float:

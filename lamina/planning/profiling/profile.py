@@ -178,14 +178,14 @@ def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
     import torch
 
     from lamina.lowering import lower
-    from lamina.models import directory, weights
-    from lamina.models.configuration import load_config
+    from lamina.models import directory, pretrained
+    from lamina.models.pretrained import load_config
     from lamina.splitter import split
 
     place = directory.find(path, weights=False)
     config = load_config(place)
     model = split(config, DType.BFLOAT16)
-    tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
+    tensors = pretrained.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
     inner = lower(model).with_weights(tensors)[1:-1]
     spec, cut = model.attentions[1], model.cuts[0]
 
