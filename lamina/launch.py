@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from lamina.cluster import locality, pool, ray_placement, sizing
-from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
+from lamina.cluster.bringup import Cluster, Saved, bring_up, greet, take_over
 from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.joining import check_version
 from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
 from lamina.cluster.refusals import require_allowed
 from lamina.cluster.remote_workers import LocalAndRemote, RemoteWorkers
-from lamina.cluster.takeover import Saved, take_over
+from lamina.cluster.sizing import ClusterPlan
 from lamina.config.engine_config import EngineConfig, check_writable
 from lamina.control.agent_messages import Start
 from lamina.control.messages import LoadProgress

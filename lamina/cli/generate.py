@@ -102,10 +102,10 @@ def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
     """Show every segment of every request: which worker kept which tokens of which heads."""
     from rich.table import Table
 
-    cluster = engine.cluster
-    element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
-    per_token = sum(spec.slab_bytes_per_token(element) for spec in cluster.attentions)
-    heads = max(spec.kv_heads for spec in cluster.attentions)
+    loaded = engine.cluster.loaded
+    element = KvElement.from_setting(engine.config.kv_cache_dtype, loaded.dtype)
+    per_token = sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
+    heads = max(spec.kv_heads for spec in loaded.attentions)
     table = Table(title="Where each request's KV was kept", title_justify="left", title_style="bold")
     for name, justify in (("request", "right"), ("memory worker", "left"), ("KV heads", "left"), ("tokens", "left")):
         table.add_column(name, justify="right" if justify == "right" else "left")

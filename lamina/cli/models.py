@@ -39,7 +39,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print the list 
 def _describe(name: str, commit: str, place: Path, nbytes: int, free: int) -> dict[str, Any]:
     """Return one row: what the model takes, how many tokens of KV memory workers hold beside it, or why it does not
     run."""
-    from lamina.cluster.sizing import KV_SHARE
+    from lamina.cluster.slabs import KV_SHARE
     from lamina.models.directory import find
     from lamina.planning.plan.model_shapes import find as shape_of
 

@@ -137,13 +137,13 @@ class EngineProcess:
 
 def describe(engine: Engine) -> str:
     """Return what a server says of its engine when it starts."""
-    held = engine.cluster.weights and f" ({engine.cluster.weights})"
+    held = engine.cluster.loaded.weights and f" ({engine.cluster.loaded.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     defaults = described(engine.sampling_defaults)
     sampling = defaults and f"  sampling {defaults} unless a request says otherwise (generation_config.json)\n"
     return (
-        f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
-        f"{engine.cluster.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
+        f"  model    {engine.model_name}, {engine.cluster.loaded.parameters / 1e6:.1f}M parameters, "
+        f"{engine.cluster.loaded.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
         f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
         f"{sampling}"
