@@ -32,10 +32,10 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import ControlServer
 from lamina.control.timeline import READINGS, Clock, ClockReading
+from lamina.core import __version__
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Member, Role, Topology
 from lamina.core.types import Overlap
-from lamina.core.version import __version__
 from lamina.dataplane.leases import SPARE_LINKS, Messages
 from lamina.dataplane.transport_choice import Choice, Offer, Transport, candidates
 from lamina.schedule.turn import DEPTH

@@ -154,8 +154,11 @@ def pool_change(role: str, wanted: int | str) -> PoolChange:
 def require_kind(kind: str, known: Collection[str]) -> None:
     """Raises ConfigError unless workers of this kind can be started here."""
     if kind not in known:
-        names = ", ".join(name for name in known if name != EMULATED)
-        raise ConfigError(f"unknown kind {kind!r}{near(kind, known)} Known here: {names}")
+        raise ConfigError(f"unknown kind {kind!r}{near(kind, known)} Known here: {_names(known)}")
+
+
+def _names(kinds: Collection[str]) -> str:
+    return ", ".join(name for name in kinds if name != EMULATED)
 
 
 def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
@@ -261,8 +264,7 @@ def _parse_entry(part: str, text: str, known: list[str], default_count: int) -> 
         raise ConfigError(f"pool {text!r} contains {what}; {_GRAMMAR}")
     kind, count = match["kind"], (match["count"] or f":{default_count}")[1:].strip()
     if kind not in known:
-        names = ", ".join(name for name in known if name != EMULATED)
-        raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{near(kind, known)} Known: {names}")
+        raise ConfigError(f"pool {text!r} has the unknown kind {kind!r}{near(kind, known)} Known: {_names(known)}")
     if kind == LOCAL and match["count"]:
         raise ConfigError(f"pool {text!r} gives local a count; it is the compute worker's own memory: write local")
     if not (count.isascii() and count.isdigit() and len(count) <= 9 and 1 <= int(count) <= MAX_COUNT):
