@@ -35,10 +35,10 @@ from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
 from lamina.splitter.split_model import cut
 from tests.splitter import test_shard, test_variants
-from tests.splitter.oracle import Runner
 from tests.splitter.test_shard import Ranks
 from tests.support import reference_attention
 from tests.support.random_models import NAMES, VOCABULARY, random_model, variant
+from tests.support.split_oracle import Runner
 from tests.support.sweep import sweep
 
 ORDINARY = ("gemma2", "deepseek_v3")

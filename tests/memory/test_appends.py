@@ -11,7 +11,7 @@ from lamina.core.types import AttentionSpec, Overlap
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from tests.memory.test_workspaces import SEQUENCES, opened, plan, serve
+from tests.support.store_steps import SEQUENCES, opened, plan, serve
 
 PLAIN = AttentionSpec(0, 4, 2, 16, 16, 0.25)
 SLOPES = AttentionSpec(1, 4, 2, 16, 16, 0.25, alibi_slopes=(0.5, 0.25, 0.125, 0.0625))

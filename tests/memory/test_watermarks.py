@@ -15,8 +15,8 @@ from lamina.dataplane.wire import read_reply
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, worker
 from lamina.memory.device import cpu
-from tests.memory.test_worker import Pair
 from tests.support import reference_attention
+from tests.support.memory_worker import Pair
 
 SPECS = [AttentionSpec(layer=layer, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5) for layer in range(2)]
 PROMPT = 0  # the sequence whose chunks are dealt to lanes

@@ -20,8 +20,8 @@ from lamina.splitter.capture import Capture
 from lamina.splitter.collective import ALL_REDUCE, Reduce, bind
 from lamina.splitter.parts import Indices, Rank
 from lamina.splitter.split_model import cut
-from tests.splitter.oracle import Runner
 from tests.support.random_models import NAMES, VOCABULARY, random_model, variant
+from tests.support.split_oracle import Runner
 from tests.support.sweep import sweep
 
 TIMEOUT_S = 60.0

@@ -11,7 +11,6 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lamina.core.types import DType
 from lamina.splitter import split
-from tests.splitter.oracle import Runner
 from tests.support.random_models import (
     NAMES,
     REPRESENTATIVES,
@@ -20,6 +19,7 @@ from tests.support.random_models import (
     variant,
     write_checkpoint,
 )
+from tests.support.split_oracle import Runner
 from tests.support.sweep import sweep
 
 # Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
