@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.conversations import START_TIMEOUT_S
-from lamina.cluster.ray_placement import PLACE_S
+from lamina.cluster.pool import PLACE_S
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
