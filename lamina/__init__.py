@@ -58,20 +58,10 @@ __all__ = [
     "WorkerError",
 ]
 
-_TYPES = {
-    "CompletionOutput",
-    "FinishReason",
-    "Logprob",
-    "RequestOutput",
-    "SamplingParams",
-    "Segment",
-    "StructuredOutputs",
-}
-
 
 def __getattr__(name: str) -> Any:
     # Imported when first used: `import lamina` and `lamina --help` must not wait for torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    source = "lamina.sdk" if name == "Lamina" else "lamina.core.types" if name in _TYPES else "lamina.core.errors"
-    return getattr(importlib.import_module(source), name)
+    source = "sdk" if name == "Lamina" else "core.errors" if name.endswith("Error") else "core.types"
+    return getattr(importlib.import_module(f"lamina.{source}"), name)

@@ -101,7 +101,6 @@ def launch(
         check_writable("trace", Path(config.trace))
     model = directory.find(config.model, weights=config.load_format != "dummy")
     memory = _memory_pool(config)
-    config = dataclasses.replace(config, memory=",".join(map(str, memory)))
     pools = _assigned(config, memory)
     where = _where(config, host)
     secret = configured(config.secret_file)
@@ -136,7 +135,8 @@ def launch(
         for worker in _workers(config, pools, control):
             launcher.start(worker)
         on_progress = on_progress or (lambda worker, progress: None)
-        plan = _plan(config, model, tokenizer, pools, control, launcher, on_progress, trace=bool(receivers))
+        local = any(entry.kind == LOCAL for entry in memory)
+        plan = _plan(config, model, tokenizer, pools, local, control, launcher, on_progress, trace=bool(receivers))
         cluster = bring_up(control, launcher, plan, on_progress)
     except BaseException as error:
         if launcher is not None:
@@ -163,7 +163,6 @@ def _engine(
     on_trace: Sequence[OnTrace],
     home: Home | None,
 ) -> Engine:
-    """Return the engine of a running cluster."""
     limits = plan.limits
 
     def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
@@ -299,7 +298,7 @@ def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
 
 
 def _where(config: EngineConfig, host: str) -> Where:
-    """Addresses of this machine. Raises ConfigError."""
+    """Return the addresses of this machine. Raises ConfigError."""
     if config.ray is not None:
         if config.listen is not None:
             raise ConfigError("ray places all workers: leave out listen, or ray")
@@ -374,6 +373,7 @@ def _plan(
     model: ModelDirectory,
     tokenizer: Tokenizer,
     pools: Pools,
+    local: bool,
     control: ControlServer,
     launcher: Launcher,
     on_progress: OnProgress,
@@ -392,7 +392,6 @@ def _plan(
     }
     is_open = config.listen is not None or config.ray is not None
     eos = [*tokenizer.eos_token_ids]
-    local = LOCAL in (config.memory or "").split(",")
     plan = sizing.cluster_plan(config, model, eos, kinds, greetings, is_open=is_open, trace=trace, local=local)
     if not is_open:
         return plan

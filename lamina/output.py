@@ -82,15 +82,12 @@ class Unblocked(io.RawIOBase):
                 return
 
     def writable(self) -> bool:
-        """True."""
         return True
 
     def fileno(self) -> int:
-        """Return the descriptor that the thread writes to."""
         return self._descriptor
 
     def isatty(self) -> bool:
-        """True if the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
 

@@ -27,7 +27,7 @@ class MappedArena:
     """An arena of this process. Views stay valid, and keep the memory, after the endpoint has closed.
 
     Attributes:
-        sequence: what a doorbell was last rung with. The native function itself: it is called for every message.
+        sequence: returns what a doorbell was last rung with; the native function, as it is called for every message.
     """
 
     def __init__(self, native: NativeArena) -> None:
@@ -56,7 +56,6 @@ class OwnArena:
     native: NativeArena
 
     def close(self) -> None:
-        """Close the file. Views keep their memory."""
         os.close(self.fd)
 
 
@@ -80,19 +79,20 @@ def allocate(endpoint: str, nbytes: int, doorbells: int) -> OwnArena:
 
 
 class Pages:
-    """Memory that a device has been told of, in whole pages, each once: ranges may share pages.
+    """Pages of memory that are registered with a device, each once: ranges may share pages.
 
     Args:
-        register: tell it of a run of pages (address, bytes). unregister: that it begins no more at this address.
+        register: registers a run of pages, given its address and bytes.
+        unregister: ends the registration at an address.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
         self._register, self._unregister = register, unregister
         self._known = set[int]()
-        self._runs: list[tuple[int, int]] = []  # [start, stop) of those that were registered at once
+        self._runs: list[tuple[int, int]] = []  # [start, stop) that were registered at once
 
     def register(self, at: int, nbytes: int) -> None:
-        """Register what is not known of [at, at + nbytes)."""
+        """Register the pages of [at, at + nbytes) that are not registered."""
         for first, count in _runs(sorted({*range(at // PAGE, -(-(at + nbytes) // PAGE))} - self._known)):
             self._register(first * PAGE, count * PAGE)
             self._runs.append((first * PAGE, (first + count) * PAGE))
@@ -107,7 +107,6 @@ class Pages:
         return not self.covers(at, nbytes) and any(start < at + nbytes and at < stop for start, stop in self._runs)
 
     def clear(self) -> None:
-        """Unregister everything."""
         for start, _ in self._runs:
             self._unregister(start)
         self._runs.clear()
@@ -115,23 +114,22 @@ class Pages:
 
 
 class HostMemory:
-    """What a device has been told of messages in the host's memory.
+    """Registers memory of the host that holds messages with a device.
 
     Attributes:
-        own: where peers write, for good. A copy from there must not span two registrations.
+        own: where peers write; never unregistered. A copy from there must not span two registrations.
     """
 
     def __init__(self, register: Callable[[int, int], None], unregister: Callable[[int], None]) -> None:
-        """Register pages with a device. A TransportError of ``register`` becomes a warning: messages are only slower
-        then."""
+        """A TransportError of ``register`` becomes a warning: messages are only slower without it."""
         self._calls = register, unregister
         self.own = Pages(register, unregister)
         self._failed = False
         self._peers: dict[str, tuple[Buffer, Pages]] = {}
 
     def register_own(self, memory: Buffer) -> None:
-        """Tell the device of own memory. If that fails, it knows of none, also later: no copy may begin in memory that
-        it knows and end in other memory."""
+        """Register memory of this process; after a failure none, also later: no copy may begin in registered memory and
+        end in other memory."""
         if self._failed:
             return
         try:
@@ -142,7 +140,7 @@ class HostMemory:
             self._failed = True
 
     def register_peer(self, peer: str, memory: Buffer) -> bool:
-        """Tell the device of memory of a peer, and keep it. False if that fails."""
+        """Register memory of a peer, and keep it. False if that fails."""
         self.unregister_peer(peer)
         pages = Pages(*self._calls)
         try:
@@ -155,7 +153,6 @@ class HostMemory:
         return True
 
     def unregister_peer(self, peer: str) -> None:
-        """The device uses this peer's memory no more."""
         if known := self._peers.pop(peer, None):
             known[1].clear()
 
@@ -166,7 +163,7 @@ def _address(memory: Buffer) -> int:
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Ascending numbers as runs (first, count)."""
+    """Return ascending numbers as runs (first, count)."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and sum(found[-1]) == number:

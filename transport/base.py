@@ -1,35 +1,12 @@
 """The interface that every transport implements (``Endpoint``), tested by one conformance suite."""
 
-import errno
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy.typing as npt
 
 from lamina.core.errors import DeadlineError
-
-# Cause and remedy when a NIC's driver rejects a dma-buf, by the errno of ibv_reg_dmabuf_mr.
-REFUSALS = {
-    errno.EOPNOTSUPP: "its driver does not support dma-bufs; use a NIC whose driver does (mlx5 of Linux 5.12 or later)",
-    errno.EPROTONOSUPPORT: "the kernel does not support dma-bufs for RDMA; use Linux 5.12 or later",
-    errno.EBADF: "the device's driver did not export a valid dma-buf",
-    errno.EINVAL: "it cannot map the device's memory: both must be behind PCIe bridges that allow peer-to-peer access",
-    errno.ENOMEM: "it cannot map that much memory; raise the limit of locked memory (ulimit -l unlimited)",
-}
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A NIC driver's error for a dma-buf: the errno and pyverbs' message."""
-
-    number: int
-    message: str
-
-    def __str__(self) -> str:
-        why = REFUSALS.get(self.number, "the kernel's log may say more")
-        return f"{self.message} (errno {self.number}): {why}"
 
 
 class DmaBuf(NamedTuple):
@@ -53,26 +30,15 @@ class DeviceMemory(Protocol):
     nbytes: int
 
     def export(self) -> DmaBuf | None:
-        """Export all of it as a dma-buf; None if it is the host's memory, which NICs register by its address. Raises
-        TransportError with the reason if neither is possible."""
+        """Export all of it as a dma-buf; None if it is the host's memory, which NICs register by its address.
+
+        Raises TransportError with the reason if neither is possible.
+        """
 
 
+Target = tuple[int, int]  # a doorbell, and the sequence number that it has to reach
 Buffer = memoryview  # C-contiguous, format "B"
 Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguous that exports the buffer protocol
-
-
-class Sizes(Protocol):
-    """How large an arena is."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes."""
-        ...
-
-    @property
-    def doorbells(self) -> int:
-        """Its doorbells."""
-        ...
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -96,11 +62,9 @@ class Arena(Protocol):
 
     def view(self, offset: int, nbytes: int) -> Buffer:
         """Writable view of [offset, offset + nbytes) without copying. Raises ValueError outside the arena."""
-        ...
 
     def sequence(self, doorbell: int) -> int:
-        """Return what a doorbell was last rung with, as far as this endpoint has seen; acquires what it announces."""
-        ...
+        """Return what a doorbell was last rung with, as far as this endpoint has seen; what it announces is visible."""
 
 
 class Peer(Protocol):
@@ -134,26 +98,21 @@ class Endpoint(Protocol):
 
     def register(self, nbytes: int, doorbells: int) -> Arena:
         """Allocate the arena (once per endpoint), all doorbells 0."""
-        ...
 
     def descriptor(self) -> bytes:
         """Return what a peer needs to connect to this endpoint's arena: opaque bytes, sent over the control plane."""
-        ...
 
     def connect(self, descriptor: bytes, timeout_s: float) -> Peer:
         """Open a peer's arena for writing. Raises TransportError if that fails or takes longer than ``timeout_s``."""
-        ...
 
     def disconnect(self, peer: Peer) -> None:
         """Forget a peer; from now on its loss does not interrupt waits."""
-        ...
 
     def disconnect_for_good(self, peer: Peer) -> None:
         """``disconnect`` from a peer that must not reach this arena again: nothing it has sent arrives from now on.
 
         A peer that shares memory with this process must have ended before: nothing else keeps it from writing.
         """
-        ...
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
         """Copy ``data`` into the peer's arena at ``offset``.
@@ -161,34 +120,30 @@ class Endpoint(Protocol):
         Raises ValueError outside the arena; PeerLostError once the peer is known to have exited (``wait`` detects
         that, a write alone may not).
         """
-        ...
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
         """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter.
 
         Only one peer may ring a doorbell. Raises like ``write``.
         """
-        ...
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
         """Send a message in one call: write the parts consecutively into [offset, offset + nbytes), then ring.
 
         Raises ValueError, before anything is written, if the parts are larger than ``nbytes``; else like ``write``.
         """
-        ...
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
 
-        Returns before that: ``wait`` sees the doorbell once all bytes are there. The peer need not wait or do anything
-        else for it, and must leave these bytes alone until it hears that they have been read. What is fetched from one
-        peer arrives in the order of asking, on a way of its own: messages do not queue behind it.
+        Returns before that: ``wait`` sees the doorbell once all bytes have arrived. The peer need not take part, and
+        must not change these bytes until it hears that they have been read. Fetches from one peer arrive in the order
+        of the calls, on a connection of their own: messages do not queue behind them.
 
-        Raises ValueError outside an arena or for nothing; PeerLostError like ``write``.
+        Raises ValueError outside an arena or for 0 bytes; PeerLostError like ``write``.
         """
-        ...
 
-    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+    def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence).
 
         Returns the index of the first target that is ready; there is no fairness across calls. Raises DeadlineError
@@ -196,11 +151,9 @@ class Endpoint(Protocol):
         in every call until that peer is disconnected. With a timeout of 0 or less it only checks. Spins briefly, then
         sleeps; releases the GIL.
         """
-        ...
 
     def close(self) -> None:
         """Release all memory and handles. Idempotent."""
-        ...
 
 
 @runtime_checkable
@@ -210,11 +163,9 @@ class SharesMemory(Protocol):
     def share(self, memory: DeviceMemory) -> bytes:
         """Let peers that get the returned key write there (``post_apart``), until ``unshare``. Raises TransportError
         with the reason if they cannot."""
-        ...
 
     def unshare(self, key: bytes) -> None:
-        """Nobody writes there any more."""
-        ...
+        """End peers' access by this key."""
 
     def post_apart(
         self,
@@ -229,7 +180,6 @@ class SharesMemory(Protocol):
     ) -> None:
         """Write the parts into memory that the peer has shared by this key, from byte ``at`` on; then ``post`` a
         header."""
-        ...
 
 
 def part_nbytes(part: Part) -> int:
@@ -237,11 +187,11 @@ def part_nbytes(part: Part) -> int:
     return len(part) if isinstance(part, (bytes, bytearray)) else part.nbytes
 
 
-def check_fetch(fetch: Fetch, peer: Sizes, own: Sizes) -> None:
+def check_fetch(fetch: Fetch, peer_nbytes: int, own_nbytes: int, own_doorbells: int) -> None:
     """Raise ValueError unless the fetch reads something and stays inside both arenas."""
-    check_doorbell(fetch.doorbell, own.doorbells)
-    check_range(fetch.offset, fetch.nbytes, peer.nbytes)
-    check_range(fetch.to, fetch.nbytes, own.nbytes)
+    check_doorbell(fetch.doorbell, own_doorbells)
+    check_range(fetch.offset, fetch.nbytes, peer_nbytes)
+    check_range(fetch.to, fetch.nbytes, own_nbytes)
     if fetch.nbytes == 0:
         raise ValueError("cannot fetch 0 bytes")
 
@@ -258,9 +208,7 @@ def check_doorbell(doorbell: int, doorbells: int) -> None:
         raise ValueError(f"doorbell {doorbell} does not exist: the arena has {doorbells}")
 
 
-def deadline_error(
-    name: str, targets: Sequence[tuple[int, int]], reached: Sequence[int], timeout_s: float
-) -> DeadlineError:
-    """Return the error that ``wait`` of endpoint ``name`` raises; ``reached`` are the current values of its targets."""
+def deadline_error(name: str, targets: Sequence[Target], reached: Sequence[int], timeout_s: float) -> DeadlineError:
+    """Return the error that ``wait`` of endpoint ``name`` raises. ``reached``: the current values of its doorbells."""
     states = ", ".join(f"{bell} is at {at} of {goal}" for (bell, goal), at in zip(targets, reached, strict=True))
     return DeadlineError(f"{name} waited {timeout_s:g} s for a message (doorbell {states})")

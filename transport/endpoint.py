@@ -1,22 +1,31 @@
 """Base classes of the real transports' endpoints: arena, peers, descriptors and options."""
 
 import abc
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Collection
-from typing import ClassVar, Generic, Protocol, Required, TypedDict, TypeVar, Unpack
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, Required, TypedDict, TypeVar, Unpack
 
 import msgspec
 
-from lamina.core.errors import TransportError
+from lamina._native import Arena as NativeArena
+from lamina.core.errors import DeadlineError, TransportError
 from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Peer
-from lamina.transport.handshake import PROTOCOL, check_secret
-from lamina.transport.listener import Admit, Descriptor, Listener
+from lamina.transport.base import Endpoint, Peer, Target, deadline_error
+from lamina.transport.listener import PROTOCOL, Admit, Descriptor, Listener, check_secret
 
 SPIN_S = 20e-6  # about the cost of a wake-up, so a wait costs at most twice that of the better of spinning and sleeping
 OWN_CORES_SPIN_S = 2e-3  # if no core is shared: after such a wait, a wake-up adds about 2%
 SILENCE_S = 10.0
 STALL_S = 60.0
+MIN_NAP_S = 50e-6
+MAX_NAP_S = 2e-3
+NAP_SHARE = 8  # a wait on several transports finds a message late by at most this part of the time waited
+
+Wait = Callable[[Sequence[Target], float], int]
+"""Waits for messages, with the arguments and result of ``Endpoint.wait``."""
 
 
 def spin_s(workers: Collection[frozenset[int]]) -> float:
@@ -46,22 +55,18 @@ class Options(TypedDict, total=False):
     stall_s: float
 
 
-class Own(Protocol):
-    """What an endpoint holds from ``register`` to ``close``."""
+@dataclass(frozen=True)
+class Own:
+    """What an endpoint holds from ``register`` to ``close``: the arena that peers write into."""
 
-    @property
-    def arena(self) -> OwnArena:
-        """The arena that peers write into."""
-        ...
+    arena: OwnArena
 
 
-class ListeningOwn(Own, Protocol):
+@dataclass(frozen=True)
+class ListeningOwn(Own):
     """What an endpoint that listens on a port holds from ``register`` to ``close``."""
 
-    @property
-    def listener(self) -> Listener:
-        """Accepts peers' connections."""
-        ...
+    listener: Listener
 
 
 OwnT = TypeVar("OwnT", bound=Own)
@@ -70,16 +75,15 @@ PeerT = TypeVar("PeerT", bound=Peer)
 
 
 class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
-    """The part of ``transport.base.Endpoint`` that holds the arena and peers. A closed endpoint may register again."""
+    """The part of an ``Endpoint`` that holds the arena and peers. A closed endpoint may register again."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._own: OwnT | None = None
         self._allocated: OwnArena | None = None
-        self._peers: list[PeerT] = []
+        self._peers: dict[int, PeerT] = {}  # by id()
 
     def register(self, nbytes: int, doorbells: int) -> MappedArena:
-        """Allocate the arena (once per endpoint), all doorbells 0, and accept peers from now on."""
         self._check_unregistered()
         arena = allocate(self.name, nbytes, doorbells)
         try:
@@ -108,11 +112,11 @@ class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
 
     @abc.abstractmethod
     def _open(self, arena: OwnArena) -> OwnT:
-        """Make what peers need to write into the arena."""
+        """Let peers write into the arena."""
 
     @abc.abstractmethod
     def _leave(self, own: OwnT) -> None:
-        """Release what ``_open`` made, and the peers."""
+        """Release what ``_open`` returned, and the peers."""
 
     def _check_unregistered(self) -> None:
         if self._own is not None:
@@ -124,22 +128,22 @@ class ArenaEndpoint(abc.ABC, Generic[OwnT, PeerT]):
             raise TransportError(f"endpoint {self.name} has no arena: call register() first, and nothing after close()")
         return self._own
 
+    def _connected(self, peer: Peer) -> PeerT:
+        known = self._peers.get(id(peer))
+        if known is None:
+            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
+        return known
+
 
 class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
-    """An endpoint that peers reach at a host and a port, and where both sides prove that they know the cluster secret.
-
-    Args:
-        name: this endpoint's name in peers' errors.
-        options: see ``Options``.
-    """
+    """An endpoint that peers reach at a host and a port, where both sides prove that they know the cluster secret."""
 
     transport: ClassVar[str]
 
     def __init__(self, name: str, **options: Unpack[Options]) -> None:
-        secret = options["secret"]
-        check_secret(secret)
         super().__init__(name)
-        self._secret = secret
+        self._secret = options["secret"]
+        check_secret(self._secret)
         self._host = options.get("host")
         self._advertised = options.get("advertised")
         self.spin_s = options.get("spin_s", SPIN_S)
@@ -147,7 +151,6 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
         self._stall_s = options.get("stall_s", STALL_S)
 
     def descriptor(self) -> bytes:
-        """Return what a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
         own = self._registered()
         native, listens = own.arena.native, own.listener
         where = (self._advertised or listens.host, listens.port, own.arena.identity, native.nbytes, native.doorbells)
@@ -165,3 +168,23 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
             raise TransportError(
                 f"{self.name} cannot listen on {host}: {error}; give it an address of this machine"
             ) from error
+
+
+class WaitInTurns:
+    """A ``Wait`` on several endpoints of one arena: briefly on each, and longer the longer nothing arrives."""
+
+    def __init__(self, name: str, arena: NativeArena, endpoints: Sequence[Endpoint]) -> None:
+        self._name, self._arena, self._endpoints = name, arena, endpoints
+
+    def __call__(self, targets: Sequence[Target], timeout_s: float) -> int:
+        begun = time.monotonic()
+        deadline = begun + timeout_s
+        while True:
+            now = time.monotonic()
+            nap_s = min(max((now - begun) / NAP_SHARE, MIN_NAP_S), MAX_NAP_S) / len(self._endpoints)
+            for endpoint in self._endpoints:
+                with contextlib.suppress(DeadlineError):
+                    return endpoint.wait(targets, min(nap_s, deadline - now))
+            if time.monotonic() >= deadline:
+                reached = [self._arena.sequence(doorbell) for doorbell, _ in targets]
+                raise deadline_error(self._name, targets, reached, timeout_s)

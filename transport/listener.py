@@ -1,27 +1,83 @@
-"""Authenticated TCP connections between endpoints: a thread that accepts peers, and the call that connects to one.
+"""Authenticated TCP connections between endpoints: the handshake, a thread that accepts peers, the call that connects.
 
-For transports that peers reach at a host and a port: tcp, and rdma, which exchanges its queue pairs this way.
+For transports that peers reach at a host and a port: tcp, and rdma, which exchanges its queue pairs this way. In the
+handshake both sides prove that they know the cluster secret.
 """
 
 import contextlib
+import enum
+import hashlib
+import hmac
+import logging
+import secrets
 import selectors
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
 
 import msgspec
 
 from lamina.core.errors import PeerLostError, RefusedError, TransportError
-from lamina.transport.handshake import PROTOCOL, Refusals, Verdict, connecting, listening
+
+logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 RETRY_S = 0.01
 HANDSHAKE_S = 5.0  # for a peer to authenticate
 MAX_WAITING = 256  # unauthenticated connections
+PROTOCOL = 1
+MAGIC = b"lamina"
+MAX_NBYTES = 4096  # of a request or an answer
+MIN_SECRET_NBYTES = 16
+
+_PROOF_NBYTES = 32
+_NONCE_NBYTES = 32
+_VERSION = struct.Struct("<6sH")
+_HELLO = struct.Struct(f"<Q{_NONCE_NBYTES}sH")
+_CHALLENGE = struct.Struct(f"<B{_NONCE_NBYTES}s")
+_ANSWER = struct.Struct("<BH")
 
 # Returns the answer to a request and the function that then takes over the connection; or raises TransportError.
 Admit = Callable[[bytes], tuple[bytes, Callable[[socket.socket], None]]]
+Step = tuple[bytes, int]
+
+
+class Verdict(enum.IntEnum):
+    """The listening side's reply to a connection."""
+
+    ACCEPTED = 0
+    GARBAGE = 1
+    PROTOCOL = 2
+    ENDPOINT = 3
+    SECRET = 4
+    REQUEST = 5
+
+
+_REASONS = {
+    Verdict.GARBAGE: "it does not speak this protocol",
+    Verdict.PROTOCOL: f"it speaks another version of the protocol, this process {PROTOCOL}; "
+    "run the same release of lamina in all workers",
+    Verdict.ENDPOINT: "another endpoint now listens on its port",
+    Verdict.SECRET: "it has another cluster secret; give all workers of a cluster the same",
+    Verdict.REQUEST: "it cannot grant the request",
+}
+
+
+class Refusals:
+    """Counts rejected connections of a listener. Only one thread may add to a kind; any may read ``by_kind``."""
+
+    def __init__(self, name: str) -> None:
+        self.by_kind: Counter[str] = Counter()
+        self._name = name
+
+    def record(self, kind: str, reason: str) -> None:
+        """Count a rejected connection."""
+        self.by_kind[kind] += 1
+        if self.by_kind[kind] == 1:
+            logger.warning("%s rejected a connection: %s (more of this kind are only counted)", self._name, reason)
 
 
 class Descriptor(msgspec.Struct, array_like=True, frozen=True):
@@ -53,8 +109,85 @@ def decode(descriptor: bytes, transport: str) -> Descriptor:
     return where
 
 
+def check_secret(secret: bytes) -> None:
+    """Raise ValueError for a secret short enough to be guessed."""
+    if len(secret) < MIN_SECRET_NBYTES:
+        raise ValueError(f"a cluster secret has at least {MIN_SECRET_NBYTES} bytes; this one has {len(secret)}")
+
+
+def connecting(secret: bytes, identity: int, request: bytes) -> Generator[Step, bytes, bytes]:
+    """Run the connecting side of a handshake; returns the answer. Raises RefusedError if either side rejects the
+    other."""
+    if len(request) > MAX_NBYTES:
+        raise ValueError(f"a request has at most {MAX_NBYTES} bytes; this one has {len(request)}")
+    nonce = secrets.token_bytes(_NONCE_NBYTES)
+    hello = _VERSION.pack(MAGIC, PROTOCOL) + _HELLO.pack(identity, nonce, len(request)) + request
+    challenge = yield hello, _CHALLENGE.size
+    _check_verdict(challenge[0])
+    transcript = hello + challenge
+    answer_head = yield _proof(secret, b"connect", transcript), _ANSWER.size
+    verdict, nbytes = _ANSWER.unpack(answer_head)
+    _check_verdict(verdict)
+    if nbytes > MAX_NBYTES:
+        raise RefusedError(Verdict.GARBAGE.name, _REASONS[Verdict.GARBAGE])
+    answer = yield b"", nbytes
+    proof = yield b"", _PROOF_NBYTES
+    if not hmac.compare_digest(proof, _proof(secret, b"answer", transcript + answer_head + answer)):
+        raise RefusedError(Verdict.SECRET.name, "it does not know the cluster's secret")
+    return answer
+
+
+def listening(secret: bytes, identity: int, grant: Callable[[bytes], bytes]) -> Generator[Step, bytes, None]:
+    """Run the listening side of a handshake. ``grant`` makes the answer to the request of an authenticated peer.
+
+    Raises RefusedError, after yielding the verdict to send, for anything but a valid request. ``grant`` raises
+    TransportError for a request that cannot be granted.
+    """
+    version = yield b"", _VERSION.size
+    magic, protocol = _VERSION.unpack(version)
+    if magic != MAGIC:
+        raise RefusedError(Verdict.GARBAGE.name, "it sent something other than a handshake")
+    if protocol != PROTOCOL:
+        yield from _refuse(Verdict.PROTOCOL, f"it speaks version {protocol} of the protocol, this process {PROTOCOL}")
+    hello = yield b"", _HELLO.size
+    wanted, _, nbytes = _HELLO.unpack(hello)
+    if nbytes > MAX_NBYTES:
+        yield from _refuse(Verdict.REQUEST, f"its request of {nbytes} bytes is larger than {MAX_NBYTES}")
+    request = yield b"", nbytes
+    if wanted != identity:
+        yield from _refuse(Verdict.ENDPOINT, "it wants another endpoint")
+    challenge = _CHALLENGE.pack(Verdict.ACCEPTED, secrets.token_bytes(_NONCE_NBYTES))
+    transcript = version + hello + request + challenge
+    proof = yield challenge, _PROOF_NBYTES
+    if not hmac.compare_digest(proof, _proof(secret, b"connect", transcript)):
+        yield from _refuse(Verdict.SECRET, "it does not know the cluster's secret", _ANSWER.size)
+    try:
+        answer = grant(request)
+    except TransportError as error:
+        yield from _refuse(Verdict.REQUEST, str(error), _ANSWER.size)
+    head = _ANSWER.pack(Verdict.ACCEPTED, len(answer))
+    yield head + answer + _proof(secret, b"answer", transcript + head + answer), 0
+
+
+def _proof(secret: bytes, side: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, side + transcript, hashlib.sha256)
+
+
+def _check_verdict(number: int) -> None:
+    if number == Verdict.ACCEPTED:
+        return
+    known = number in _REASONS
+    verdict = Verdict(number) if known else Verdict.GARBAGE
+    raise RefusedError(verdict.name, _REASONS[verdict])
+
+
+def _refuse(verdict: Verdict, reason: str, nbytes: int = _CHALLENGE.size) -> Generator[Step, bytes, None]:
+    yield bytes([verdict]).ljust(nbytes, b"\0"), 0
+    raise RefusedError(verdict.name, reason)
+
+
 def _tune(connection: socket.socket, silence_s: float) -> None:
-    """Send without delay, and drop a peer whose machine has not answered for about ``silence_s`` seconds."""
+    """Send without delay, and close the connection if the peer's machine has not answered for about ``silence_s``."""
     quarter_s = max(1, round(silence_s / 4))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -129,7 +262,7 @@ def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
 
 
 class _Waiting:
-    """A connection that has not authenticated yet."""
+    """A connection whose peer has not authenticated yet."""
 
     def __init__(self, connection: socket.socket, secret: bytes, identity: int, admit: Admit) -> None:
         self.connection = connection
@@ -154,20 +287,20 @@ class Listener:
             the listener's thread; the latter may raise TransportError and owns the connection even then.
 
     Attributes:
-        host, port: where it listens.
+        host: address that it listens on.
+        port: that it listens on.
         refusals: rejected connections, by verdict. FRAME: accepted, then closed for an invalid frame. SYSTEM: the
             system had no resources for it.
     """
 
     def __init__(self, name: str, host: str, secret: bytes, identity: int, silence_s: float, admit: Admit) -> None:
         self.refusals = Refusals(name)
-        self.host = host
-        self._secret = secret
-        self._identity = identity
-        self._silence_s = silence_s
-        self._admit = admit
+        self.host, self._secret, self._identity = host, secret, identity
+        self._silence_s, self._admit = silence_s, admit
         self._waiting: dict[socket.socket, _Waiting] = {}
-        self._socket = socket.create_server((host, 0), family=_family(host), backlog=128)
+        self._socket = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128
+        )
         self._selector = selectors.DefaultSelector()
         self._socket.setblocking(False)
         self.port: int = self._socket.getsockname()[1]
@@ -254,7 +387,3 @@ class Listener:
             self._forget(waiting)
             self.refusals.record("LATE", f"it did not authenticate within {HANDSHAKE_S:g} s")
             waiting.connection.close()
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

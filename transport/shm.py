@@ -15,8 +15,8 @@ from lamina._native import Arena as NativeArena
 from lamina._native import ShmWaiter
 from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.arena import MEMFD_NAME, OwnArena
-from lamina.transport.base import Fetch, Part, Peer, check_fetch, deadline_error
-from lamina.transport.endpoint import SPIN_S, ArenaEndpoint
+from lamina.transport.base import Fetch, Part, Peer, Target, check_fetch, deadline_error
+from lamina.transport.endpoint import SPIN_S, ArenaEndpoint, Own
 
 PROTOCOL = 1
 
@@ -58,35 +58,26 @@ class ShmPeer:
         self.doorbells = native.doorbells
         self.native = native
         self.pidfd = pidfd
-        self.endpoint: ShmEndpoint | None = None  # that is connected to it
 
 
 @dataclass(frozen=True)
-class _Own:
-    arena: OwnArena
+class _Own(Own):
     waiter: ShmWaiter
 
 
 class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
-    """One worker's end of the data plane in shared memory.
-
-    Args:
-        name: this endpoint's name in peers' errors.
-        spin_s: see ``Options``.
-    """
+    """One worker's end of the data plane in shared memory. ``spin_s``: see ``Options``."""
 
     def __init__(self, name: str, *, spin_s: float = SPIN_S) -> None:
         super().__init__(name)
         self.spin_s = spin_s
 
     def descriptor(self) -> bytes:
-        """Return what a peer needs to connect to this endpoint's arena. Raises TransportError before ``register``."""
         arena = self._registered().arena
         pid = os.getpid()
         return msgspec.msgpack.encode(Descriptor(PROTOCOL, self.name, pid, _start_time(pid), arena.fd, arena.identity))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
-        """Open a peer's arena for writing; does not block. Raises TransportError, PeerLostError."""
         own = self._registered()
         try:
             where = msgspec.msgpack.decode(descriptor, type=Descriptor)
@@ -98,62 +89,50 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
                 "run the same release of lamina in all workers"
             )
         peer = _open(where)
-        peer.endpoint = self
-        self._peers.append(peer)
+        self._peers[id(peer)] = peer
         own.waiter.watch(peer.native, peer.pidfd)
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; from now on its loss does not interrupt waits."""
         known = self._connected(peer)
-        index = self._peers.index(known)
-        self._registered().waiter.forget(index)
-        del self._peers[index]
-        known.endpoint = None
+        self._registered().waiter.forget(list(self._peers).index(id(known)))
+        del self._peers[id(known)]
         os.close(known.pidfd)
 
     def disconnect_for_good(self, peer: Peer) -> None:
-        """``disconnect``. A process keeps its mapping of this arena: it must have ended, or it can still write."""
-        self.disconnect(peer)
+        self.disconnect(peer)  # the peer's process, which keeps its mapping of this arena, must have ended
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
-        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
-        native = self._connected(peer).native
+        known = self._connected(peer)
         try:
-            native.write(offset, data)
+            known.native.write(offset, data)
         except ConnectionResetError:
-            raise _lost(peer) from None
+            raise _lost(known) from None
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
-        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
-        native = self._connected(peer).native
+        known = self._connected(peer)
         try:
-            native.ring(doorbell, sequence)
+            known.native.ring(doorbell, sequence)
         except ConnectionResetError:
-            raise _lost(peer) from None
+            raise _lost(known) from None
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
-        """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
-        native = self._connected(peer).native
+        known = self._connected(peer)
         try:
-            native.post(offset, nbytes, parts, doorbell, sequence)
+            known.native.post(offset, nbytes, parts, doorbell, sequence)
         except ConnectionResetError:
-            raise _lost(peer) from None
+            raise _lost(known) from None
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
-        """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
-
-        The calling thread copies; the doorbell has rung when it returns.
-        """
-        own, theirs = self._registered().arena.native, self._connected(peer).native
-        check_fetch(fetch, theirs, own)
-        if theirs.gone:
-            raise _lost(peer)
-        own.write(fetch.to, memoryview(theirs)[fetch.offset : fetch.offset + fetch.nbytes])
+        """Copy in the calling thread; the doorbell has rung when this returns."""
+        own, known = self._registered().arena.native, self._connected(peer)
+        check_fetch(fetch, known.nbytes, own.nbytes, own.doorbells)
+        if known.native.gone:
+            raise _lost(known)
+        own.write(fetch.to, memoryview(known.native)[fetch.offset : fetch.offset + fetch.nbytes])
         own.ring(fetch.doorbell, fetch.sequence)
 
-    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""
+    def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         own = self._registered()
         try:
             return own.waiter.wait(targets, timeout_s, self.spin_s)
@@ -161,22 +140,16 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
             reached = [own.arena.native.sequence(doorbell) for doorbell, _ in targets]
             raise deadline_error(self.name, targets, reached, timeout_s) from None
         except ConnectionResetError as error:
-            raise _lost(self._peers[error.args[0]]) from None
+            raise _lost(list(self._peers.values())[error.args[0]]) from None
 
     def _open(self, arena: OwnArena) -> _Own:
         return _Own(arena, ShmWaiter(arena.native))
 
     def _leave(self, own: _Own) -> None:
         own.arena.native.mark_gone()
-        for peer in self._peers:
+        for peer in self._peers.values():
             peer.native.nudge()
-            peer.endpoint = None
             os.close(peer.pidfd)
-
-    def _connected(self, peer: Peer) -> ShmPeer:
-        if not isinstance(peer, ShmPeer) or peer.endpoint is not self:
-            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
-        return peer
 
 
 def _open(where: Descriptor) -> ShmPeer:
@@ -217,6 +190,5 @@ def _map(where: Descriptor) -> NativeArena:
         os.close(fd)
 
 
-def _lost(peer: Peer) -> PeerLostError:
-    pid = f"process {peer.pid}" if isinstance(peer, ShmPeer) else "its process"
-    return PeerLostError(peer.name, f"{pid} has exited or closed its endpoint")
+def _lost(peer: ShmPeer) -> PeerLostError:
+    return PeerLostError(peer.name, f"process {peer.pid} has exited or closed its endpoint")

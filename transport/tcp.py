@@ -1,7 +1,7 @@
 """The TCP transport between machines. Implements ``transport.base.Endpoint``.
 
 Frames, streams and the wait are native (``native/transport/tcp.cpp``). This file makes and authenticates connections
-(``transport.handshake``), and reconnects when a connection is lost while the peer still runs.
+(``transport.listener``), and reconnects when a connection is lost while the peer still runs.
 
 The owner's thread receives, inside ``wait`` and whenever ``post`` finds the send window full; the listener's thread
 accepts peers meanwhile. A message is handed to the kernel before ``post`` returns.
@@ -24,9 +24,9 @@ from lamina._native import TcpEndpoint as NativeEndpoint
 from lamina.core.errors import PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.arena import OwnArena
-from lamina.transport.base import Fetch, Part, Peer, deadline_error
-from lamina.transport.endpoint import ListeningEndpoint, Options
-from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, Descriptor, Listener
+from lamina.transport.base import Fetch, Part, Peer, Target, deadline_error
+from lamina.transport.endpoint import ListeningEndpoint, ListeningOwn, Options
+from lamina.transport.listener import HANDSHAKE_S, LOOPBACK, RETRY_S, Admit, Descriptor
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +60,8 @@ class TcpPeer:
 
 
 @dataclass(frozen=True)
-class _Own:
-    arena: OwnArena
+class _Own(ListeningOwn):
     streams: NativeEndpoint
-    listener: Listener
 
     def refuse(self, reason: str) -> None:
         """Count a stream that was closed for an invalid frame."""
@@ -86,14 +84,13 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         self._opener = _Opener(hmac.digest(options["secret"], b"tls", hashlib.sha256) if tls else None)
 
     def connect(self, descriptor: bytes, timeout_s: float) -> TcpPeer:
-        """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
         own = self._registered()
         where = listener.decode(descriptor, "tcp")
         stream = secrets.randbits(64)
         request = _REQUEST.pack(stream, own.arena.identity, _Purpose.STREAM, self._opener.encrypts)
         opened = self._connect(where, request, timeout_s)
         peer = TcpPeer(where, stream, own.streams.connect(opened, where.identity, where.nbytes, where.doorbells))
-        self._peers.append(peer)
+        self._peers[id(peer)] = peer
         return peer
 
     def _connect(self, where: Descriptor, request: bytes, timeout_s: float) -> Connection:
@@ -110,53 +107,40 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
             left_s = max(deadline - time.monotonic(), 0.0)
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; from now on its loss does not interrupt waits."""
         known = self._connected(peer)
         self._registered().streams.disconnect(known.sender)
-        self._peers.remove(known)
+        del self._peers[id(known)]
 
     def disconnect_for_good(self, peer: Peer) -> None:
-        """``disconnect``, and close the streams of that peer: what has not been read of them never arrives."""
         known = self._connected(peer)
-        self._registered().streams.cut(known.sender)
-        self._peers.remove(known)
+        self._registered().streams.cut(known.sender)  # what has not been read of its streams never arrives
+        del self._peers[id(known)]
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
-        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
-        known = self._connected(peer)
-        try:
-            self._registered().streams.write(known.sender, offset, data, self._stall_s, self._reconnect)
-        except TimeoutError:
-            raise self._stalled(known) from None
+        self._send(peer, self._registered().streams.write, offset, data)
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
-        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer, and wake its waiter."""
-        known = self._connected(peer)
-        try:
-            self._registered().streams.ring(known.sender, doorbell, sequence, self._stall_s, self._reconnect)
-        except TimeoutError:
-            raise self._stalled(known) from None
+        self._send(peer, self._registered().streams.ring, doorbell, sequence)
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
-        """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
+        self._send(peer, self._registered().streams.post, offset, nbytes, parts, doorbell, sequence)
+
+    def _send(self, peer: Peer, call: Callable[..., None], *what: object) -> None:
         known = self._connected(peer)
         try:
-            self._registered().streams.post(
-                known.sender, offset, nbytes, parts, doorbell, sequence, self._stall_s, self._reconnect
-            )
+            call(known.sender, *what, self._stall_s, self._reconnect)
         except TimeoutError:
-            raise self._stalled(known) from None
+            self._lose(known, f"it has accepted no bytes for {self._stall_s:g} s")
+            raise PeerLostError(known.name, known.lost) from None
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
-        """Read bytes of the peer's arena into one's own, then ring one's own doorbell."""
         known = self._connected(peer)
         if known.lost:
             raise PeerLostError(known.name, known.lost)
         own = self._registered().streams
         own.fetch(known.sender, fetch.offset, fetch.nbytes, fetch.to, fetch.doorbell, fetch.sequence)
 
-    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""
+    def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         own = self._registered()
         try:
             return own.streams.wait(targets, timeout_s, self.spin_s, self._reconnect, own.refuse)
@@ -169,7 +153,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         streams = NativeEndpoint(arena.native)
         try:
             admit = _admit_to(streams, self._opener)
-            return _Own(arena, streams, self._listen(arena, self._host or LOOPBACK, admit))
+            return _Own(arena, self._listen(arena, self._host or LOOPBACK, admit), streams)
         except TransportError:
             streams.close()
             raise
@@ -178,14 +162,9 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         own.listener.close()
         own.streams.close()
 
-    def _connected(self, peer: Peer) -> TcpPeer:
-        if not isinstance(peer, TcpPeer) or peer not in self._peers:
-            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
-        return peer
-
     def _reconnect(self, sender: TcpSender, seconds: float) -> None:
         """Try once to make a missing connection. Raises PeerLostError once the peer counts as lost."""
-        peer = next(peer for peer in self._peers if peer.sender is sender)
+        peer = next(peer for peer in self._peers.values() if peer.sender is sender)
         if peer.lost:
             raise PeerLostError(peer.name, peer.lost)
         if sender.is_lost:
@@ -226,20 +205,15 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
         peer.lost = reason
         peer.sender.lose()
 
-    def _stalled(self, peer: TcpPeer) -> PeerLostError:
-        self._lose(peer, f"it has accepted no bytes for {self._stall_s:g} s")
-        return PeerLostError(peer.name, peer.lost)
-
 
 class _Opener:
-    """Wraps connected sockets as native connections: plain, or with TLS if there is a key."""
+    """Makes native connections of connected sockets: plain, or with TLS if there is a key."""
 
     def __init__(self, key: bytes | None) -> None:
         self._key = key
 
     @property
     def encrypts(self) -> bool:
-        """True if connections use TLS."""
         return self._key is not None
 
     def require_tls(self) -> None:

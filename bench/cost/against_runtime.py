@@ -39,7 +39,7 @@ from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import MEMORY_SHARE_USABLE
 from lamina.planning.plan.fit_store import ProfileStore
 from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.reuse import Content
+from lamina.planning.plan.workload import Content
 from lamina.planning.profiling import profile
 from lamina.planning.profiling.measure import Watch
 from lamina.planning.simulate import Arrivals, Deployment, Fault, Result, simulate

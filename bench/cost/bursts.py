@@ -7,16 +7,17 @@ a replica then loads its weights. The burst waits meanwhile, so it ends as much 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.cost.lamina_paper import RENTS, cost_model
 from bench.cost.page import Section
 from bench.cost.published import Comparison
-from lamina.planning.plan import hardware, homogeneous, model_shapes, workload
+from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
-from lamina.planning.plan.planner import Goals, Partition, Planner, Pools
+from lamina.planning.plan.planner import Planner, evaluate_group
+from lamina.planning.plan.ways import NO_LIMITS, Way
 
 PEAK = 6
 CONTEXT = 65_536
@@ -47,19 +48,18 @@ class Elastic:
 def memory_workers(model: CostModel, tensor_parallel: int, memory: Hardware, base: int, tbt_s: float) -> Elastic | None:
     """The cheapest compute workers for the peak, and as many memory workers as the sequences need."""
     costs = {model.hardware.kind: model, memory.kind: cost_model(model.shape, memory)}
-    planner = Planner(model.shape, workload.of_context(CONTEXT), costs, RENTS, Goals(tbt_s=tbt_s))
+    planner = Planner(model.shape, workload.of_context(CONTEXT), costs, RENTS, replace(NO_LIMITS, tbt_s=tbt_s))
 
     def serves(groups: int, workers: int, sequences: int) -> bool:
         plans = (
             planner.evaluate(
-                Pools(
+                Way(
                     compute=model.hardware,
+                    compute_workers=groups * tensor_parallel,
                     tensor_parallel=tensor_parallel,
-                    replicas=groups,
                     memory=memory,
                     memory_workers=workers,
                     lanes=lanes,
-                    partition=Partition.REQUEST,
                 )
             )
             for lanes in (groups, 2 * groups)
@@ -90,7 +90,7 @@ def burst(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Sectio
     for target in published["savings"]:
         shape, h100 = model_shapes.find(target["model"]), catalogue["h100"]
         model, degree = cost_model(shape, h100), target["tensor_parallel"]
-        group = homogeneous.evaluate(model, degree, workload.of_context(CONTEXT), target["tbt_s"])
+        group = evaluate_group(model, degree, workload.of_context(CONTEXT), target["tbt_s"])
         batch = group.batch if group else 0
         split = memory_workers(model, degree, catalogue[target["kind"]], batch, target["tbt_s"]) if batch else None
         what = f"{shape.name}, attention on {target['kind']}"

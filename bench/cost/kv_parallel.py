@@ -10,7 +10,7 @@ from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.profile_curves import ROUND_TRIP_S
+from lamina.planning.plan.overheads import ROUND_TRIP_S
 from lamina.planning.simulate import Arrivals, Deployment
 from lamina.planning.simulate.virtual_runtime import Simulation
 

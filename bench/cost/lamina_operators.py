@@ -10,7 +10,7 @@ from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import CostModel
-from lamina.planning.plan.profile_curves import ROUND_TRIP_S
+from lamina.planning.plan.overheads import ROUND_TRIP_S
 
 BATCHES = (1, 4, 16, 64, 256, 1024, 2048, 4096)
 CONTEXTS = (128, 256, 512, 1024, 1500, 2048, 4096)

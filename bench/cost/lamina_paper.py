@@ -11,10 +11,11 @@ import numpy as np
 from bench.cost.page import Section, axes, legend_above, show
 from bench.cost.published import Comparison
 from bench.cost.published_times import read_operators
-from lamina.planning.plan import hardware, homogeneous, model_shapes, prices, workload
+from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel, Fits
 from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.planner import Goals, Partition, Plan, Planner, Pools
+from lamina.planning.plan.planner import Plan, Planner, evaluate_group, group_capacity, group_step_seconds
+from lamina.planning.plan.ways import NO_LIMITS, Partition, Way
 
 MEASUREMENTS = Path(__file__).parent / "measurements"
 CONTEXTS = (512, 1024, 2048, 4096)
@@ -51,12 +52,12 @@ class Layout:
     memory: hardware.Hardware
     workers: int
 
-    def pools(self, lanes: int, partition: Partition = Partition.REQUEST) -> Pools:
+    def pools(self, lanes: int, partition: Partition = Partition.REQUEST) -> Way:
         """These devices with so many lanes in flight."""
-        return Pools(
+        return Way(
             compute=self.compute,
+            compute_workers=self.devices,
             tensor_parallel=self.devices,
-            replicas=1,
             memory=self.memory,
             memory_workers=self.workers,
             lanes=lanes,
@@ -67,7 +68,7 @@ class Layout:
 def planner(shape: ModelShape, layout: Layout, served: workload.Workload, market: prices.Prices = PAPER) -> Planner:
     """A planner for the kinds of one layout."""
     costs = {device.kind: cost_model(shape, device) for device in (layout.compute, layout.memory)}
-    return Planner(shape, served, costs, market, Goals())
+    return Planner(shape, served, costs, market, NO_LIMITS)
 
 
 def table_1(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
@@ -229,13 +230,13 @@ def _best_ratio(
     alone = max(
         found.tokens_s / (devices * usd)
         for devices in (1, 2, 4, 8)
-        if (found := homogeneous.evaluate(model, devices, served))
+        if (found := evaluate_group(model, devices, served))
     )
     best = 0.0
     costs = {a100.kind: model, memory.kind: CostModel(shape, memory, Fits.load(a100))}
-    offloading = Planner(shape, served, costs, market, Goals())
+    offloading = Planner(shape, served, costs, market, NO_LIMITS)
     for devices, replicas, workers in product((1, 2, 4, 8), (1, 2, 4), range(PIECES // 2, 12 * PIECES, PIECES // 2)):
-        pools = replace(Layout(a100, devices, memory, workers).pools(replicas + 1), replicas=replicas)
+        pools = replace(Layout(a100, devices, memory, workers).pools(replicas + 1), compute_workers=devices * replicas)
         if plan := offloading.evaluate(pools):
             best = max(best, plan.tokens_s / plan.usd_per_hour)
     return best / alone
@@ -264,11 +265,11 @@ def figures_12_and_13(published: Mapping[str, Any], catalogue: hardware.Catalogu
         dollars = devices * usd
         for context in CONTEXTS:
             served = workload.of_context(context)
-            alone = homogeneous.evaluate(model, devices, served)
+            alone = evaluate_group(model, devices, served)
             offloading = planner(shape, layout, served)
             single, rotating = (offloading.evaluate(layout.pools(lanes)) for lanes in (1, 2))
             assert alone and single and rotating
-            most = homogeneous.capacity(model, devices, served)
+            most = group_capacity(model, devices, served)
             largest, _ = offloading.curve(layout.pools(1))[-1]
             batch_ratios.append(largest / most)
             speed_ratios.append(single.tokens_s / alone.tokens_s)
@@ -374,9 +375,9 @@ def _bands(
 def _throughput_by_batch(axis: Any, name: str, model: CostModel, layout: Layout, context: int) -> None:
     served = workload.of_context(context)
     offloading = planner(model.shape, layout, served)
-    most = homogeneous.capacity(model, layout.devices, served)
+    most = group_capacity(model, layout.devices, served)
     batches = np.unique(np.geomspace(1, most, 12).astype(int))
-    speeds = [b / homogeneous.step_seconds(model, layout.devices, b, context) for b in batches]
+    speeds = [b / group_step_seconds(model, layout.devices, b, context) for b in batches]
     axis.plot(batches, speeds, "-o", label=f"{layout.devices} A100 alone")
     for lanes, label in ((1, "offloaded, one lane"), (2, "offloaded, two lanes")):
         curve = offloading.curve(layout.pools(lanes))

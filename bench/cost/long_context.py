@@ -13,7 +13,7 @@ from bench.cost.published import Comparison
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
-from lamina.planning.plan.profile_curves import ROUND_TRIP_S
+from lamina.planning.plan.overheads import ROUND_TRIP_S
 
 
 def shipping(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:

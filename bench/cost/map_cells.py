@@ -8,13 +8,11 @@ Llama-3-70B on up to 8 H100 and 8 H20, at the rents of the second Lamina paper. 
 
 import argparse
 
+from lamina.planning.crossover_map import Cell, cells, simulate
 from lamina.planning.plan import hardware, model_shapes, prices
 from lamina.planning.plan.cost import CostModel, Fits
-from lamina.planning.plan.crossover_map import Cell, cells
-from lamina.planning.plan.reuse import Sessions
 from lamina.planning.plan.ways import Slo
-from lamina.planning.plan.workload import of_lengths
-from lamina.planning.simulate.cells import simulate
+from lamina.planning.plan.workload import Sessions, of_lengths
 
 MODEL, COMPUTE, MEMORY, COUNT = "Llama-3-70B", "h100", "h20", 8
 CELLS = ((4096, 128, 0), (16384, 128, 0), (16384, 512, 0), (1024, 512, 922))

@@ -6,8 +6,8 @@ Every row of four files in ``bench/cost/measurements`` is predicted by the simul
 single requests of a ShareGPT trace on one GPU, and means at a fixed concurrency on 1 to 8. Each is one run of the
 simulator: nothing of a row but its lengths, its concurrency and its devices is used.
 
-The engine's figures (``lamina.planning.plan.engines``) were fitted by hand to the rows called *fitted*: every other row
-of a file. The others are *held out*, but rows of both kinds were looked at while the terms were chosen.
+The engine's figures (``lamina.planning.plan.overheads``) were fitted by hand to the rows called *fitted*: every other
+row of a file. The others are *held out*, but rows of both kinds were looked at while the terms were chosen.
 ``--kernels-alone`` leaves all figures of the engine out: the model as it was.
 """
 
@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamina.planning.plan import hardware, model_shapes
-from lamina.planning.plan.engines import NO_OVERHEAD, VLLM, VLLM_012, Engine
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.overheads import NO_OVERHEAD, VLLM, VLLM_012, Engine
 from lamina.planning.simulate import Arrivals, Deployment, Result, System, simulate
 
 MEASUREMENTS = Path(__file__).parent / "measurements"

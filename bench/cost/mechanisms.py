@@ -10,10 +10,11 @@ from bench.cost.lamina_paper import cost_model
 from bench.cost.long_context import Servers
 from bench.cost.page import Section, axes
 from bench.cost.published import Comparison
-from lamina.planning.plan import hardware, homogeneous, model_shapes, workload
+from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel
+from lamina.planning.plan.planner import evaluate_group
 from lamina.planning.simulate import Deployment
-from lamina.planning.simulate.arrivals import Ints
+from lamina.planning.simulate.scenario import Ints
 
 
 def mechanisms(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
@@ -92,7 +93,7 @@ def _short(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Compar
     for row in setup["rows"]:
         model, traffic = cost_model(model_shapes.find(row["model"]), a100), workload.of_context(setup["context"])
         degree, copies = row["tensor_parallel"], row["instances"]
-        each, whole = (homogeneous.evaluate(model, devices, traffic) for devices in (degree, copies * degree))
+        each, whole = (evaluate_group(model, devices, traffic) for devices in (degree, copies * degree))
         assert each is not None and whole is not None
         gains.append(100 * (copies * each.tokens_s / whole.tokens_s - 1))
     return [
@@ -112,7 +113,7 @@ def _movement(published: Mapping[str, Any], a100: hardware.Hardware) -> list[Com
     """A decode step beside which KV of some tokens moves: it takes the longer of both."""
     setup = published["movement"]
     model = cost_model(model_shapes.find(setup["model"]), a100)
-    batch = homogeneous.evaluate(model, 1, workload.of_context(1000))
+    batch = evaluate_group(model, 1, workload.of_context(1000))
     assert batch is not None
     rows = []
     for row in setup["rows"]:

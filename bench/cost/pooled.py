@@ -15,9 +15,9 @@ from lamina.kv.policies import ByDebt, Held, Load, Policy, View, Wish
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.simulate import Arrivals, Deployment, State, System
-from lamina.planning.simulate.arrivals import Ints
 from lamina.planning.simulate.baseline_instance import BLOCK, Batch, Instance, Running, blocks_of
 from lamina.planning.simulate.baselines import BaselineSimulation
+from lamina.planning.simulate.scenario import Ints
 
 MOST_BUSY = 0.9
 """Share of the time of a prompt that attention for others may take."""

@@ -10,10 +10,11 @@ import numpy as np
 from bench.cost.lamina_paper import RENTS, Layout, cost_model, planner
 from bench.cost.page import Section, axes, legend_above
 from bench.cost.published import Comparison
-from lamina.planning.plan import hardware, homogeneous, model_shapes, workload
+from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.advice import beyond, recommend
 from lamina.planning.plan.cost import CostModel
-from lamina.planning.plan.planner import Partition, Plan, layouts
+from lamina.planning.plan.planner import Group, Plan, evaluate_group
+from lamina.planning.plan.ways import Partition, layouts
 from lamina.planning.simulate import Arrivals, Deployment, System, simulate
 
 
@@ -199,9 +200,9 @@ def _best(layout: Layout, shape: model_shapes.ModelShape, traffic: workload.Work
     return max(plans, key=lambda plan: plan.tokens_s)
 
 
-def _best_alone(model: CostModel, devices: int, traffic: workload.Workload) -> homogeneous.Homogeneous:
+def _best_alone(model: CostModel, devices: int, traffic: workload.Workload) -> Group:
     """All devices in one tensor-parallel group, or in two side by side, whichever draws more."""
-    whole = homogeneous.evaluate(model, devices, traffic)
-    half = homogeneous.evaluate(model, devices // 2, traffic)
-    both = half and homogeneous.Homogeneous(batch=2 * half.batch, tbt_s=half.tbt_s, tokens_s=2 * half.tokens_s)
+    whole = evaluate_group(model, devices, traffic)
+    half = evaluate_group(model, devices // 2, traffic)
+    both = half and Group(batch=2 * half.batch, tbt_s=half.tbt_s, tokens_s=2 * half.tokens_s)
     return max((found for found in (whole, both) if found), key=lambda found: found.tokens_s)

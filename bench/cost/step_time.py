@@ -22,8 +22,9 @@ from rich.table import Table
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.fit_store import ProfileStore
-from lamina.planning.plan.planner import Goals, Partition, Planner, Pools
+from lamina.planning.plan.planner import Planner
 from lamina.planning.plan.prices import UNPRICED
+from lamina.planning.plan.ways import NO_LIMITS, Way
 from lamina.planning.profiling import profile
 from lamina.planning.profiling.profile import Run
 
@@ -49,17 +50,9 @@ class Cell:
 def predicted_s(model: CostModel, run: Run) -> float:
     """Seconds between tokens by the planner's formula."""
     lanes = min(run.lanes, run.batch)
-    pools = Pools(
-        compute=model.hardware,
-        tensor_parallel=1,
-        replicas=1,
-        memory=model.hardware,
-        memory_workers=1,
-        lanes=lanes,
-        partition=Partition.REQUEST,
-    )
+    pools = Way(compute=model.hardware, compute_workers=1, memory=model.hardware, memory_workers=1, lanes=lanes)
     served = workload.of_context(max(1, round(run.live)))
-    planner = Planner(model.shape, served, {model.hardware.kind: model}, UNPRICED, Goals())
+    planner = Planner(model.shape, served, {model.hardware.kind: model}, UNPRICED, NO_LIMITS)
     return float(planner.tbt(pools, np.array([run.batch / lanes]))[0])
 
 

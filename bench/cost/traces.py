@@ -30,8 +30,7 @@ from typing import Any
 import numpy as np
 
 from lamina.planning.plan.kernel_times import Floats
-from lamina.planning.plan.reuse import Content
-from lamina.planning.plan.workload import TracedRequest
+from lamina.planning.plan.workload import Content, TracedRequest
 
 PROMPT = 178
 BUDGETS = (0, 2048, 4096, 8192, 16384, 32768)

@@ -13,12 +13,12 @@ import argparse
 import dataclasses
 import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from bench.gpu import vllm_peer
@@ -66,12 +66,15 @@ def measure(engine: Engine, batch: int, context: int, tokens: int) -> tuple[floa
 def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int, drawn: Path | None = None) -> list[float]:
     """Seconds of a step of each cell; some steps of the last are ``drawn``, for which workers note what they do."""
     spans: dict[str, list[Span]] = {}
-    engine, seconds = launch(config, None, None if drawn is None else spans.update), []
+    begun, seconds = time.monotonic(), list[float]()
+    engine = launch(config, None, None if drawn is None else spans.update)
+    print(f"memory {config.memory}: started in {time.monotonic() - begun:.0f} s", flush=True)
     try:
-        with Progress() as progress:
-            for batch, context in progress.track(cells, description=f"memory {config.memory}"):
-                step_s, window = measure(engine, batch, context, tokens)
-                seconds.append(step_s)
+        for batch, context in cells:
+            begun = time.monotonic()
+            step_s, window = measure(engine, batch, context, tokens)
+            seconds.append(step_s)
+            print(f"{batch} x {context}: {1e3 * step_s:.2f} ms ({time.monotonic() - begun:.0f} s)", flush=True)
     finally:
         engine.close()
     middle = (window.begin_ns + window.end_ns) // 2

@@ -146,7 +146,7 @@ class Cluster:
         for _ in self._specs:
             message = self._mail.channels[MEMORY].begin(0, self._turn, 0, nbytes)
             message.lay_out(0, [np.resize(self._request.view(np.uint8), nbytes)])
-            message.send([])
+            message.send_piece([])
             self._receive()
 
     def _plan(self, admitted: list[Admission], chunks: list[SequenceStep], rows: DecodeRows) -> None:
@@ -162,7 +162,7 @@ class Cluster:
         trips = []
         for _ in self._specs:
             begun = time.perf_counter()
-            self._mail.channels[MEMORY].send(0, self._turn, self._request.nbytes, [self._request])
+            self._mail.channels[MEMORY].send_message(0, self._turn, self._request.nbytes, [self._request])
             self._receive()
             trips.append(time.perf_counter() - begun)
         return trips

@@ -26,10 +26,10 @@ from lamina.compute.mail import Mail
 from lamina.compute.runner import NativeRunner
 from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap, Segment
-from lamina.dataplane.channel import Body, Channel
+from lamina.dataplane.channel import Channel, Hub
 from lamina.dataplane.fetching import Fetcher
-from lamina.dataplane.hub import Hub
 from lamina.dataplane.leases import SLOTS, ArenaPlan, Lease, Leases, messages
+from lamina.dataplane.slot import Body
 from lamina.splitter import SliceOutput
 from lamina.transport.base import Arena, Endpoint, Fetch, Part, Peer
 from lamina.transport.shm import ShmEndpoint
@@ -174,7 +174,7 @@ def _answer(memory: Station) -> None:
     rows = request.nbytes // (SPEC.query_bytes_per_token(DType.BFLOAT16) + SPEC.kv_bytes_per_token(DType.BFLOAT16))
     channel.free(slot)
     out, lse = rows * SPEC.query_heads * SPEC.v_dim * 4, rows * SPEC.query_heads * 4
-    channel.begin(request.lane, request.turn, out + lse).send([bytes(0)])
+    channel.begin(request.lane, request.turn, out + lse).send_piece([bytes(0)])
     memory.hub.flush()
 
 

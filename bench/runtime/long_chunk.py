@@ -160,7 +160,7 @@ class Cluster:
     def _send(self, lane: int, nbytes: int, bulk: int = 0) -> None:
         message = self._mail.channels[MEMORY].begin(lane, self._turns[lane], nbytes, bulk)
         message.lay_out(0, [np.resize(self._values, bulk)])
-        message.send([np.resize(self._values, nbytes)])
+        message.send_piece([np.resize(self._values, nbytes)])
         self._mail.expect(lane, [MEMORY])
 
     def receive(self, lane: int, timeout_s: float = TIMEOUT_S) -> bool:

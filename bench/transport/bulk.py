@@ -31,7 +31,6 @@ from lamina.core.errors import DeadlineError
 from lamina.core.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan
 from lamina.core.topology import FIRST
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
-from lamina.dataplane.hub import Target
 from lamina.dataplane.leases import DOORBELLS, LANDING_NBYTES, ArenaPlan, Leases, aligned, lease_nbytes
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.transport_choice import Transport
@@ -41,7 +40,7 @@ from lamina.memory.moving import Migrations, Open
 from lamina.memory.pulls import GapWork, Puller
 from lamina.memory.store import KvStore
 from lamina.planning.profiling.transports import SPINS, make_endpoint
-from lamina.transport.base import Arena, Endpoint
+from lamina.transport.base import Arena, Endpoint, Target
 from lamina.transport.listener import LOOPBACK
 
 SPECS = [AttentionSpec(layer, 32, 8, 128, 128, scale=128**-0.5) for layer in range(8)]
@@ -252,7 +251,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
                 continue
             if ready is not None:
                 number += 1
-                outbox.send([answer], number)
+                outbox.write_and_ring([answer], number)
         pulled, seconds = store.kept - kept, time.perf_counter() - start
         while puller.awaited or puller.may_ask:
             puller.wait(endpoint.wait, [], 0.0, NoGapWork())
@@ -289,7 +288,7 @@ def measure(transport: Transport, bulk: str, rounds: int, slice_us: float, cores
                     pass
                 number += 1
                 sent = time.perf_counter()
-                outbox.send([request], number)
+                outbox.write_and_ring([request], number)
                 endpoint.wait([(BELL, number)], TIMEOUT_S)
                 trips.append((time.perf_counter() - sent) * 1e6)
             nbytes, took = pipe.recv()

@@ -4,8 +4,8 @@
 
 Each process has a core of its own, if there are two: on one core, whoever spins keeps the other from running.
 "spinning" waits on the doorbell without giving up the core; "sleeping" goes to the futex at once; "default" is what
-workers do. The time is that of Outbox.send and Endpoint.wait on both sides, Python included; ``doorbell.cpp``, where a
-compiler is there, does the same in native code alone, and without a message.
+workers do. The time is that of Outbox.write_and_ring and Endpoint.wait on both sides, Python included;
+``doorbell.cpp``, where a compiler is there, does the same in native code alone, and without a message.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def answer(descriptor: str, spin_s: float, rounds: int, nbytes: int) -> None:
     outbox, arrived = Outbox(endpoint, peer, Slot(0, nbytes, 0)), arena.view(0, nbytes)
     for n in range(1, rounds + 1):
         endpoint.wait([(0, n)], TIMEOUT_S)
-        outbox.send([arrived], n)
+        outbox.write_and_ring([arrived], n)
     endpoint.close()
 
 
@@ -77,7 +77,7 @@ def measure(mode: str, rounds: int, nbytes: int, *, far_core: int) -> RoundTrip:
         message, times = [bytes(nbytes)], np.empty(rounds)
         for i in range(rounds):
             start = time.perf_counter()
-            outbox.send(message, i + 1)
+            outbox.write_and_ring(message, i + 1)
             endpoint.wait([(0, i + 1)], TIMEOUT_S)
             times[i] = time.perf_counter() - start
         endpoint.disconnect(peer)

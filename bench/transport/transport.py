@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lamina.cli.bench_transport import local_far_side, plot, show
+from lamina.cli.bench import local_far_side, plot, show
 from lamina.dataplane.transport_choice import Transport
 from lamina.planning.profiling.transports import MAX_NBYTES, SPINS, Result
 

@@ -10,23 +10,18 @@ import typer
 
 from lamina import __version__
 from lamina.cli import (
-    administer,
     batch,
     bench,
-    bench_transport,
-    chat,
+    client,
     doctor,
     generate,
     launch,
     models,
     plan,
     simulate,
-    split,
-    status,
-    worker,
 )
 from lamina.cli.console import discard_output, machine_trouble, print_error
-from lamina.cli.panels import PanelledCommand, PanelledGroup
+from lamina.cli.options import PanelledCommand, PanelledGroup
 from lamina.core.errors import LaminaError, UserError
 from lamina.output import configure_logging
 
@@ -43,23 +38,23 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MOST_HELP_COLUMNS},
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # see lamina.cli.panels
+    rich_markup_mode=None,  # see lamina.cli.options
 )
 app.command(cls=PanelledCommand)(generate.generate)
-app.command(cls=PanelledCommand)(chat.chat)
+app.command(cls=PanelledCommand)(generate.chat)
 app.command(cls=PanelledCommand)(batch.batch)
 app.command(cls=PanelledCommand)(launch.launch)
-app.command(cls=PanelledCommand)(status.status)
-app.command(cls=PanelledCommand)(administer.scale)
-app.command(cls=PanelledCommand)(administer.down)
-app.command(cls=PanelledCommand)(worker.worker)
+app.command(cls=PanelledCommand)(client.status)
+app.command(cls=PanelledCommand)(client.scale)
+app.command(cls=PanelledCommand)(client.down)
+app.command(cls=PanelledCommand)(launch.worker)
 app.command(cls=PanelledCommand)(models.models)
-app.command(cls=PanelledCommand)(split.split)
+app.command(cls=PanelledCommand)(models.split)
 app.command(cls=PanelledCommand)(plan.plan)
 app.command(cls=PanelledCommand)(simulate.simulate)
 benches = typer.Typer(cls=PanelledGroup, invoke_without_command=True)
 benches.callback()(bench.bench)
-benches.command()(bench_transport.transport)
+benches.command()(bench.transport)
 benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(bench.write)
 app.add_typer(benches, name="bench")
 app.command(cls=PanelledCommand)(doctor.doctor)

@@ -56,14 +56,14 @@ def print_table(table: "Table", console: Console | None = None) -> None:
 
 
 def _fits(table: "Table", console: Console) -> bool:
-    """Whether the table is as wide as the console at most, and no word is cut off, which rich marks with "…"."""
+    """Return whether the console shows the table without cutting off a word, which rich marks with "…"."""
     lines = console.render_lines(table, pad=False)
     texts = ["".join(segment.text for segment in line) for line in lines]
     return not any("…" in text or cell_len(text) > console.width for text in texts)
 
 
 def _listed(table: "Table") -> Iterator[str]:
-    """A line "heading  cell" for each cell, and a blank line after each row."""
+    """Yield a line "heading  cell" for each cell, and a blank line after each row."""
     headings = [_plain(column.header) for column in table.columns]
     width = max(map(cell_len, headings), default=0)
     for row in zip(*(column.cells for column in table.columns), strict=True):
@@ -73,7 +73,6 @@ def _listed(table: "Table") -> Iterator[str]:
 
 
 def _plain(cell: object) -> str:
-    """The text of a cell on one line."""
     text = Text.from_markup(cell).plain if isinstance(cell, str) else str(cell or "")
     return " ".join(text.split())
 
@@ -86,7 +85,7 @@ def discard_output() -> None:
 
 
 def machine_trouble(error: OSError) -> str:
-    """The message of a system error, with the file it concerns if known."""
+    """Return the message of a system error, with the file it concerns if known."""
     what = error.strerror or str(error)
     if error.errno == errno.EMFILE:
         import resource

@@ -1,17 +1,26 @@
 """`lamina doctor`: checks whether Lamina can run on this machine, and says how to fix what is wrong."""
 
+import enum
 import os
 import platform
+import resource
+import secrets
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lamina.cli.doctor_network import Finding, Status, network
 from lamina.cluster.locality import Card, Locality, core_list
+from lamina.core.errors import LaminaError, ModelError, TransportError
+
+if TYPE_CHECKING:
+    from lamina.dataplane.transport_choice import Transport
+    from lamina.transport.rdma.ports import Port
 
 PACKAGES = (
     *("torch", "transformers", "tokenizers", "safetensors", "numpy", "msgspec", "pyzmq", "nvidia-ml-py"),
@@ -19,6 +28,35 @@ PACKAGES = (
 )
 THP = Path("/sys/kernel/mm/transparent_hugepage")
 LITTLE_RAM = 2 * 2**30
+
+MODULES = Path("/proc/modules")
+TRY_S = 5.0
+MIN_LOCKED_BYTES = 1 << 30  # holds the arenas of a large model with many lanes
+
+# Names of the kernel's RDMA modules: ib_uverbs, rdma_rxe, mlx5_ib, bnxt_re, irdma ...
+RDMA_PREFIXES = ("ib_", "rdma_", "irdma", "siw", "erdma")
+RDMA_SUFFIXES = ("_ib", "_re", "_rdma", "_roce", "iw_cxgb4")
+
+# Modules for RDMA access to GPU memory from before dma-bufs.
+PEER_MEMORY = ("nvidia_peermem", "nv_peer_mem")
+
+
+class Status(enum.Enum):
+    """How a finding is shown; only PROBLEM makes the command fail."""
+
+    OK = "[green]ok[/]"
+    NOTE = "[yellow]note[/]"
+    PROBLEM = "[bold red]problem[/]"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; ``remedy`` says what to do, empty if all is well."""
+
+    subject: str
+    found: str
+    status: Status = Status.OK
+    remedy: str = ""
 
 
 def doctor(
@@ -180,7 +218,6 @@ def _gpus() -> Finding:
 
 
 def _model() -> Finding:
-    from lamina.core.errors import ModelError
     from lamina.models import directory
 
     try:
@@ -191,7 +228,7 @@ def _model() -> Finding:
 
 
 def lines(found: Locality) -> Iterator[tuple[str, str]]:
-    """What to show of a machine: (part, what is known of it)."""
+    """Yield what to show of a machine: (part, what is known of that part)."""
     for node in found.nodes:
         memory = f", {node.memory_bytes / 2**30:.1f} GiB" if node.memory_bytes else ""
         yield f"NUMA node {node.number}", f"cores {core_list(node.cores) or 'none'}{memory}"
@@ -215,7 +252,6 @@ def _about(found: Locality, card: Card) -> str:
 
 
 def _neighbours(found: Locality, gpu: Card) -> str:
-    """What a worker on this GPU should use."""
     nearest, cores = found.nearest(gpu), found.cores(gpu)
     interface = "no network interface" if nearest is None else f"{nearest[0].name} is {nearest[1]}"
     run = f"its worker runs on cores {core_list(cores)}" if cores else "its worker runs on any cores"
@@ -223,3 +259,186 @@ def _neighbours(found: Locality, gpu: Card) -> str:
         return f"{run}; {interface}"
     others = ", ".join(other.name for other in found.reached(gpu)) or "no other GPU"
     return f"{run}; {interface}; it writes into the memory of {others}"
+
+
+def network() -> Iterator[Finding]:
+    """Run all checks, in the order they are shown."""
+    from lamina._native import tls_obstacle
+    from lamina.transport.rdma.ports import inventory
+
+    yield _interfaces()
+    ports = inventory()
+    loaded = _loaded_modules()
+    yield rdma(ports, loaded)
+    if ports:
+        yield rdma_modules(loaded)
+        yield locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0])
+        yield _peer_memory(ports, loaded)
+    yield from transports(bool(ports))
+    yield encryption(tls_obstacle())
+
+
+def _interfaces() -> Finding:
+    import psutil
+
+    addresses = psutil.net_if_addrs()
+    up = {name: stats for name, stats in psutil.net_if_stats().items() if stats.isup and name != "lo"}
+    if not up:
+        return Finding(
+            "network", "no interface is up", Status.NOTE, "workers on other machines need one: ip link set DEV up"
+        )
+    interfaces = [
+        f"{name} ({stats.speed} Mbit/s, MTU {stats.mtu}, {_address(addresses.get(name, []))})"
+        if stats.speed
+        else f"{name} (MTU {stats.mtu}, {_address(addresses.get(name, []))})"
+        for name, stats in sorted(up.items())
+    ]
+    return Finding("network", ", ".join(interfaces))
+
+
+def _address(entries: Sequence[object]) -> str:
+    found = [
+        str(getattr(entry, "address", "")) for entry in entries if getattr(entry, "family", None) == socket.AF_INET
+    ]
+    return found[0] if found else "no IPv4 address"
+
+
+def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
+    """Report the RDMA ports and which one would be used. ``modules``: kernel modules that are loaded."""
+    from lamina.config.environment import environment
+    from lamina.transport.rdma.ports import choose
+
+    if not ports:
+        return Finding("RDMA", "no device")
+    if modules and "ib_uverbs" not in modules:  # none are known if /proc/modules cannot be read
+        return Finding(
+            "RDMA",
+            f"{_names(ports)}, but ib_uverbs is not loaded, so programs cannot open them",
+            Status.NOTE,
+            "as root: modprobe ib_uverbs",
+        )
+    try:
+        choice = choose(ports, wanted=environment().rdma_device)
+    except TransportError as error:
+        return Finding("RDMA", str(error).partition(";")[0], Status.NOTE, str(error).partition("; ")[2])
+    return Finding("RDMA", f"{_names(ports)}; would use {choice.reason}")
+
+
+def rdma_modules(modules: frozenset[str]) -> Finding:
+    """Report which of the loaded kernel ``modules`` are for RDMA."""
+    found = sorted(name for name in modules if name.startswith(RDMA_PREFIXES) or name.endswith(RDMA_SUFFIXES))
+    return Finding("RDMA modules", ", ".join(found) or "none found: built into the kernel, or not listed")
+
+
+def _names(ports: "Sequence[Port]") -> str:
+    return ", ".join(f"{port}: {' '.join(str(gid.address) for gid in port.gids)}" for port in ports)
+
+
+def locked_memory(limit: int) -> Finding:
+    """Report whether the limit on locked memory, in bytes (-1: unlimited), is enough for RDMA."""
+    if limit == resource.RLIM_INFINITY:
+        return Finding("locked memory", "unlimited")
+    found = f"at most {limit / 2**20:.0f} MiB"
+    if limit >= MIN_LOCKED_BYTES:
+        return Finding("locked memory", found)
+    remedy = "RDMA pins its buffers in memory: ulimit -l unlimited, or LimitMEMLOCK=infinity in a unit file"
+    return Finding("locked memory", found, Status.NOTE, remedy)
+
+
+def _peer_memory(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:
+    from lamina.config.environment import environment
+    from lamina.kernels.gpu import device
+    from lamina.transport.device.peer_memory import ability
+    from lamina.transport.rdma.endpoint import dma_buf_obstacle
+    from lamina.transport.rdma.ports import choose
+
+    gpus = device.find().gpus or ()
+    try:
+        choice = choose(ports, wanted=environment().rdma_device)
+        port, refusal = choice.port.device, dma_buf_obstacle(choice)
+    except TransportError as error:
+        port, refusal = "the RDMA port", str(error)
+    exports = {f"cuda:{index}": ability(index).obstacle for index in range(len(gpus))}
+    return peer_memory(exports, port, refusal, modules)
+
+
+def peer_memory(exports: Mapping[str, str], port: str, refusal: str, modules: frozenset[str]) -> Finding:
+    """Report whether an RDMA port can access GPU memory (GPUDirect): the drivers of both must support dma-bufs.
+
+    Args:
+        exports: by GPU, why its driver cannot export a dma-buf; empty if it can.
+        refusal: why the port's driver cannot register one; empty if it can.
+        modules: kernel modules that are loaded.
+    """
+    found = [f"{port} cannot register dma-bufs: {refusal}" if refusal else f"{port} registers dma-bufs"]
+    found += [
+        f"{gpu} cannot export dma-bufs: {why}" if why else f"{gpu} exports dma-bufs" for gpu, why in exports.items()
+    ]
+    found += [] if exports else ["no GPU here"]
+    found += [f"module {name} is loaded but not needed" for name in PEER_MEMORY if name in modules]
+    if not exports or not (refusal or any(exports.values())):
+        return Finding("GPUDirect", "; ".join(found))
+    remedy = "fix what the driver reports; until then, data for a GPU is copied through host memory"
+    return Finding("GPUDirect", "; ".join(found), Status.NOTE, remedy)
+
+
+def _loaded_modules() -> frozenset[str]:
+    try:
+        return frozenset(line.split()[0] for line in MODULES.read_text().splitlines())
+    except OSError:
+        return frozenset()
+
+
+def transports(has_rdma: bool) -> Iterator[Finding]:
+    """Test each transport by a write within this process; then say which would be selected."""
+    from lamina.dataplane.transport_choice import Transport
+
+    failures = {transport: _try(transport) for transport in Transport if transport is not Transport.RDMA or has_rdma}
+    remedies = {
+        Transport.SHM: "allow memfd, pidfd_open and /proc/PID/fd between processes of one user",
+        Transport.TCP: "allow sockets on the loopback interface: ip link set lo up",
+        Transport.RDMA: "install or enable what the message names; until then use --transport tcp",
+    }
+    for transport, failure in failures.items():
+        if failure is None:
+            yield Finding("transport", f"{transport} works (tried)")
+            continue
+        # Without the loopback interface, not even the control plane works.
+        status = Status.NOTE if transport is Transport.RDMA else Status.PROBLEM
+        yield Finding("transport", f"{transport} does not work: {failure}", status, remedies[transport])
+    has_rdma = has_rdma and failures[Transport.RDMA] is None
+    yield Finding(
+        "--transport auto", f"shm on one host; {'rdma' if has_rdma else 'tcp'} between hosts, if a test write succeeds"
+    )
+
+
+def encryption(obstacle: str) -> Finding:
+    """Report whether ``--tls`` is available; ``obstacle`` says why not."""
+    if not obstacle:
+        return Finding("--tls", "tcp can be encrypted (OpenSSL 3)")
+    found, parenthesis, remedy = obstacle.partition("): ")  # only a missing library has a remedy
+    return Finding("--tls", f"tcp cannot be encrypted: {found}{parenthesis.strip(': ')}", Status.NOTE, remedy)
+
+
+def _try(transport: "Transport") -> str | None:
+    """Return why a write into an arena of this process or its doorbell fails; None if both work."""
+    from lamina.control.secret import new
+    from lamina.planning.profiling.transports import make_endpoint
+    from lamina.transport.listener import LOOPBACK
+
+    secret, message = new(), secrets.token_bytes(64)
+    waiter, writer = (
+        make_endpoint(transport, name, 0.0, secret, LOOPBACK) for name in ("doctor-waiter", "doctor-writer")
+    )
+    try:
+        arena = waiter.register(len(message), 1)
+        writer.register(64, 1)
+        peer = writer.connect(waiter.descriptor(), TRY_S)
+        writer.post(peer, 0, len(message), [message], 0, 1)
+        waiter.wait([(0, 1)], TRY_S)
+        return None if arena.view(0, len(message)) == message else "the bytes received differ from those written"
+    except (LaminaError, OSError) as error:
+        return str(error)
+    finally:
+        writer.close()
+        waiter.close()

@@ -1,12 +1,19 @@
-"""`lamina models`: lists the models in the Hugging Face cache, and whether each fits this machine."""
+"""Commands about models: `lamina models` lists those in the Hugging Face cache, `lamina split` shows how one is cut."""
 
+import enum
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from lamina.core.errors import LaminaError
+from lamina.core.types import DType, DTypeName
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lamina.splitter import SplitModel
 
 
 def models(as_json: Annotated[bool, typer.Option("--json", help="Print the list as JSON.")] = False) -> None:
@@ -58,3 +65,112 @@ def _describe(name: str, commit: str, place: Path, nbytes: int, free: int) -> di
 
 def _size(nbytes: int) -> str:
     return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+class Format(enum.Enum):
+    """How a split is shown."""
+
+    TABLE = "table"
+    JSON = "json"
+    SVG = "svg"
+
+
+def split(
+    model: Annotated[
+        Path | None,
+        typer.Argument(help="Model directory or config.json; weights are not needed. Default: the bundled model."),
+    ] = None,
+    format: Annotated[Format, typer.Option(help="svg: a diagram of one period of the layers.")] = Format.TABLE,
+    output: Annotated[Path | None, typer.Option(help="Write to this file instead of standard output.")] = None,
+    dtype: Annotated[DTypeName, typer.Option(help="Element type; auto: that of config.json.")] = "auto",
+) -> None:
+    """Show how a model is cut at its attentions.
+
+    Lists the slices, the tensors that cross each cut, and bytes per token.
+    """
+    from lamina.cli.console import print_table
+    from lamina.config.engine_config import check_writable
+    from lamina.models.directory import find_config
+    from lamina.observe.progress import waiting
+
+    if output is not None:
+        check_writable("--output", output)
+    place = find_config(model)  # errors come before the slow imports
+    with waiting("Importing transformers and splitting the model"):
+        from lamina.models.configuration import load_config, resolve_dtype
+        from lamina.splitter import split as split_model
+
+        config = load_config(place)
+        result = split_model(config, resolve_dtype(config, "auto" if dtype == "auto" else DType(dtype)))
+    if format is Format.TABLE and output is None:
+        print_table(render_table(result))
+        return
+    text = render_text(result) if format is Format.TABLE else _RENDERERS[format](result)
+    if output is None:
+        print(text)
+    else:
+        output.write_text(text)
+
+
+def render_table(model: "SplitModel") -> "Table":
+    """Show the split as a table: one row per group of identical slices, totals and the context in the caption."""
+    from rich.table import Table
+
+    from lamina.splitter import describe
+    from lamina.splitter.draw import size
+
+    total = describe.total_traffic(model)
+    caption = [
+        f"Per token, over all layers: {size(total.q + total.kv)} sent to memory workers "
+        f"({size(total.kv)} stored as KV), {size(total.out)} returned, {size(total.context)} carried between slices."
+    ]
+    table = Table(
+        title=f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
+        f"{len(model.slices)} slices",
+        caption_justify="left",
+    )
+    for heading in ("slices", "weights", "linears", "heads", "q", "k, v", "out", "context"):
+        table.add_column(heading, justify="left" if heading in ("slices", "heads") else "right")
+    for kind in describe.kinds(model):
+        slices = describe.ranges(kind.indices)
+        weights = size(describe.weight_bytes(model, kind.slice))
+        before_q, linears = kind.slice.linears_before_q
+        if kind.end is None:
+            table.add_row(slices, weights, str(linears), "logits")
+            continue
+        cost = describe.traffic(model, kind.slice.index)
+        table.add_row(
+            slices,
+            weights,
+            f"{linears} ({before_q} before q)",
+            describe.attention_summary(kind.end.attention).replace(" heads", "").replace(", ", "\n"),
+            *(size(nbytes) for nbytes in (cost.q, cost.kv, cost.out, cost.context)),
+        )
+        caption.append(f"Context after slice {kind.slice.index}:")
+        caption += [f"  {crossing.name} {list(crossing.shape)}" for crossing in kind.end.cut.context]
+    table.caption = "\n".join(caption)
+    return table
+
+
+def render_text(model: "SplitModel") -> str:
+    from rich.console import Console
+
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(render_table(model))
+    return capture.get()
+
+
+def render_json(model: "SplitModel") -> str:
+    from lamina.splitter import describe
+
+    return json.dumps(describe.as_dict(model), indent=2)
+
+
+def render_svg(model: "SplitModel") -> str:
+    from lamina.splitter.draw import svg
+
+    return svg(model)
+
+
+_RENDERERS = {Format.JSON: render_json, Format.SVG: render_svg}

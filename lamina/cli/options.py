@@ -1,20 +1,33 @@
-"""Options that several commands share."""
+"""Options of commands: those that several share, those of settings, and their help, the common ones first."""
 
 import functools
 import inspect
+import re
 import resource
 import secrets
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
-from lamina.cli.panels import COMMON
 from lamina.config.engine_config import EngineConfig
-from lamina.config.settings import Setting, read_settings, settings
+from lamina.config.settings import Group, Setting, read_settings, settings
 from lamina.core.errors import ConfigError, RequestError
 from lamina.core.types import Pipelining, SamplingParams
+
+COMMON = "Common options"
+PANELS = ("Arguments", "Options", COMMON, *get_args(Group))
+"""The panels in the order of the help. Options without a panel are in "Options"."""
+
+_OF_SETTINGS = (COMMON, *get_args(Group))
+"""The panels of settings, whose whole help is in docs/settings.md."""
+
+WIDEST_NAME = 28
+"""Columns for the names of options. The help of an option with a longer name begins on the next line."""
+
+_MARGINS = 4  # click's: two columns before the name, two before the help
 
 MaxTokens = Annotated[int, typer.Option(help="Maximum tokens per completion.")]
 Temperature = Annotated[
@@ -46,7 +59,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="YAML file of these options, by name. Options given here override it.",
+        help="YAML file of these options, by name; options given here override it.",
         rich_help_panel=COMMON,
     ),
 ]
@@ -105,7 +118,7 @@ def _is_given(invocation: typer.Context, name: str) -> bool:
 def _read_file(
     file: Path | None, configs: Collection[type[Any]], invocation: typer.Context, own: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings in a ``--config`` file, and values of the command's ``own`` options. Raises ConfigError."""
+    """Return the settings in a ``--config`` file, and values of the command's ``own`` options. Raises ConfigError."""
     if file is None:
         return {}, {}
     known = {setting.name for config in configs for setting in settings(config)}
@@ -128,7 +141,9 @@ def _parameter(name: str, default: object, annotation: Any) -> inspect.Parameter
 
 def _option(setting: Setting) -> Any:
     option = functools.partial(
-        typer.Option, help=setting.brief, rich_help_panel=COMMON if setting.meaning.common else setting.meaning.group
+        typer.Option,
+        help=setting.meaning.help,
+        rich_help_panel=COMMON if setting.meaning.common else setting.meaning.group,
     )
     if setting.choices:
         return Annotated[cast(Any, Literal)[setting.choices], option()]
@@ -136,24 +151,16 @@ def _option(setting: Setting) -> Any:
         return Annotated[bool, option()]
     if int in setting.kinds:
         metavar = "<int|auto>" if setting.optional else "<int>"
-        return Annotated[int | None, option(metavar=metavar, parser=_number)]
+        return Annotated[int | None, option(metavar=metavar, parser=functools.partial(_number, int))]
     if float in setting.kinds:
-        return Annotated[float | None, option(metavar="<number>", parser=_real)]
+        return Annotated[float | None, option(metavar="<number>", parser=functools.partial(_number, float))]
     return Annotated[str | None, option()]
 
 
-def _real(text: str) -> float | str:
-    """A float; other text is returned unchanged, so that the check of the setting reports it."""
+def _number(kind: type[int | float], text: str) -> int | float | str:
+    """Return a number; other text is returned unchanged, so that the check of the setting reports it."""
     try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _number(text: str) -> int | str:
-    """An int; other text is returned unchanged, so that the check of the setting reports it."""
-    try:
-        return int(text)
+        return kind(text)
     except ValueError:
         return text
 
@@ -175,7 +182,7 @@ def check_model(config: EngineConfig) -> None:
 
 
 def as_lanes(text: str | None) -> int | None:
-    """The number of lanes, None for auto. Raises ConfigError."""
+    """Return the number of lanes, None for auto. Raises ConfigError."""
     if text is None or text == "auto":
         return None
     if not text.isdigit():
@@ -194,7 +201,7 @@ def check_sampling(**values: float | None) -> None:
 def sampling_params(
     config: EngineConfig, max_tokens: int | None, temperature: float | None, top_p: float | None, seed: int | None
 ) -> SamplingParams:
-    """The parameters of the options above, else the model's defaults, with a fresh seed where none is given.
+    """Return the parameters of the options above, else the model's defaults, with a fresh seed where none is given.
 
     Finds the model before anything slow is imported, and notes its defaults.
 
@@ -215,3 +222,60 @@ def sampling_params(
     seed = secrets.randbits(31) if seed is None else seed
     chosen: dict[str, Any] = {"max_tokens": None, "temperature": TEMPERATURE, **defaults, **given}
     return SamplingParams(**chosen, seed=seed)
+
+
+class PanelledCommand(TyperCommand):
+    """A command whose help shows its options by panel, as plain text.
+
+    Typer's own panels are tables, which cut long names off at 80 columns and need a line for every three words.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_panels(self, ctx, formatter)
+
+
+class PanelledGroup(TyperGroup):
+    """A command with subcommands whose help shows its options by panel."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_panels(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+
+def _write_panels(command: TyperCommand | TyperGroup, context: Any, formatter: Any) -> None:
+    panels: dict[str, list[tuple[str, str, str]]] = {}  # name, help, and what click adds to the help: the default
+    for option in command.get_params(context):
+        record = option.get_help_record(context)
+        if record is None:
+            continue
+        name, text = record
+        if getattr(option, "secondary_opts", None):
+            name = f"--[no-]{option.opts[0].removeprefix('--')}"
+        kind = "Arguments" if option.param_type_name == "argument" else "Options"
+        panel = getattr(option, "rich_help_panel", None) or kind
+        help = getattr(option, "help", None) or ""
+        added = text.removeprefix(help)
+        if panel in get_args(Group):  # the documentation has types and defaults
+            name, added = name.split(" <")[0], ""
+        panels.setdefault(panel, []).append((name, help, added))
+    for panel in sorted(panels, key=PANELS.index):
+        rows = panels[panel]
+        columns = formatter.width - min(max(len(name) for name, *_ in rows), WIDEST_NAME) - _MARGINS
+        with formatter.section(panel):
+            formatter.write_dl(
+                [
+                    (name, (_sentences(help, columns - len(added)) if panel in _OF_SETTINGS else help) + added)
+                    for name, help, added in rows
+                ],
+                col_max=WIDEST_NAME,
+            )
+
+
+def _sentences(help: str, columns: int) -> str:
+    """Return the first sentence of a help text, and as many more as one line of ``columns`` has room for."""
+    text, *others = re.split(r"(?<=\.) ", help)
+    for sentence in others:
+        if len(text) + 1 + len(sentence) > columns:
+            break
+        text += f" {sentence}"
+    return text

@@ -1,12 +1,14 @@
 """`lamina plan`: finds the pools that serve a model at the least cost per token, before anyone rents a GPU."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lamina.cli import options
+from lamina.config.engine_config import check_writable
 from lamina.core.errors import ConfigError
 from lamina.core.types import KvCacheDType
 
@@ -16,7 +18,6 @@ if TYPE_CHECKING:
     from lamina.planning.plan.hardware import Catalogue, Hardware
     from lamina.planning.plan.model_shapes import ModelShape
     from lamina.planning.plan.prices import Prices
-    from lamina.planning.plan.ways import Slo
     from lamina.planning.plan.workload import TracedRequest, Workload
 
     _Pool = list[tuple[Hardware, int]]
@@ -26,9 +27,6 @@ MOST_COMPUTE, MOST_MEMORY = 8, 16
 
 DEFAULT_PROMPT, DEFAULT_OUTPUT = 1155, 211
 """Tokens of requests without a trace: the means of Azure's conversations."""
-
-INTERACTIVE_TBT_S, INTERACTIVE_TTFT_S = 0.1, 2.0
-"""Targets of 99th percentiles that a person who waits would accept, used where none are given."""
 
 _DURATION = re.compile(r"(?P<number>\d+(\.\d+)?|\.\d+)\s*(?P<unit>ms|s|us)")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -45,7 +43,10 @@ def plan(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help=f"Hardware for memory workers; kind:n allows up to n of it (default {MOST_MEMORY})."),
+        typer.Option(
+            help=f"Hardware for memory workers; kind:n allows up to n of it (default {MOST_MEMORY}). "
+            "Without it: how one pool serves best."
+        ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Take lengths from an Azure CSV or Mooncake .jsonl trace.")] = None,
     prompt: Annotated[
@@ -95,20 +96,21 @@ def plan(
 
     With --measure: measure this machine for the cost model.
     """
-    from lamina.cli import plan_profile
-
     if measure is not None:
-        plan_profile.measure(measure)
+        _measure(measure)
         return
     from lamina.planning.plan import hardware as catalogue_of
     from lamina.planning.plan import model_shapes
     from lamina.planning.plan.fit_store import ProfileStore
+    from lamina.planning.plan.ways import INTERACTIVE, NO_LIMITS
 
     catalogue = catalogue_of.load(hardware)
     if model is None:
         raise ConfigError("give --model: a model directory, a config.json or a name such as Llama-3-70B")
-    if compute is None or memory is None:
-        raise ConfigError("give --compute and --memory, such as --compute h100 --memory rtx4090")
+    if compute is None:
+        raise ConfigError("give --compute, and --memory for a second pool, such as --compute h100 --memory rtx4090")
+    if memory is None and (context is not None or map_file is not None):
+        raise ConfigError("--context and --map are about two pools; give --memory too, such as --memory rtx4090")
     if context is not None and (trace is not None or prompt is not None or output is not None):
         raise ConfigError("--context plans for decoding alone; leave it out, or --trace, --prompt and --output")
     if trace is not None and (prompt is not None or output is not None):
@@ -120,20 +122,22 @@ def plan(
     shape = model_shapes.find(model).stored_as(kv_cache_dtype, weight_dtype)
     profile = ProfileStore.beside(hardware)
     pools, costs, market = _priced(shape, compute, memory, catalogue, prices, profile)
-    tbt_s, ttft_s = _duration("--slo-tbt", slo_tbt), _duration("--slo-ttft", slo_ttft)
+    targets = {"tbt_s": _duration("--slo-tbt", slo_tbt), "ttft_s": _duration("--slo-ttft", slo_ttft)}
+    given = {name: value for name, value in (targets | {"usd_per_hour": budget}).items() if value is not None}
     if context is not None:
         from lamina.cli import plan_decoding
 
-        plan_decoding.show(shape, context, pools, costs, market, (tbt_s, ttft_s, budget), model, as_json)
+        limits = replace(NO_LIMITS, **given)
+        plan_decoding.show(shape, context, pools, costs, market, limits, model, as_json)
         return
-    slo = _slo(tbt_s, ttft_s, budget)
+    slo = replace(INTERACTIVE, **given)
     if map_file is not None:
         from lamina.cli import plan_map
 
         plan_map.show(shape, pools, costs, market, slo, map_file)
         return
     from lamina.cli import plan_ways as table
-    from lamina.planning.plan.engines import VLLM
+    from lamina.planning.plan.overheads import VLLM
     from lamina.planning.plan.serving import Server
     from lamina.planning.plan.ways import segments, ways
     from lamina.planning.simulate.trial import Course
@@ -146,7 +150,7 @@ def plan(
 
 
 def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, list[TracedRequest]]":
-    """What is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
+    """Return what is planned for, and the requests to simulate: those of a trace, or none but their lengths."""
     from lamina.planning.plan import workload
     from lamina.planning.simulate.trial import MOST_REPLAYED
 
@@ -161,31 +165,24 @@ def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, 
 def _priced(
     shape: "ModelShape",
     compute: str,
-    memory: str,
+    memory: str | None,
     catalogue: "Catalogue",
     prices: str,
     profile: "ProfileStore | None",
 ) -> "tuple[tuple[_Pool, _Pool], dict[str, CostModel], Prices]":
-    """Both pools with the most of each kind, their cost models, and a market that prices them."""
+    """Return both pools with the most of each kind, their cost models, and a market that prices them."""
     from lamina.planning.plan.cost import CostModel, Fits
     from lamina.planning.plan.prices import load
 
-    pools = catalogue.pool(compute, MOST_COMPUTE), catalogue.pool(memory, MOST_MEMORY)
+    pools = catalogue.pool(compute, MOST_COMPUTE), catalogue.pool(memory, MOST_MEMORY) if memory else []
     costs = {entry.kind: CostModel(shape, entry, Fits.load(entry, profile)) for pool in pools for entry, _ in pool}
     market = load(prices)
     market.require(costs)
     return pools, costs, market
 
 
-def _slo(tbt_s: float | None, ttft_s: float | None, budget: float | None) -> "Slo":
-    from lamina.planning.plan.ways import Slo
-
-    given = {name: value for name, value in (("tbt_s", tbt_s), ("ttft_s", ttft_s)) if value is not None}
-    return Slo(**({"tbt_s": INTERACTIVE_TBT_S, "ttft_s": INTERACTIVE_TTFT_S} | given), usd_per_hour=budget)
-
-
 def _duration(flag: str, text: str | None) -> float | None:
-    """Seconds of "50ms" or "2s". Raises ConfigError for anything else."""
+    """Return the seconds of "50ms" or "2s". Raises ConfigError for anything else."""
     if text is None:
         return None
     match = _DURATION.fullmatch(text.strip().lower())
@@ -194,3 +191,46 @@ def _duration(flag: str, text: str | None) -> float | None:
         hint = f"; did you mean {number}ms?" if number and number.strip(".0") else ""
         raise ConfigError(f"{flag} {text!r} is not a duration; give a number with us, ms or s, such as 50ms{hint}")
     return float(match["number"]) * _SECONDS[match["unit"]]
+
+
+def _measure(file: Path) -> None:
+    """Measure this machine, write kind cpu to ``file`` and a profile beside it, and say if others disturbed it."""
+    from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
+    from lamina.planning.plan import hardware
+    from lamina.planning.plan.fit_store import ProfileStore
+    from lamina.planning.profiling import measure as machine
+    from lamina.planning.profiling import profile
+    from lamina.planning.profiling.measure import Watch
+
+    store = ProfileStore(file.with_suffix(".sqlite"))
+    if store.file == file:
+        raise ConfigError(f"--measure is {file}, where its profile would be written; give a name that ends in .toml")
+    for existing in (file, store.file):
+        if existing.exists():
+            raise ConfigError(f"{existing} already exists; remove it, or give --measure another file")
+    check_writable("--measure", file)
+    if (before := Watch.sample()).disturbed:
+        print_text(
+            f"Warning: {before}; times measured now will be too long. Wait until the machine is idle.\n", style="yellow"
+        )
+    watch = Watch()
+    compute, _ = profile.halves()
+    with waiting("Measuring the peaks of this machine"), profile.on_cores(compute):
+        values = machine.entry()
+    file.write_text(machine.as_toml(values))
+    with waiting("Measuring slices, attention and the runtime, about a minute"):
+        profile.measure("cpu", store)
+    entry = hardware.load(file)["cpu"]
+    rates = ", ".join(f"{flops / 1e9:.0f} GFLOP/s {dtype.value}" for dtype, flops in entry.flops.items())
+    print_text(f"{entry.device}: {entry.memory_bytes_s / 1e9:.1f} GB/s, {rates}\n")
+    if (disturbance := watch.so_far()).disturbed:
+        print_text(
+            f"Warning: {disturbance} meanwhile, so all figures are too slow by an unknown factor. Remove {file} and "
+            f"{store.file}, and repeat this on an idle machine.\n",
+            style="yellow",
+        )
+    print_text(
+        f"To plan with it: lamina plan --model NAME --hardware {file} --compute cpu:1 --memory cpu:1 "
+        "--prices FILE\n(FILE has what an hour of it costs you: [kinds.cpu] with usd_per_hour, source and date.)\n"
+    )

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
     from lamina.planning.plan.cost import CostModel
     from lamina.planning.plan.hardware import Hardware
     from lamina.planning.plan.model_shapes import ModelShape
-    from lamina.planning.plan.planner import Plan, Planner, Pools
+    from lamina.planning.plan.planner import Plan, Planner
     from lamina.planning.plan.prices import Prices
+    from lamina.planning.plan.ways import Slo, Way
 
     _Pool = list[tuple[Hardware, int]]
 
@@ -34,22 +35,20 @@ def show(
     pools: "tuple[_Pool, _Pool]",
     costs: "dict[str, CostModel]",
     prices: "Prices",
-    goals: tuple[float | None, float | None, float | None],
+    goals: "Slo",
     model: str,
     as_json: bool,
 ) -> None:
-    """Print the best plans for sequences of ``context`` cached tokens. ``goals``: seconds between tokens, to the first
-    one, and dollars an hour, at most. Raises ConfigError if no plan reaches them."""
+    """Print the best plans for sequences of ``context`` cached tokens. Raises ConfigError if none reaches ``goals``."""
     from lamina.planning.plan import workload
-    from lamina.planning.plan.planner import Goals, Planner, layouts
+    from lamina.planning.plan.planner import Planner
+    from lamina.planning.plan.ways import layouts
 
-    tbt_s, ttft_s, budget = goals
-    limits = Goals(tbt_s=tbt_s, ttft_s=ttft_s, usd_per_hour=budget)
-    planner = Planner(shape, workload.of_context(context), costs, prices, limits)
+    planner = Planner(shape, workload.of_context(context), costs, prices, goals)
     _print(planner, list(layouts(shape, *pools)), model, as_json)
 
 
-def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: bool) -> None:
+def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: bool) -> None:
     from lamina.observe.progress import counting_progress
     from lamina.planning.plan.advice import alone, beyond, pareto, recommend, refusal
 
@@ -102,14 +101,14 @@ def _print(planner: "Planner", candidates: "list[Pools]", model: str, as_json: b
 
 
 def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
-    """The `lamina launch` command that starts these pools."""
+    """Return the `lamina launch` command that starts these pools."""
     from lamina.cli.plan_ways import kv_option, quantization_option
     from lamina.planning.plan.model_shapes import directory_to_launch
-    from lamina.planning.plan.planner import Partition
+    from lamina.planning.plan.ways import Partition
 
     compute, memory = _typed_kinds(plan)
     pools = plan.pools
-    pipelining = "rotational" if pools.lanes == pools.replicas + 1 else "fixed"
+    pipelining = "rotational" if pools.rotates else "fixed"
     order = f"--lanes {pools.lanes} --pipelining {pipelining}"
     if pools.tensor_parallel > 1:
         order += f" --tensor-parallel {pools.tensor_parallel}"
@@ -124,36 +123,35 @@ def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
 
 
 def _batch_options(plan: "Plan") -> str:
-    """The options that admit the plan's batch, where the runtime's defaults are too small."""
+    """Return the options that admit the plan's batch, where the runtime's defaults are too small."""
     from lamina.config.engine_config import EngineConfig
 
     pools, defaults = plan.pools, EngineConfig()
     sequences = -(-plan.batch // pools.replicas)
     # Where sequences may change lanes, one lane may come to hold them all.
-    moves = pools.lanes == pools.replicas + 1 or pools.replicas == 1
+    moves = pools.rotates or pools.replicas == 1
     rows = max(sequences, plan.batch if moves else -(-plan.batch // pools.lanes))
     options = f" --max-num-seqs {sequences}" if sequences > defaults.max_num_seqs else ""
     return options + (f" --max-num-batched-tokens {rows}" if rows > defaults.max_num_batched_tokens else "")
 
 
 def _not_launched(plan: "Plan") -> list[str]:
-    """The parts of a plan that `lamina launch` does not support yet."""
     from lamina.cluster.pool import RUNNABLE
 
     return [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
 
 
 def _typed_kinds(plan: "Plan") -> tuple[str, str]:
-    """The kinds of both pools by the names that `lamina launch` takes."""
+    """Return the kinds of both pools by the names that `lamina launch` takes."""
     from lamina.planning.plan.hardware import ALIASES
 
     names = {entry: name for name, entry in ALIASES.items()}
     pools = plan.pools
-    return names.get(pools.compute.kind, pools.compute.kind), names.get(pools.memory.kind, pools.memory.kind)
+    return names.get(pools.compute.kind, pools.compute.kind), names.get(pools.second.kind, pools.second.kind)
 
 
 def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *, two_lines: bool) -> "Table":
-    """The Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
+    """Show the Pareto front. ``two_lines``, for narrow terminals: each cell holds two figures, one above the other."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -178,7 +176,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
         pools = one.pools
         row = (
             f"{pools.compute.kind}:{pools.compute_workers} tp{pools.tensor_parallel}",
-            f"{pools.memory.kind}:{pools.memory_workers}",
+            f"{pools.second.kind}:{pools.memory_workers}",
             pools.partition.value,
             one.bottleneck.value,
             str(pools.lanes),
@@ -195,7 +193,7 @@ def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *,
 
 
 def _spread(front: "list[Plan]", best: "Plan") -> "list[Plan]":
-    """At most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
+    """Return at most SHOWN plans: a selection from the cheapest to the most expensive, and the recommended one."""
     step = max(1, -(-len(front) // (SHOWN - 1)))
     chosen = front[::step]
     return sorted([best, *(one for one in chosen if one is not best)], key=lambda one: one.usd_per_million_out)
@@ -228,7 +226,7 @@ def _plan_dict(plan: "Plan", shape: "ModelShape", model: str) -> dict[str, Any]:
             "tensor_parallel": pools.tensor_parallel,
             "replicas": pools.replicas,
         },
-        "memory": {"kind": pools.memory.kind, "workers": pools.memory_workers, "partition": pools.partition.value},
+        "memory": {"kind": pools.second.kind, "workers": pools.memory_workers, "partition": pools.partition.value},
         "lanes": pools.lanes,
         **values,
         "bottleneck": plan.bottleneck.value,

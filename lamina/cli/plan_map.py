@@ -16,8 +16,8 @@ from lamina.core.errors import ConfigError, LaminaError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from lamina.planning.crossover_map import Cell, Grid
     from lamina.planning.plan.cost import CostModel
-    from lamina.planning.plan.crossover_map import Cell, Grid
     from lamina.planning.plan.hardware import Hardware
     from lamina.planning.plan.model_shapes import ModelShape
     from lamina.planning.plan.prices import Prices
@@ -31,7 +31,16 @@ _FULL_COLOUR = 0.5
 CELL_S = 900.0
 """A cell takes a minute at most."""
 
-_WIDTH, _HEIGHT, _LEFT, _TOP = 96, 44, 112, 76
+_WIDTH, _HEIGHT, _LEFT, _TOP = 96, 60, 112, 76
+
+GAINS, LOSSES = "#1f9d6b", "#d1495b"
+LEGEND = (
+    (GAINS, f"two kinds serve more requests per dollar than one; full colour: {_FULL_COLOUR:+.0%} or more"),
+    (LOSSES, "two kinds serve fewer requests per dollar than one"),
+    ("none", "first line: two kinds against one, * simulated; in brackets: attention offloaded"),
+    ("none", "last line, the cheapest way: offload (attention), apart (prefill), a kind alone"),
+)
+"""Colour and meaning of each line of a picture's legend."""
 
 
 def show(
@@ -49,8 +58,8 @@ def show(
     """
     from lamina.cli.console import print_table, print_text
     from lamina.observe.progress import counting_progress
-    from lamina.planning.plan import crossover_map as plan_map
-    from lamina.planning.simulate.cells import MOST_STEPS, confirm
+    from lamina.planning import crossover_map as plan_map
+    from lamina.planning.crossover_map import MOST_STEPS, confirm
 
     check_writable("--map", picture)
     pairs = [(one, other) for one in pools[0] for other in pools[1] if one[0] is not other[0]]
@@ -75,11 +84,11 @@ def show(
     devices = " and ".join(f"{most} {kind.kind}" for pool in pools for kind, most in pool)
     print_text(
         f"  Closed form, * simulated; up to {devices}; p99 TTFT {slo.ttft_s:g} s, TBT {slo.tbt_s * 1e3:g} ms. "
-        f"Prices: {prices.describe(models)}. (..): attention offloaded; before it: that or prefill apart. To simulate "
-        "one cell: this command with --prompt N --output N instead of --map. Cells where two kinds pay by the closed "
-        "form are simulated, "
-        f"but for those of sessions and of runs of over {MOST_STEPS} steps; sides that cost over three times as much "
-        "as another keep the closed form's rate.\n",
+        f"Prices: {prices.describe(models)}. First: two kinds against one, by attention offloaded or prefill apart. "
+        "(..): by attention offloaded. Last: the cheapest way of the cell, offload, apart, or a kind alone. "
+        "To simulate one cell: this command with --prompt N --output N instead of --map. Cells where two kinds pay by "
+        f"the closed form are simulated, but for those of sessions and of runs of over {MOST_STEPS} steps; sides that "
+        "cost over three times as much as another keep the closed form's rate.\n",
         style="dim",
     )
     picture.write_text(svg(drawn))
@@ -118,17 +127,22 @@ def _table(title: str, grid: "Grid", found: "Sequence[Cell]") -> "Table":
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=f"{title}: requests per dollar on both over those on one; {grid.title}", box=SIMPLE_HEAD)
+    title = f"{title}: requests per dollar on both over those on one; {grid.title}"
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in (grid.heading, *grid.columns):
         table.add_column(heading, justify="right")
     for place, label in enumerate(grid.rows):
         row = found[place * len(grid.columns) : (place + 1) * len(grid.columns)]
-        table.add_row(label, *(f"{_text(cell)} ({_percent(cell.offloading)})" for cell in row))
+        table.add_row(label, *("\n".join(_lines(cell)) for cell in row))
     return table
 
 
+def _lines(cell: "Cell") -> tuple[str, str, str]:
+    """Return what a cell shows: its gain, that of offloading, and its cheapest way."""
+    return _text(cell), f"({_percent(cell.offloading)})", cell.winner
+
+
 def _text(cell: "Cell") -> str:
-    """A gain, or which side serves the cell at all."""
     mark = "*" if cell.simulated else ""
     if cell.gain is not None:
         return _percent(cell.gain) + mark
@@ -140,7 +154,7 @@ def _percent(gain: float | None) -> str:
 
 
 def svg(drawn: "Sequence[tuple[str, Grid, Sequence[Cell]]]") -> str:
-    """One heat map for every pair and grid below each other; text takes the colour of a light or dark page."""
+    """Draw a heat map for every pair and grid, below each other; text takes the colour of a light or dark page."""
     parts, top, width = [], 0, 0
     for title, grid, found in drawn:
         width = max(width, _LEFT + _WIDTH * len(grid.columns) + 16)
@@ -156,14 +170,22 @@ def svg(drawn: "Sequence[tuple[str, Grid, Sequence[Cell]]]") -> str:
                 parts.append(_label(x - 8, y + _HEIGHT / 2 + 4, grid.rows[row], "end"))
             gain = cell.gain or 0.0
             depth = min(1.0, abs(gain) / _FULL_COLOUR)
-            colour = "#1f9d6b" if gain > 0 else "#d1495b"
+            colour = GAINS if gain > 0 else LOSSES
             parts.append(
-                f'<rect x="{x}" y="{y}" width="{_WIDTH - 2}" height="{_HEIGHT - 2}" fill="{colour}" '
+                f'<rect class="cell" x="{x}" y="{y}" width="{_WIDTH - 2}" height="{_HEIGHT - 2}" fill="{colour}" '
                 f'fill-opacity="{0.75 * depth:.2f}" stroke="currentColor" stroke-opacity="0.2"/>'
             )
-            parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 - 3, _text(cell), "middle"))
-            parts.append(_label(x + _WIDTH / 2, y + _HEIGHT / 2 + 13, f"({_percent(cell.offloading)})", "middle", 11))
+            for line, text in enumerate(filter(None, _lines(cell))):
+                parts.append(_label(x + _WIDTH / 2, y + 18 + 16 * line, text, "middle", 11 if line else 12))
         top += _TOP + _HEIGHT * len(grid.rows) + 24
+    for colour, meaning in LEGEND:
+        parts.append(
+            f'<rect x="8" y="{top}" width="14" height="14" fill="{colour}" fill-opacity="0.75" '
+            f'stroke="currentColor" stroke-opacity="{0 if colour == "none" else 0.2}"/>'
+        )
+        parts.append(_label(30, top + 12, meaning, "start"))
+        top += 20
+    top += 8
     style = "svg{color:#1b1f24}@media(prefers-color-scheme:dark){svg{color:#e3e6ea}}text{fill:currentColor}"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {top}" font-family="system-ui, sans-serif">'

@@ -1,6 +1,7 @@
 """The table of `lamina plan` for whole requests: ways to serve, simulated at the highest load within the SLOs."""
 
 import json
+import math
 import re
 import shlex
 from datetime import date
@@ -59,9 +60,10 @@ def show(
     trials = course.ranked(trials)
     notes = [*_left_out(server, candidates), *_given_up(chosen, trials)]
     if as_json:
-        print(json.dumps(_as_dict(server, course, trials, notes, model, trace), indent=2))
+        offloads = _offloads(candidates)
+        print(json.dumps(_as_dict(server, course, trials, notes, model, trace, offloads), indent=2))
     else:
-        _print(server, course, trials, notes, model, trace, len(found), len(candidates))
+        _print(server, course, trials, notes, model, trace, len(found), candidates)
 
 
 def _print(
@@ -72,20 +74,21 @@ def _print(
     model: str,
     trace: Path | None,
     found: int,
-    tried: int,
+    candidates: "Sequence[Way]",
 ) -> None:
     from lamina.cli.console import output, print_table, print_text
 
     slo = server.slo
-    title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {tried}"
+    title = f"{server.shape.name}, {server.workload.name}: the best of {found} ways that fit, of {len(candidates)}"
     caption = (
         f"Simulated at the highest load with p99 TTFT within {slo.ttft_s:g} s and p99 TBT within "
         f"{slo.tbt_s * 1e3:g} ms. stall: TTFT plus the longest later wait for a token of a request, p99 within "
         f"{slo.ttft_s + slo.tbt_s:g} s. $/M in and out add up to what the pools cost. busy: mean of each pool. model: "
-        f"requests/s by the closed form that ranked all ways. Prices: {server.prices.describe(server.models)}."
+        "requests/s by the closed form that ranked all ways. Other systems: what lamina launch cannot start. "
+        f"Prices: {server.prices.describe(server.models)}."
     )
     print_text("Recommended\n", style="bold")
-    for line in [*advice(server, trials), agreement(trials)]:
+    for line in [*advice(trials, _offloads(candidates)), agreement(trials)]:
         print_text(f"  {line}\n")
     if trace is not None:
         print_text(f"  {simulate_line(course, trials[0], model, trace)}\n")
@@ -94,20 +97,34 @@ def _print(
     sequences = course.deployment(trials[0].capacity).max_num_seqs
     for line in [
         *launching(trials[0], server.shape, model, sequences),
+        *_best_to_launch(server.shape, course, trials, model),
         *untried(server.shape, trials[0].way.compute.kind),
         *notes,
     ]:
         print_text(f"  {line}\n", style="dim")
     narrow = output().is_terminal and output().width < _WIDE
-    print_table(table_of([cells(trial) for trial in trials], title, caption, narrow))
+    rows: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
+    for trial in trials:
+        rows[obstacle(trial.way, server.shape, model) is None].append(cells(trial))
+    best = trials[0].way.describe()
+    print_table(table_of(rows[True], title, caption, narrow, others=rows[False], best=best))
 
 
-def table_of(rows: "Sequence[tuple[str, ...]]", title: str, caption: str, narrow: bool) -> "Table":
-    """The ways, the recommended one first.
+def table_of(
+    rows: "Sequence[tuple[str, ...]]",
+    title: str,
+    caption: str,
+    narrow: bool,
+    others: "Sequence[tuple[str, ...]]" = (),
+    best: str | None = None,
+) -> "Table":
+    """Return the table of ways.
 
     Args:
-        rows: of ``cells``.
+        rows: of ``cells``: ways that ``lamina launch`` starts.
         narrow: for terminals of 80 columns: cells of several lines, some of which hold two figures.
+        others: of ``cells``: ways that ``lamina launch`` cannot start, ranked apart.
+        best: the recommended way.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -116,21 +133,25 @@ def table_of(rows: "Sequence[tuple[str, ...]]", title: str, caption: str, narrow
     table.add_column("way to serve", max_width=12 if narrow else None)
     for heading in _stacked(tuple(one.replace(" ", "\n") for one in HEADINGS), ",\n") if narrow else HEADINGS:
         table.add_column(heading, justify="right", no_wrap=True)
-    for place, (way, *figures) in enumerate(rows):
-        shown = _stacked(tuple(map(_broken, figures)), "\n") if narrow else figures
-        table.add_row(way, *shown, style="bold green" if place == 0 else None)
+    for label, group in (("", rows), ("Other systems:", others)):
+        if group and label:
+            table.add_section()
+            table.add_row(label, style="dim")
+        for way, *figures in group:
+            shown = _stacked(tuple(map(_broken, figures)), "\n") if narrow else figures
+            table.add_row(way, *shown, style="bold green" if way == best else None)
     return table
 
 
 def _stacked(cells: tuple[str, ...], joint: str) -> list[str]:
-    """One cell each for requests and tokens per second, TTFT and stall, dollars in and out."""
+    """Return one cell each for requests and tokens per second, TTFT and stall, dollars in and out."""
     requests_s, ttft, stall, tbt, tokens_s, usd, usd_in, usd_out, *others = cells
     pairs = f"{requests_s}{joint}{tokens_s}", f"{ttft}{joint}{stall}", f"{usd_in}{joint}{usd_out}"
     return [pairs[0], pairs[1], tbt, usd, pairs[2], *others]
 
 
 def cells(trial: "Trial") -> tuple[str, ...]:
-    """A row of the table: the way, and a figure for each of ``HEADINGS``."""
+    """Return a row of the table: the way, and a figure for each of ``HEADINGS``."""
     result = trial.result
     return (
         trial.way.describe(),
@@ -148,13 +169,24 @@ def cells(trial: "Trial") -> tuple[str, ...]:
 
 
 def _broken(cell: str) -> str:
-    """Breaks a figure into lines: the use of each pool, and a deviation, below each other."""
+    """Break a figure into lines: the use of each pool, and a deviation, below each other."""
     return re.sub(r"(?<=%) | (?=\()", "\n", cell)
 
 
-def advice(server: "Server", trials: "Sequence[Trial]") -> list[str]:
-    """What to rent, what it serves and costs, and why. ``trials``: the first is recommended."""
-    return [*_rent(server, trials), serves(trials[0]), *_runner_up(trials)]
+def advice(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
+    """Say what to rent, what it serves and costs, and why.
+
+    Args:
+        trials: the first is recommended.
+        offloads: whether a second pool was offered, to which attention might have been offloaded.
+    """
+    return [*_rent(trials, offloads), serves(trials[0]), *_runner_up(trials)]
+
+
+def _offloads(candidates: "Sequence[Way]") -> bool:
+    from lamina.planning.plan.ways import Kind
+
+    return any(way.kind is Kind.OFFLOADED for way in candidates)
 
 
 def serves(trial: "Trial") -> str:
@@ -168,7 +200,6 @@ def serves(trial: "Trial") -> str:
 
 
 def _runner_up(trials: "Sequence[Trial]") -> list[str]:
-    """Say which way comes next, and why it is not recommended."""
     from lamina.planning.simulate.trial import is_tie
 
     if len(trials) < 2:
@@ -181,7 +212,7 @@ def _runner_up(trials: "Sequence[Trial]") -> list[str]:
     return [f"{costs}: {_compared(second.usd_per_request / best.usd_per_request)}."]
 
 
-def _rent(server: "Server", trials: "Sequence[Trial]") -> list[str]:
+def _rent(trials: "Sequence[Trial]", offloads: bool) -> list[str]:
     from lamina.planning.plan.ways import Kind
 
     best = trials[0]
@@ -200,7 +231,7 @@ def _rent(server: "Server", trials: "Sequence[Trial]") -> list[str]:
     )
     lines = [f"{what}: {way.describe()}, steps of up to {way.chunk} rows."]
     if offloaded is None:
-        lines.append("No way to offload attention came within the SLOs at a useful load.")
+        lines += ["No way to offload attention came within the SLOs at a useful load."] if offloads else []
     else:
         lines.append(
             f"The best offloading, {offloaded.way.describe()}, costs "
@@ -212,13 +243,12 @@ def _rent(server: "Server", trials: "Sequence[Trial]") -> list[str]:
 
 
 def _compared(ratio: float) -> str:
-    """A ratio of costs in words."""
     return f"{ratio - 1:+.0%}" if ratio < 2 else f"{ratio:.1f} times as much"
 
 
 def front(trials: "Sequence[Trial]") -> "list[Trial]":
-    """The Pareto front: ways that no other beats in both dollars per request and p99 time between tokens; cheapest
-    first."""
+    """Return the Pareto front, the cheapest first: ways that no other beats in both dollars per request and p99 time
+    between tokens."""
     kept: list[Trial] = []
     for trial in sorted(trials, key=lambda one: one.usd_per_request):
         if not kept or trial.result.tbt_s.p99 < kept[-1].result.tbt_s.p99:
@@ -227,7 +257,7 @@ def front(trials: "Sequence[Trial]") -> "list[Trial]":
 
 
 def agreement(trials: "Sequence[Trial]") -> str:
-    """Reports the error of the closed form on the front."""
+    """Report the error of the closed form on the front."""
     kept = front(trials)
     off = [one.capacity.requests_s / one.requests_s - 1 for one in kept]
     which = "the way" if len(kept) == 1 else f"each of the {len(kept)} ways"
@@ -238,7 +268,7 @@ def agreement(trials: "Sequence[Trial]") -> str:
 
 
 def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
-    """The `lamina simulate` command that repeats the run behind a row of the table."""
+    """Return the `lamina simulate` command that repeats the run behind a row of the table."""
     from lamina.planning.plan.ways import Kind
     from lamina.planning.simulate.trial import SEED
 
@@ -258,26 +288,55 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
     )
 
 
-def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
-    """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet. ``sequences``: at once."""
-    from lamina.cluster.pool import RUNNABLE
+def _typed_kinds(way: "Way") -> list[str]:
+    """Return the kinds of a way's pools by the names that `lamina launch` takes."""
     from lamina.planning.plan.hardware import ALIASES
-    from lamina.planning.plan.model_shapes import directory_to_launch
+
+    typed = {entry: name for name, entry in ALIASES.items()}
+    return [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
+
+
+def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
+    """Return why `lamina launch` cannot start a way yet; None if it can."""
+    from lamina.cluster.pool import RUNNABLE
     from lamina.planning.plan.ways import Kind
 
-    way = trial.way
     if way.kind is Kind.APART:
-        return ["lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."]
+        return "lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."
     if way.kind is Kind.ONE_POOL:
-        return ["lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."]
-    typed = {entry: name for name, entry in ALIASES.items()}
-    kinds = [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
+        return "lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."
+    kinds = _typed_kinds(way)
     missing = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
     if way.tensor_parallel > 1 and way.kind is Kind.LOCAL:
         missing.append("local memory with tensor parallelism")
     missing += unquantised(shape, model, kinds[0])
-    if missing:
-        return [f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}."]
+    return f"lamina launch cannot start this yet: it lacks {' and '.join(missing)}." if missing else None
+
+
+def _best_to_launch(shape: "ModelShape", course: "Course", trials: "Sequence[Trial]", model: str) -> list[str]:
+    """Say how the cheapest way that `lamina launch` starts compares, if another way is recommended."""
+    best = trials[0]
+    if obstacle(best.way, shape, model) is None:
+        return []
+    own = next((trial for trial in trials if obstacle(trial.way, shape, model) is None), None)
+    if own is None:
+        return ["No way that lamina launch starts came within the SLOs at a useful load."]
+    costs = _compared(own.usd_per_request / best.usd_per_request)
+    sequences = course.deployment(own.capacity).max_num_seqs
+    return [
+        f"The cheapest that lamina launch starts: {own.way.describe()}, at {costs} per request:",
+        *launching(own, shape, model, sequences),
+    ]
+
+
+def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
+    """The `lamina launch` command of a way, or the reason why Lamina cannot serve it yet. ``sequences``: at once."""
+    from lamina.planning.plan.model_shapes import directory_to_launch
+
+    way = trial.way
+    if (reason := obstacle(way, shape, model)) is not None:
+        return [reason]
+    kinds = _typed_kinds(way)
     memory = f"{kinds[1]}:{way.memory_workers}" if way.memory else "local"
     order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if way.memory else ""
     if way.tensor_parallel > 1:
@@ -292,25 +351,25 @@ def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -
 
 
 def kv_option(shape: "ModelShape") -> str:
-    """The option of ``lamina launch`` for the KV type of a plan."""
+    """Return the option of ``lamina launch`` for the KV type of a plan."""
     return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
 
 
 def _quantises(shape: "ModelShape", model: str) -> bool:
-    """Whether a plan quantises weights that the checkpoint has not so."""
+    """Return whether a plan quantises weights that the checkpoint has unquantised."""
     from lamina.planning.plan.model_shapes import find
 
     return shape.weight_dtype != find(model).weight_dtype
 
 
 def unquantised(shape: "ModelShape", model: str, compute: str) -> list[str]:
-    """What ``lamina launch`` lacks to quantise the weights as a plan has them, for compute workers of this kind."""
+    """Return what ``lamina launch`` lacks to quantise weights as planned, for compute workers of this kind."""
     lacks = _quantises(shape, model) and (compute, shape.weight_dtype) == ("cpu", "fp8")
     return ["products of fp8 weights on CPUs"] if lacks else []
 
 
 def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
-    """The options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
+    """Return the options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
     if not _quantises(shape, model) or unquantised(shape, model, compute):
         return ""
     of_bfloat16 = (compute == "cpu" or shape.weight_dtype == "int4") and shape.dtype is not DType.BFLOAT16
@@ -318,7 +377,7 @@ def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
 
 
 def untried(shape: "ModelShape", compute: str) -> list[str]:
-    """What a plan for quantised weights takes for granted, for compute workers of this kind."""
+    """Say what a plan for quantised weights takes for granted, for compute workers of this kind."""
     if shape.weight_dtype == "auto" or compute == "cpu":
         return []
     widened = (
@@ -330,12 +389,12 @@ def untried(shape: "ModelShape", compute: str) -> list[str]:
 
 
 def type_options(shape: "ModelShape") -> str:
-    """The options of ``lamina simulate`` for the types of KV and weights."""
+    """Return the options of ``lamina simulate`` for the types of KV and weights."""
     return kv_option(shape) + ("" if shape.weight_dtype == "auto" else f" --weight-dtype {shape.weight_dtype}")
 
 
 def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
-    """Explains why kinds of devices given do not appear: the workload or the weights do not fit them."""
+    """Explain why kinds of devices given do not appear: the workload or the weights do not fit them."""
     from lamina.planning.plan.ways import Kind
 
     notes = []
@@ -369,7 +428,7 @@ def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
     if reasons and all(server.unfit(way) is not None for way in candidates):
         return ConfigError(f"no way to serve fits: {'; '.join(list(reasons)[-4:])}. Give other hardware or more of it")
     slo = server.slo
-    budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour is not None else ""
+    budget = f", and ${slo.usd_per_hour:.2f}/h" if slo.usd_per_hour < math.inf else ""
     return ConfigError(
         f"no way to serve keeps p99 TTFT {slo.ttft_s:g} s and p99 TBT {slo.tbt_s * 1e3:g} ms{budget}; raise "
         "--slo-ttft, --slo-tbt or --budget, or allow other hardware or more workers"
@@ -377,14 +436,20 @@ def _refusal(server: "Server", candidates: "Sequence[Way]") -> ConfigError:
 
 
 def _as_dict(
-    server: "Server", course: "Course", trials: "Sequence[Trial]", notes: list[str], model: str, trace: Path | None
+    server: "Server",
+    course: "Course",
+    trials: "Sequence[Trial]",
+    notes: list[str],
+    model: str,
+    trace: Path | None,
+    offloads: bool,
 ) -> dict[str, Any]:
     return {
         "model": server.shape.name,
         "workload": server.workload.summary(),
         "prices": server.prices.describe(server.models),
-        "slo": vars(server.slo),
-        "recommended": advice(server, trials),
+        "slo": {name: limit if limit < math.inf else None for name, limit in vars(server.slo).items()},
+        "recommended": advice(trials, offloads),
         "agreement": agreement(trials),
         "notes": [*untried(server.shape, trials[0].way.compute.kind), *notes],
         "ways": [
@@ -402,6 +467,7 @@ def _as_dict(
                 "usd_per_million_out": trial.usd_per_million_out,
                 "simulated": trial.result.summary(),
                 "simulate": simulate_line(course, trial, model, trace) if trace else None,
+                "starts_here": obstacle(trial.way, server.shape, model) is None,
                 "launch": launching(trial, server.shape, model, course.deployment(trial.capacity).max_num_seqs),
             }
             for trial in trials

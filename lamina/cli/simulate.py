@@ -104,8 +104,8 @@ def simulate(
     from lamina.planning import simulate as sim
     from lamina.planning.plan import hardware as catalogue_of
     from lamina.planning.plan import model_shapes
-    from lamina.planning.plan.engines import VLLM
     from lamina.planning.plan.fit_store import ProfileStore
+    from lamina.planning.plan.overheads import VLLM
 
     if requests is not None:
         sim.check_requests_file(requests)
@@ -163,7 +163,7 @@ def _pool(flag: str, text: str, catalogue: "Catalogue") -> "tuple[Hardware, int]
 
 
 def _market(name: str | None, kinds: "Iterable[Hardware | None]") -> "Prices | None":
-    """The market to price in; None if none was requested and the default one does not have every kind.
+    """Return the market to price in; None if none was requested and the default one does not have every kind.
 
     Raises ConfigError if the requested one lacks a kind.
     """
@@ -214,7 +214,7 @@ def _print(result: "Result", deployment: "Deployment", trace: Path, lost: bool, 
 
 
 def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool) -> "Table":
-    """The main figures as a table. ``lost``: whether a worker was lost."""
+    """Show the main figures as a table. ``lost``: whether a worker was lost."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -257,7 +257,7 @@ def _summary(result: "Result", deployment: "Deployment", trace: Path, lost: bool
 
 
 def _sustained(result: "Result") -> str:
-    """The rate at which requests end while others arrive, and what each costs then: as in `lamina plan`."""
+    """Return the rate at which requests end while others arrive, and what each costs then, as in `lamina plan`."""
     rate, offered = result.served_requests_s, result.offered_requests_s
     text = f"{rate:.2f} requests/s" + (f", of {offered:.2f} that arrived" if offered else "")
     if result.usd_per_hour is None or not rate:
@@ -275,7 +275,6 @@ def _cost(result: "Result", deployment: "Deployment") -> str:
 
 
 def _holder(system: str, deployment: "Deployment") -> str:
-    """The holder of all of a request's KV, with its capacity."""
     if system != "lamina" or deployment.memory is None:
         return "fits beside a copy of the weights"
     workers = deployment.memory_workers

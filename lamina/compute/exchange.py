@@ -206,7 +206,7 @@ class StepExchange:
                 message = remote.channel.begin(self._message_lane, self._turn + index, *nbytes)
                 self._begun.append(message)
                 for piece in remote.pieces[:-1]:
-                    message.send([rows[piece.start : piece.stop]])
+                    message.send_piece([rows[piece.start : piece.stop]])
 
     def send_kv(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send k, v and the queries that ``send_queries`` has not sent. Raises PeerLostError."""
@@ -232,16 +232,16 @@ class StepExchange:
         bulk = self._transfers.bulk(output.k, output.v) if self._lays_out else None
         for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
             if remote.is_whole:
-                remote.channel.send(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
+                remote.channel.send_message(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
                 continue
             message = next(begun) if remote.queries_first else remote.channel.begin(lane, turn, *nbytes)
             if bulk is not None and remote.rows.pulled:
                 self._lay_out(remote, message, spec, bulk)
             if remote.queries_first:
-                message.send([k, v])
+                message.send_piece([k, v])
                 continue
             for piece in remote.pieces:
-                message.send([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
+                message.send_piece([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
     def _sizes_of(self, spec: AttentionSpec) -> list[tuple[int, int]]:
         """By memory worker: bytes of a request, and of the k and v beside it that the memory worker fetches."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lamina.core.errors import DeadlineError
 from lamina.core.topology import Topology
-from lamina.dataplane.channel import Arrival, Channel
+from lamina.dataplane.channel import Arrival, Channel, Hub
 from lamina.dataplane.fetching import Fetcher
-from lamina.dataplane.hub import Hub, Target
-from lamina.worker.links import Wait
+from lamina.transport.base import Target
+from lamina.transport.endpoint import Wait
 
 
 class Mail:
@@ -45,7 +45,7 @@ class Mail:
         """Drop all messages. From now on, only members of ``topology`` send and receive."""
         for peer in self.channels.keys() - topology.names:
             self._fetcher.forget(peer)
-        self._fetcher.drop()
+        self._fetcher.drop_all()
         self._hub.restart(topology)
         self.channels = {name: channel for name, channel in self.channels.items() if name in topology.names}
         self._fetched.clear()

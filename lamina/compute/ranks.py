@@ -20,14 +20,13 @@ from torch import Tensor
 from lamina.control.messages import EndEpoch, Stop, ToWorker
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError
-from lamina.dataplane.channel import ARRIVED, FETCHED, GIVEN_BACK
-from lamina.dataplane.hub import Target
-from lamina.dataplane.leases import ORDER_NBYTES, SLOTS
+from lamina.dataplane.leases import ARRIVED, FETCHED, GIVEN_BACK, ORDER_NBYTES, SLOTS
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.splitter import as_numpy
 from lamina.splitter.parts import Rank
-from lamina.transport.base import Arena
-from lamina.worker.links import Links, Wait
+from lamina.transport.base import Arena, Target
+from lamina.transport.endpoint import Wait
+from lamina.worker.links import Links
 
 TIMEOUT_S = 300.0  # for another rank, which may wait for memory workers that attend to a long prompt
 SLICE_S = 0.05  # how long a rank that waits for another may leave the end of an epoch unread
@@ -127,7 +126,7 @@ class Ranks:
         slot, number = self._number % SLOTS, self._number
         own = as_numpy(piece)
         for peer in self._peers:
-            peer.outboxes[slot].send([own], number)
+            peer.outboxes[slot].write_and_ring([own], number)
         deadline = time.monotonic() + TIMEOUT_S
         for peer in self._peers:
             try:
@@ -199,7 +198,7 @@ class SliceOrder:
         number = self._count = self._count + 1
         if not self.leads:
             if number % (ANNOUNCED // 4) == 0:
-                self._leader.send([], number)
+                self._leader.write_and_ring([], number)
             return
         for name, outbox, bell in self._followers:
             if number > self._first + ANNOUNCED:
@@ -209,4 +208,4 @@ class SliceOrder:
                     raise DeadlineError(
                         f"{name} has run none of the last {ANNOUNCED} slices within {TIMEOUT_S:g} s"
                     ) from error
-            outbox.send([_LANE.pack(lane)], number, number % ANNOUNCED * _LANE.size)
+            outbox.write_and_ring([_LANE.pack(lane)], number, number % ANNOUNCED * _LANE.size)

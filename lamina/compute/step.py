@@ -218,7 +218,7 @@ class StepRun:
         parts += [as_numpy(tensor) for tensor in self._chunks or ()]
         parts += [as_numpy(tensor) for tensor in self._context]
         nbytes = sum(part.nbytes for part in parts)
-        self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send(parts)
+        self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send_piece(parts)
 
     def finish_last_slice(self, draws: Sequence[Draw]) -> None:
         """The last slice has run here, and these tokens were drawn: tell the first stage, if there are stages. It waits
@@ -228,7 +228,7 @@ class StepRun:
         parts = [np.array([(draw.sequence, draw.token) for draw in draws], np.int64)] if draws else []
         channel = self._mail.channels[self._replica.names[self._stages[0]]]
         turn = self.plan.turn + len(self._runner.attentions)
-        channel.send(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
+        channel.send_message(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
 
     def _receive_draws(self) -> dict[int, int]:
         """Return the tokens that the lane's step before drew, by sequence."""

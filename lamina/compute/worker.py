@@ -51,12 +51,14 @@ from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.core.steps import Admission, StepPlan
 from lamina.core.topology import Epoch
 from lamina.core.types import Segment
+from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import Fetcher
-from lamina.dataplane.hub import Target, first_use
 from lamina.dataplane.wire import check_placements
 from lamina.lowering import Workspace
 from lamina.memory.device import gpu_memory
 from lamina.splitter.parts import Rank
+from lamina.transport.base import Target
+from lamina.transport.endpoint import Wait
 from lamina.worker.device_slots import Slots
 from lamina.worker.fence import Fence
 from lamina.worker.links import (
@@ -64,7 +66,6 @@ from lamina.worker.links import (
     Links,
     Newcomers,
     OpenEndpoint,
-    Wait,
     open_endpoint,
     set_up_links,
 )
@@ -196,7 +197,7 @@ class ComputeWorker:
         while self._running:
             try:
                 self._serve_once()
-                self._newcomers.look()
+                self._newcomers.poll()
             except PeerLostError as error:
                 self._fence.on_peer_lost(error)
             except EpochEndingError:

@@ -9,7 +9,6 @@ import enum
 import functools
 import inspect
 import os
-import re
 import types
 import typing
 from collections.abc import Callable, Collection, Hashable
@@ -79,11 +78,6 @@ class Setting:
         """The help with unit and range: "Batches in flight. (lanes, at least 1)"."""
         detail = ", ".join(filter(None, (self.meaning.unit, self.range)))
         return f"{self.meaning.help} ({detail})" if detail else self.meaning.help
-
-    @property
-    def brief(self) -> str:
-        """The first sentence of the help."""
-        return re.split(r"(?<=\.) ", self.meaning.help)[0]
 
     def validate(self, value: object) -> None:
         """Raise ConfigError if ``value`` has the wrong type or is outside the range."""

@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from lamina.core.errors import ModelError, TransportError
-from lamina.transport.handshake import Refusals
+from lamina.transport.listener import Refusals
 
 log = logging.getLogger(__name__)
 

@@ -38,8 +38,7 @@ from lamina.control.secret import Secret
 from lamina.control.secret import new as new_secret
 from lamina.core.errors import DeadlineError, TransportError, UnreachableError, WorkerError
 from lamina.core.topology import Topology
-from lamina.transport.handshake import Refusals
-from lamina.transport.listener import LOOPBACK
+from lamina.transport.listener import LOOPBACK, Refusals
 
 MessageT = TypeVar("MessageT", ComputeSetup, MemorySetup, Reserve, Register, Connect, Step, Stop)
 

@@ -182,6 +182,23 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
 }
 """Smallest and largest value of each numeric field of ``SamplingParams``; two ints mean that it is an integer."""
 
+UNUSED_BY_BEAM_SEARCH: Mapping[str, tuple[Any, ...]] = {
+    "temperature": (1.0, 0.0),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "stop": ([],),
+    "logprobs": (None,),
+    "structured_outputs": (None,),
+    "forced_token_ids": ([],),
+    "logit_bias": (None, {}),
+    "allowed_token_ids": (None,),
+}
+"""The values without effect of each field of ``SamplingParams`` that beam search does not use."""
+
 
 def _shown(value: Any) -> str:
     """``value`` for an error message, shortened."""
@@ -434,22 +451,7 @@ class SamplingParams:
             return
         if self.n < 2:
             raise ValueError(f"n is {self.n}, the number of beams; give at least 2, or leave out use_beam_search")
-        unused: dict[str, tuple[Any, ...]] = {
-            "temperature": (1.0, 0.0),
-            "top_p": (1.0,),
-            "top_k": (0, -1),
-            "min_p": (0.0,),
-            "presence_penalty": (0.0,),
-            "frequency_penalty": (0.0,),
-            "repetition_penalty": (1.0,),
-            "stop": ([],),
-            "logprobs": (None,),
-            "structured_outputs": (None,),
-            "forced_token_ids": ([],),
-            "logit_bias": (None, {}),
-            "allowed_token_ids": (None,),
-        }
-        for name, neutral in unused.items():
+        for name, neutral in UNUSED_BY_BEAM_SEARCH.items():
             if (value := getattr(self, name)) not in neutral:
                 raise ValueError(f"{name} is {_shown(value)}; beam search does not use it, leave it out")
 

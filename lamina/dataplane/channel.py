@@ -1,9 +1,9 @@
 """Messages over one link, in slots that the receiver leased to the sender, with credits.
 
-Each side of a link has ``SLOTS`` slots for the other's messages. A sender uses a slot only when its receiver has given
-it back, and knows that by a counter per slot: uses freed so far. The counters travel in the header of the next
-message that goes the other way; they are rung (``Channel.flush``) only once the sender may know of no free slot. A
-message without one is kept and sent when one is freed; it never blocks its worker.
+Each side of a link has ``SLOTS`` slots for the other's messages. A sender uses a slot only when its receiver has freed
+it, and knows that by a counter per slot: uses freed so far. The counters travel in the header of the next message that
+goes the other way; they are rung (``Channel.flush``) only once the sender may know of no free slot. A message without a
+slot is kept and sent when a slot is freed; it never blocks its worker.
 
 The number of a slot's doorbell says how often the slot has been used and which piece of the message has arrived
 (``wire.slot_number``); the header says which lane the message belongs to, so that any lane may use any slot.
@@ -13,35 +13,31 @@ arena and fetched by the receiver (``dataplane.fetching``), who counts what it h
 in the order in which they are announced, and released in that order.
 
 Nothing deadlocks: a memory worker needs no credit to serve a request, which frees its slot; a compute worker needs none
-to take a reply out of its slot (``compute.mail``); and both fetch without waiting for anybody. So every slot and
+to copy a reply out of its slot (``compute.mail``); and both fetch without waiting for anybody. So every slot and
 region is freed at some time, and every kept message is sent.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from lamina.dataplane.hub import Hub, Target, buffer_of
-from lamina.dataplane.leases import DOORBELLS, HEADER_NBYTES, SLOTS, Lease, aligned
-from lamina.dataplane.slot import HEADER, Place, SlotCredits, lane_of, pack
+from lamina.core.topology import Epoch, Topology
+from lamina.dataplane.leases import (
+    ALIGNMENT,
+    ARRIVED,
+    FETCHED,
+    GIVEN_BACK,
+    HEADER_NBYTES,
+    SLOTS,
+    Lease,
+    Space,
+    aligned,
+)
+from lamina.dataplane.slot import HEADER, Body, Place, SlotCredits, lane_of, pack
 from lamina.dataplane.wire import MOST_PIECES, slot_number
-from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer, part_nbytes
+from lamina.transport.base import Arena, Buffer, Endpoint, Part, Peer, Target, part_nbytes
 
-# Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
-PROOF = 0
-ARRIVED = 1  # by slot: a piece of a message is in it
-GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses freed
-FETCHED = GIVEN_BACK + SLOTS  # regions fetched
-assert FETCHED < DOORBELLS
 SLOT, INBOX = int(Place.SLOT), int(Place.INBOX)  # compared for every message: members of an enum take five times longer
-
-
-class Body(NamedTuple):
-    """Where a device of this process writes the body of a message to a peer. ``array``: uint8, numpy's or the
-    device's."""
-
-    address: int
-    array: Any
 
 
 @dataclass(eq=False, slots=True)
@@ -49,13 +45,12 @@ class Arrival:
     """A message that has begun to arrive.
 
     Attributes:
-        slot: -1 if it is in none any more.
+        slot: -1 once the slot is freed.
         body: its bytes in the slot, or uint8 [nbytes] of the device in the inbox, until ``free``; None: to be fetched,
             ``nbytes`` from ``fetched_at`` on.
-        fetched_at: where the region of this message lies in the sender's arena, -1 without one.
-        bulk_at: where K and V of prompt chunks lie in it.
+        fetched_at: where the region of this message lies in the sender's arena, -1 without a region.
         number: of the region.
-        readers: what still reads its region; the last one releases the region.
+        readers: how many still read the region; the last reader releases it.
     """
 
     channel: "Channel"
@@ -70,7 +65,7 @@ class Arrival:
 
     @property
     def bulk_at(self) -> int:
-        """Where K and V of prompt chunks lie in the region."""
+        """Where K and V of prompt chunks lie in the sender's arena."""
         return self.fetched_at + (0 if self.body is not None else aligned(self.nbytes))
 
     @property
@@ -87,7 +82,7 @@ class Arrival:
             self.free()
 
     def free(self) -> None:
-        """Give back the slot: the message has been read."""
+        """Free the slot: the message has been read."""
         if self.slot >= 0:
             self.channel.free(self.slot)
             self.slot = -1
@@ -105,8 +100,11 @@ class Message:
     Made by ``Channel.begin``.
 
     Attributes:
-        slot: -1 while it is kept. region, number: where the bytes to be fetched lie, and which region it is.
-        piece, at: of the body, to be sent next.
+        slot: -1 while the message is kept.
+        region: where the bytes to be fetched lie.
+        number: of the region.
+        piece: which piece of the body is sent next.
+        at: byte of the body at which that piece begins.
     """
 
     slot = region = -1
@@ -129,21 +127,21 @@ class Message:
         else:
             self._channel.hub.write(self.region + self._bulk + at, parts)
 
-    def send(self, parts: Sequence[Part]) -> None:
+    def send_piece(self, parts: Sequence[Part]) -> None:
         """Send the next piece of the body. Raises PeerLostError."""
         if self.slot < 0:
             kept = self._kept(parts)
-            self._later.append(lambda: self.send(kept))
+            self._later.append(lambda: self.send_piece(kept))
             return
         self.at += sum(map(part_nbytes, self._sent))
-        self._channel.post(self, parts)
+        self._channel.post_piece(self, parts)
         self.piece += 1
         self._sent = parts
 
     def _kept(self, parts: Sequence[Part]) -> Sequence[Part]:
-        return [buffer_of(part).tobytes() for part in parts] if self._copies else parts
+        return [_buffer(part).tobytes() for part in parts] if self._copies else parts
 
-    def go_on(self) -> None:
+    def send_kept(self) -> None:
         """Send what was kept, now that there is a slot."""
         later, self._later = self._later, []
         for action in later:
@@ -159,15 +157,15 @@ class Channel:
         slots: memory that the peer writes messages into.
         awaited: the slots that a piece may arrive in, each with what announces it.
         bodies: of messages in the peer's slots, if a device of this process writes there; else empty.
-        writes_inbox: they are in the peer's inbox.
+        writes_inbox: ``bodies`` are in the peer's inbox.
         post_apart: posts the body to the peer's inbox, and the header to a slot, see ``SharesMemory.post_apart``; None:
             both go into a slot.
-        inbox: by slot here, where bodies may arrive besides; empty without one.
-        settle_inbox: to call before one is read.
-        copied: brings one to the host.
+        inbox: by slot here, where bodies may arrive besides; empty without an inbox.
+        settle_inbox: to call before a body in the inbox is read.
+        copied: copies a body from the inbox to the host.
     """
 
-    def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: Hub, own: Lease, theirs: Lease) -> None:
+    def __init__(self, endpoint: Endpoint, peer: Peer, arena: Arena, hub: "Hub", own: Lease, theirs: Lease) -> None:
         """``own``: what the peer may write into here; ``theirs``: what this side may write into there."""
         self.name = peer.name
         self.hub = hub
@@ -183,10 +181,9 @@ class Channel:
         self.bodies: Sequence[Body] = ()
         self.writes_inbox = False
         self.inbox: Sequence[Any] = ()
-        self.settle_inbox: Callable[[], None] = _nothing
+        self.settle_inbox: Callable[[], None] = lambda: None
         self.copied: Callable[[Any], Buffer] = memoryview
         self.post_apart: Callable[[int, Sequence[Part], int, bytes, int, int], None] | None = None
-        self.awaited: dict[int, Target] = {}
         self._regions: list[tuple[int, int]] = []  # announced and not fetched yet
         self._kept: list[Message] = []
         self._has_ended = False
@@ -200,7 +197,7 @@ class Channel:
         self._announced, self._fetched_there = first, first
         # Incoming: uses of the own slots freed, and the next piece of each slot.
         self._freed, self._piece = [first] * SLOTS, [0] * SLOTS
-        self.awaited = {slot: self._target(slot) for slot in range(len(self.slots))}
+        self.awaited: dict[int, Target] = {slot: self._target(slot) for slot in range(len(self.slots))}
         self._fetched, self._finished = first, set[int]()
         self._told = [first] * SLOTS, first  # what the peer knows of both
         self._untold, self._known = 0, SLOTS  # free slots that it does not know of, and that it may know of
@@ -210,7 +207,7 @@ class Channel:
     def begin(self, lane: int, turn: int, nbytes: int, bulk_nbytes: int = 0, *, copies: bool = True) -> Message:
         """Begin a message whose body has ``nbytes``, with ``bulk_nbytes`` beside it to be fetched.
 
-        If it has to be kept, its parts are copied, unless they stay as they are (``copies=False``).
+        If the message has to be kept, its parts are copied, unless they stay as they are (``copies=False``).
         """
         message = Message(self, lane, turn, nbytes, bulk_nbytes, copies)
         if message.region_nbytes > self.hub.nbytes:
@@ -227,27 +224,21 @@ class Channel:
         """Take a slot for a message that is written there, to ``bodies``, before it is sent; None if it cannot be."""
         if self.hub.keeping or nbytes > self.most_nbytes or not self.bodies:
             return None
-        slot = self._free_slot()
-        if slot is not None:
-            self._slots_there.used[slot] += 1
-        return slot
+        return self._slots_there.use(self._read_slots)
 
-    def send(self, lane: int, turn: int, nbytes: int, parts: Sequence[Part], slot: int | None = None) -> None:
-        """Send a message of a single piece: ``begin`` and ``Message.send`` in one call, for half of their time.
+    def send_message(self, lane: int, turn: int, nbytes: int, parts: Sequence[Part], slot: int | None = None) -> None:
+        """Send a message of a single piece: ``begin`` and ``send_piece`` in one call, for half of their time.
 
-        ``slot``: it has been written there, see ``place``, and has no parts. Raises PeerLostError.
+        ``slot``: the message has been written there, see ``place``, and has no parts. Raises PeerLostError.
         """
         assert slot is None or not parts
         place = INBOX if self.post_apart or (slot is not None and self.writes_inbox) else SLOT
-        used = self._slots_there.used
         if slot is None and not self.hub.keeping and nbytes <= self.most_nbytes:
-            slot = self._free_slot()
-            if slot is not None:
-                used[slot] += 1
+            slot = self._slots_there.use(self._read_slots)
         if slot is None:
-            self.begin(lane, turn, nbytes).send(parts)
+            self.begin(lane, turn, nbytes).send_piece(parts)
             return
-        number = slot_number(used[slot] - 1, 0)
+        number = slot_number(self._slots_there.used[slot] - 1, 0)
         header = self._header(number, lane, place, turn, nbytes, -1, 0)
         if self.post_apart is not None:
             self.post_apart(slot * self.most_nbytes, parts, self._places[slot], header, self._there[slot], number)
@@ -256,14 +247,13 @@ class Channel:
         self._endpoint.post(self._peer, self._places[slot], room, (header, *parts), self._there[slot], number)
 
     def _header(self, first: int, lane: int, place: int, turn: int, nbytes: int, region: int, number: int) -> bytes:
-        """Return the header of a message, which tells the peer what it is owed. ``first``: the number of its first
-        piece."""
+        """Return the header of a message, whose first piece is announced by ``first``. It brings the peer credits."""
         header = pack(first, lane, place, turn, nbytes, region, number, self._fetched, *self._freed)
         if self._untold or self in self.hub.owing:
             self._tell()
         return header
 
-    def post(self, message: Message, parts: Sequence[Part]) -> None:
+    def post_piece(self, message: Message, parts: Sequence[Part]) -> None:
         """Write a message's next piece, and ring. Called by ``Message``."""
         slot, at = message.slot, message.at
         offset, nbytes = self._places[slot] + HEADER_NBYTES + at, self.most_nbytes - at
@@ -280,11 +270,11 @@ class Channel:
 
     def _admit(self, message: Message) -> bool:
         """Give a message a slot, and a region if it needs one, if they are free."""
-        slot = self._free_slot()
+        slot = self._slots_there.find(self._read_slots)
         if slot is None:
             return False
         if message.region_nbytes:
-            region = self.hub.take(message.region_nbytes)
+            region = self.hub.regions.take(message.region_nbytes)
             if region is None:
                 return False
             self._announced += 1
@@ -293,9 +283,6 @@ class Channel:
         self._slots_there.used[slot] += 1
         message.slot = slot
         return True
-
-    def _free_slot(self) -> int | None:
-        return self._slots_there.find(self._read_slots)
 
     def book(self, lane: int, count: int) -> tuple[int, int] | None:
         """Book a slot for a message of ``lane``; None if none is free or other messages wait for one."""
@@ -306,22 +293,22 @@ class Channel:
         self._slots_there.unbook(lane)
 
     def read_credits(self) -> None:
-        """Take in what the peer has rung. ``Hub.go_on`` must follow: a region may be what another message waits for."""
+        """Read the credits that the peer has rung. ``Hub.go_on`` must follow: another message may wait for a region."""
         self._read_slots()
-        self._release(self._arena.sequence(self._own.doorbell + FETCHED))
+        self._release_regions(self._arena.sequence(self._own.doorbell + FETCHED))
 
     def _read_slots(self) -> None:
         bell = self._own.doorbell + GIVEN_BACK
         self._slots_there.give_back([self._arena.sequence(bell + slot) for slot in range(SLOTS)])
 
-    def _release(self, fetched: int) -> None:
+    def _release_regions(self, fetched: int) -> None:
         while self._fetched_there < fetched:
             self._fetched_there += 1
-            self.hub.give(*self._regions.pop(0))
+            self.hub.regions.give(*self._regions.pop(0))
 
     @property
     def credits(self) -> list[Target]:
-        """Each of these gives back a slot or a region."""
+        """What to wait for: each of these gives back a slot or a region."""
         bell = self._own.doorbell
         there = self._slots_there
         targets = [(bell + GIVEN_BACK + slot, there.given_back[slot] + 1) for slot in there.outstanding]
@@ -332,11 +319,11 @@ class Channel:
         for message in list(self._kept):
             if self._admit(message):
                 self._kept.remove(message)
-                message.go_on()
+                message.send_kept()
         if not self._kept:
             self.hub.keeping.discard(self)
 
-    def drop(self) -> None:
+    def end(self) -> None:
         """Drop what was kept, and release all regions. Called by ``Hub.forget``."""
         self._has_ended = True
         self._drop_messages()
@@ -344,7 +331,7 @@ class Channel:
     def _drop_messages(self) -> None:
         self._kept.clear()
         while self._regions:
-            self.hub.give(*self._regions.pop())
+            self.hub.regions.give(*self._regions.pop())
 
     # Receiving
 
@@ -352,11 +339,11 @@ class Channel:
         return self._bells[slot], slot_number(self._freed[slot], self._piece[slot])
 
     def close_slot(self, slot: int) -> None:
-        """Nothing more is awaited in a slot before ``free`` or ``open_slot``."""
+        """Await nothing more in a slot before ``free`` or ``open_slot``."""
         del self.awaited[slot]
 
     def open_slot(self, slot: int) -> None:
-        """The next piece of the message in this slot is awaited."""
+        """Await the next piece of the message in this slot."""
         self._piece[slot] += 1
         self.awaited[slot] = self._target(slot)
 
@@ -366,8 +353,7 @@ class Channel:
         view = self.slots[slot]
         lane, place, _, _, turn, nbytes, at, number, fetched, *given_back = HEADER.unpack_from(view)
         self._slots_there.give_back(given_back)
-        if fetched > self._fetched_there:
-            self._release(fetched)
+        self._release_regions(fetched)
         self._known -= 1
         if self._untold and not self._known:
             self._owe()
@@ -380,16 +366,21 @@ class Channel:
         return Arrival(self, slot, lane, turn, nbytes, body, at, number)
 
     def lane_at(self, slot: int) -> int | None:
-        """Return the lane of the message whose first piece is awaited in a slot; None before it is there."""
+        """Return the lane of the message whose first piece is awaited in a slot; None before it has arrived."""
         doorbell, number = self._target(slot)
         return lane_of(self.slots[slot], number) if self._arena.sequence(doorbell) >= number else None
 
     def settle(self, slot: int, number: int, header: bytes) -> None:
-        """A message was read, and its slot freed, without this object. ``header`` is the message's, ``number`` its
-        doorbell's. ``Hub.go_on`` must follow."""
+        """Record that a device has read a message and freed its slot. ``Hub.go_on`` must follow.
+
+        Args:
+            slot: where the message was.
+            number: of the slot's doorbell.
+            header: of the message.
+        """
         fetched, *given_back = HEADER.unpack(header)[-1 - SLOTS :]
         self._slots_there.give_back(given_back)
-        self._release(fetched)
+        self._release_regions(fetched)
         uses = (number - 1) // MOST_PIECES + 1
         if uses > self._freed[slot]:
             self._freed[slot] = self._told[0][slot] = uses
@@ -398,11 +389,11 @@ class Channel:
 
     @property
     def unread(self) -> list[int]:
-        """By slot: the lowest number that announces a message that has not been given back."""
+        """By slot: the lowest number that announces a message that has not been freed."""
         return [slot_number(freed, 0) for freed in self._freed]
 
     def free(self, slot: int) -> None:
-        """Give back a slot: its message has been read."""
+        """Free a slot: its message has been read."""
         self._freed[slot] += 1
         self._piece[slot] = 0
         self.awaited[slot] = self._target(slot)
@@ -411,7 +402,7 @@ class Channel:
             self._owe()
 
     def fetched(self, number: int) -> None:
-        """All of a message's region has been fetched."""
+        """Record that all of region ``number`` of the peer has been fetched."""
         self._finished.add(number)
         while self._fetched + 1 in self._finished:
             self._fetched += 1
@@ -419,7 +410,7 @@ class Channel:
             self._owe()
 
     def flush(self) -> None:
-        """Ring what the peer has not been told of slots freed and regions fetched. Raises PeerLostError."""
+        """Ring the slots freed and regions fetched that the peer does not know of. Raises PeerLostError."""
         (freed, fetched), bell = self._told, self._theirs.doorbell
         self._tell()
         for slot in range(SLOTS):
@@ -439,5 +430,78 @@ class Channel:
         self.hub.owing.discard(self)
 
 
-def _nothing() -> None:
-    pass
+class Hub:
+    """What all channels of a worker share: the pool of regions that peers fetch from, and who has something to do.
+
+    Attributes:
+        channels: all of them.
+        keeping: channels with messages that wait for a slot or a region.
+        owing: channels whose peer may wait for a slot or a region of which it has not been told.
+        regions: bytes of the pool, which messages take.
+        nbytes: of the pool.
+        sequence: what a doorbell of this worker was last rung with.
+    """
+
+    def __init__(self, arena: Arena, pool: tuple[int, int]) -> None:
+        """``pool``: bytes [start, stop) of the arena."""
+        self.channels: list[Channel] = []
+        self.keeping: set[Channel] = set()
+        self.owing: set[Channel] = set()
+        self.sequence = arena.sequence
+        self._arena = arena
+        self.regions = Space(*pool, ALIGNMENT)
+        self.nbytes = pool[1] - pool[0]
+
+    def flush(self) -> None:
+        """Send peers the credits that they may wait for. Raises PeerLostError."""
+        while self.owing:
+            next(iter(self.owing)).flush()
+
+    @property
+    def credits(self) -> list[Target]:
+        """What may let a kept message be sent; empty if none is kept."""
+        # A region that any peer has fetched makes room for a message to any other.
+        return [target for channel in self.channels for target in channel.credits] if self.keeping else []
+
+    def go_on(self) -> None:
+        """Read credits and send the kept messages that can be sent now. Raises PeerLostError."""
+        if not self.keeping:
+            return
+        for channel in self.channels:
+            channel.read_credits()
+        for channel in [channel for channel in self.channels if channel in self.keeping]:
+            channel.go_on()
+
+    def forget(self, channel: Channel) -> None:
+        """End a channel: drop its kept messages, and release the regions that its peer has not fetched."""
+        self.channels.remove(channel)
+        self.keeping.discard(channel)
+        self.owing.discard(channel)
+        channel.end()
+
+    def restart(self, topology: Topology) -> None:
+        """Drop all messages, and count above all earlier numbers, as the peers that stay do; end all other channels."""
+        self.keeping.clear()
+        self.owing.clear()
+        for channel in list(self.channels):
+            if channel.name in topology.names:
+                channel.restart(first_use(topology.epoch))
+            else:
+                self.forget(channel)
+
+    def write(self, offset: int, parts: Sequence[Part]) -> None:
+        """Copy parts to ``offset`` of the arena, one after another."""
+        for part in parts:
+            if nbytes := part_nbytes(part):
+                self._arena.view(offset, nbytes)[:] = _buffer(part).cast("B")
+                offset += nbytes
+
+
+def first_use(epoch: Epoch) -> int:
+    """Return a number above those of all earlier epochs, with room for 2^40 uses of a slot in each. A doorbell has 64
+    bits, which are enough for 500,000 epochs."""
+    return epoch.number << 40
+
+
+def _buffer(part: Any) -> memoryview:  # Any: numpy declares its buffer protocol from Python 3.12 on only
+    return memoryview(part)

@@ -5,9 +5,8 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lamina.dataplane.hub import Target
 from lamina.dataplane.leases import LANDINGS, ArenaPlan
-from lamina.transport.base import Arena, Fetch
+from lamina.transport.base import Arena, Fetch, Target
 
 FetchFrom = Callable[[str, Fetch], None]
 """Starts a fetch from a peer, with the arguments of ``Links.fetch``."""
@@ -19,7 +18,8 @@ class Piece:
 
     Attributes:
         keep: called with the bytes once they have arrived.
-        lane, turn: of the attention whose K and V they are; lane -1: they are something else.
+        lane: of the attention whose K and V they are; -1: they are something else.
+        turn: of that attention.
     """
 
     peer: str
@@ -31,7 +31,7 @@ class Piece:
 
 
 class Fetcher:
-    """The pieces to fetch, those in flight, and where they go. The worker's thread owns it."""
+    """Fetches pieces into landing slots, and keeps those that wait and those in flight. The worker's thread owns it."""
 
     def __init__(self, fetch: FetchFrom, arena: Arena, plan: ArenaPlan) -> None:
         self._fetch = fetch
@@ -42,16 +42,16 @@ class Fetcher:
         self._sequences = [0] * LANDINGS
         self._urgent: collections.deque[Piece] = collections.deque()
         self._waiting: collections.deque[Piece] = collections.deque()
-        self._coming: list[tuple[Piece, int]] = []  # with the number of its place, in the order of fetching
+        self._coming: list[tuple[Piece, int]] = []  # in flight, with its landing slot, in the order of fetching
         self._left: collections.Counter[tuple[int, int]] = collections.Counter()  # pieces by lane and turn
 
     def add_piece(self, piece: Piece) -> None:
-        """Fetch this piece, after all that were added before."""
+        """Fetch a piece, after all that were added before."""
         self._waiting.append(piece)
         self._left[piece.lane, piece.turn] += 1
 
     def add_body(self, peer: str, offset: int, into: memoryview, on_done: Callable[[], None]) -> None:
-        """Fetch ``len(into)`` bytes of a message, which come before pieces; ``on_done`` is called after the last."""
+        """Fetch ``len(into)`` bytes of a message before all pieces; ``on_done`` is called after the last byte."""
         left = len(into)
 
         def keep_at(at: int) -> Callable[[memoryview], None]:
@@ -71,7 +71,7 @@ class Fetcher:
             self._left[-1, 0] += 1
 
     def fetch_first(self, lane: int, turn: int) -> None:
-        """Fetch the pieces of attention ``turn`` of a lane before all others: somebody waits for them."""
+        """Fetch the pieces of attention ``turn`` of a lane before all others."""
         chosen = [piece for piece in self._waiting if (piece.lane, piece.turn) == (lane, turn)]
         if chosen and len(chosen) < len(self._waiting):
             others = [piece for piece in self._waiting if (piece.lane, piece.turn) != (lane, turn)]
@@ -88,7 +88,7 @@ class Fetcher:
 
     @property
     def may_ask(self) -> bool:
-        """True if a piece waits to be fetched and a place is free."""
+        """True if a piece waits to be fetched and a landing slot is free."""
         return bool((self._urgent or self._waiting) and self._free)
 
     def ask(self) -> None:
@@ -96,17 +96,13 @@ class Fetcher:
         piece, number = (self._urgent or self._waiting).popleft(), self._free.pop()
         self._sequences[number] += 1
         self._coming.append((piece, number))
-        fetch = Fetch(
-            offset=piece.offset,
-            nbytes=piece.nbytes,
-            to=self._places[number],
-            doorbell=number,
-            sequence=self._sequences[number],
+        to, sequence = self._places[number], self._sequences[number]
+        self._fetch(
+            piece.peer, Fetch(offset=piece.offset, nbytes=piece.nbytes, to=to, doorbell=number, sequence=sequence)
         )
-        self._fetch(piece.peer, fetch)
 
     def keep(self, index: int) -> int | None:
-        """Keep the piece announced by number ``index`` of ``awaited``; returns the lane that it belongs to, if any."""
+        """Keep the piece announced by number ``index`` of ``awaited``; returns the lane of its attention, if any."""
         piece, number = self._coming.pop(index)
         self._free.append(number)
         self._finish(piece)
@@ -124,11 +120,13 @@ class Fetcher:
             self._free.append(number)
             self._finish(piece)
 
-    def drop(self) -> None:
-        """Forget all pieces. Those that peers are sending still occupy their places until they arrive."""
+    def drop_all(self) -> None:
+        """Drop all pieces. Pieces in flight occupy their landing slots until they arrive."""
         self._urgent.clear()
         self._waiting.clear()
-        self._coming = [(dataclasses.replace(piece, keep=_discard, lane=-1), number) for piece, number in self._coming]
+        self._coming = [
+            (dataclasses.replace(piece, keep=lambda content: None, lane=-1), number) for piece, number in self._coming
+        ]
         self._left = collections.Counter((piece.lane, piece.turn) for piece, _ in self._coming)
 
     def _finish(self, piece: Piece) -> None:
@@ -136,7 +134,3 @@ class Fetcher:
         self._left[key] -= 1
         if not self._left[key]:
             del self._left[key]
-
-
-def _discard(content: memoryview) -> None:
-    """Ignore fetched bytes that nobody needs any more."""

@@ -1,12 +1,11 @@
-"""Which part of a worker's arena each peer may write into: leased when a link is made, released when it has ended.
+"""Which part of a worker's arena each peer may write into: leased when a link is made, freed when the link has ended.
 
-Pure: the arena's owner keeps the books here and tells every peer its lease. A later lease never moves an earlier one,
-so that a worker can join while others exchange messages.
+Pure: the arena's owner keeps the leases and tells every peer its lease. A later lease never moves an earlier one, so
+that a worker can join while others exchange messages.
 
 The arena begins with what its owner uses itself: landing slots that fetched bytes arrive in, staging slots of segments
-that move away, and the pool of what peers fetch from here. Leases follow. The engine has it reserve address space for
-links that are made later: it is an anonymous file, whose untouched pages cost nothing. Only RDMA pins all of an arena,
-so that where it may be used nothing is reserved.
+that move away, and the pool of what peers fetch. Leases follow. Address space is reserved for later links: untouched
+pages of an anonymous file cost nothing. RDMA pins all of an arena, so that nothing is reserved where it may be used.
 """
 
 import bisect
@@ -26,7 +25,12 @@ LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL = 64, 4096  # the fewest; those of all links o
 HEADER_NBYTES = 64  # in front of the message in every slot
 PROOF_NBYTES = 64  # at the beginning of every lease
 VERDICT = PROOF_NBYTES - 1  # the owner's byte in there: 1 if the proof of the peer's device has arrived in the inbox
-DOORBELLS = 2 * SLOTS + 2  # of a lease, see protocol.channel
+# Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
+PROOF = 0
+ARRIVED = 1  # by slot: a piece of a message is in it
+GIVEN_BACK = ARRIVED + SLOTS  # by slot of the peer's arena: uses freed
+FETCHED = GIVEN_BACK + SLOTS  # regions fetched
+DOORBELLS = FETCHED + 1
 POOLED_MESSAGES = 4  # of the largest size that the pool has room for
 LANDINGS = 4  # fetches that a worker has in flight at once
 LANDING_NBYTES = 128 << 10  # of a fetch: a message may have to wait for one
@@ -41,11 +45,9 @@ class Lease(msgspec.Struct, frozen=True):
 
     The proof that the link works comes first, then ``SLOTS`` slots of equal size: none if ``nbytes`` leaves no room.
 
-    It may have an inbox (``transport.device.inboxes``), with a place for the body of each slot's message.
-
     Attributes:
-        inbox: what the peer's device opens the inbox with.
-        inbox_key: what the peer's NIC writes there with. Empty: it cannot, or there is none.
+        inbox: what the peer's device opens the inbox (``transport.device.inboxes``) with; empty without an inbox.
+        inbox_key: what the peer's NIC writes into the inbox with; empty if it cannot.
     """
 
     offset: int
@@ -70,7 +72,7 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Space:
-    """A range of numbers, parts of which are taken and freed; each part starts at a multiple of ``alignment``."""
+    """Allocates parts of a range of numbers; each part starts at a multiple of ``alignment``."""
 
     def __init__(self, start: int, stop: int, alignment: int = 1) -> None:
         self._alignment = alignment
@@ -78,8 +80,7 @@ class Space:
         self._free = [(start, stop)] if start < stop else []  # sorted; no two touch
 
     def take(self, count: int) -> int | None:
-        """Return the start of the lowest free part of ``count`` numbers, which is now taken; None if there is no such
-        part."""
+        """Allocate the lowest free part of ``count`` numbers, and return its start; None if there is no such part."""
         count = self._aligned(count)
         for index, (start, stop) in enumerate(self._free):
             if stop - start >= count:
@@ -88,7 +89,7 @@ class Space:
         return None
 
     def give(self, start: int, count: int) -> None:
-        """Give back what ``take`` returned for this count. Raises ValueError if any of it is free."""
+        """Free what ``take`` returned for this count. Raises ValueError if any of it is free."""
         stop = start + self._aligned(count)
         if start == stop:
             return
@@ -114,7 +115,8 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         landing_nbytes: most bytes of a fetch; 0: this worker fetches nothing.
         stages: segments may move away from here.
         pool_nbytes: for what peers fetch.
-        leased_nbytes, links: for leases, and how many.
+        leased_nbytes: for leases.
+        links: most leases.
     """
 
     landing_nbytes: int
@@ -128,8 +130,7 @@ class ArenaPlan(msgspec.Struct, frozen=True):
         return number * aligned(self.landing_nbytes)
 
     def staging(self, number: int) -> int:
-        """Return where piece ``number`` of an outgoing segment is laid out: the same in every arena with these
-        landings."""
+        """Return where piece ``number`` of a segment that moves away is laid out."""
         return self.landing(LANDINGS + number % STAGING_SLOTS)
 
     @property
@@ -155,16 +156,18 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
 
 class Leases:
-    """The leases of one arena. Each has pages of its own: a device is told of it at once, and copies from registered
-    memory must not span two registrations."""
+    """The leases of one arena, each in pages of its own: copies from registered memory must not span two
+    registrations, and a device registers a lease as a whole."""
 
     def __init__(self, plan: ArenaPlan) -> None:
         self._bytes = Space(plan.leased_at, plan.nbytes, PAGE)
         self._doorbells = Space(LANDINGS, plan.doorbells)
 
     def lease(self, slot_nbytes: int) -> Lease:
-        """Return a lease with slots of ``slot_nbytes``, a multiple of ``ALIGNMENT``. Raises TransportError without
-        room."""
+        """Return a lease with slots of ``slot_nbytes``, a multiple of ``ALIGNMENT``.
+
+        Raises TransportError if the arena has no room.
+        """
         nbytes = PROOF_NBYTES + SLOTS * slot_nbytes
         offset, doorbell = self._bytes.take(nbytes), self._doorbells.take(DOORBELLS)
         if offset is not None and doorbell is not None:
@@ -176,8 +179,8 @@ class Leases:
         missing = f"{nbytes} free bytes" if offset is None else f"{DOORBELLS} free doorbells"
         raise TransportError(f"the arena has no {missing} for another link; release a link, or make a larger arena")
 
-    def release(self, lease: Lease) -> None:
-        """Let others have this part. Only once its peer provably cannot write any more."""
+    def end_lease(self, lease: Lease) -> None:
+        """Free a part of the arena. Only once its peer provably cannot write any more."""
         self._bytes.give(lease.offset, lease.nbytes)
         self._doorbells.give(lease.doorbell, DOORBELLS)
 
@@ -186,11 +189,14 @@ class Messages(msgspec.Struct, frozen=True):
     """The sizes of a cluster's messages in bytes.
 
     Attributes:
-        request, reply, context: slots for each kind, 0 if it is not sent; see ``dataplane.wire``.
-        fetched_from_compute, fetched_from_memory: most that a message leaves to be fetched.
+        request: of a slot for requests, see ``dataplane.wire``.
+        reply: of a slot for replies.
+        context: of a slot for contexts; 0: no context is sent.
+        fetched_from_compute: most that a compute worker's message leaves to be fetched.
+        fetched_from_memory: most that a memory worker's message leaves to be fetched.
         landing: most that one fetch brings.
-        slot_rows: see there.
-        sums: slots between the ``ranks`` of a replica; 0: there is one rank.
+        slot_rows: see the function of this name.
+        sums: of a slot between the ``ranks`` of a replica; 0: there is one rank.
     """
 
     request: int
@@ -220,17 +226,21 @@ class Messages(msgspec.Struct, frozen=True):
 
 
 def slot_rows(rows: int, links: int) -> int:
-    """Return the rows that a slot has room for, in steps of at most ``rows``. ``links``: of a worker at the start. The
-    more it has, the fewer rows of a step travel over each."""
+    """Return the rows that a slot has room for, in steps of at most ``rows``.
+
+    ``links``: of a worker at the start. The more links, the fewer rows of a step travel over each.
+    """
     return min(rows, SLOT_ROWS, max(LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL // links))
 
 
 def messages(
     attentions: Sequence[AttentionSpec], dtype: DType, rows: int, context_nbytes: int, ranks: int = 1, links: int = 1
 ) -> Messages:
-    """Sizes for steps of at most ``rows`` rows, and ``context_nbytes`` between replicas; 0: it stays on one.
+    """Return the sizes for steps of at most ``rows`` rows.
 
-    ``links``: see ``slot_rows``.
+    Args:
+        context_nbytes: of the context between replicas; 0: no context is sent.
+        links: see ``slot_rows``.
     """
     few = slot_rows(rows, links)
     context = aligned(-(-context_nbytes * few // rows))
@@ -248,7 +258,7 @@ def messages(
 
 
 def lease_nbytes(slot_nbytes: int) -> int:
-    """Bytes of an arena that a lease takes whose slots have this size."""
+    """Return the bytes of an arena that a lease with slots of this size takes."""
     return _whole_pages(PROOF_NBYTES + SLOTS * slot_nbytes)
 
 
@@ -257,5 +267,5 @@ def _whole_pages(nbytes: int) -> int:
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes``, rounded up to where a slot may start."""
+    """Round ``nbytes`` up to where a slot may start."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,13 +1,24 @@
-"""One slot of a message: its header, the credit to use it, sending without credits."""
+"""The slots of a link: the header of a message, the credits to use a slot, and slots that a device reads or writes.
+
+``dataplane.channel`` says how messages use them.
+"""
 
 import enum
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from lamina.dataplane.leases import HEADER_NBYTES, SLOTS
+import numpy as np
+
+from lamina._native import DOORBELL_NBYTES
+from lamina._native import Arena as NativeArena
+from lamina.dataplane.leases import ARRIVED, HEADER_NBYTES, SLOTS, Lease
+from lamina.dataplane.wire import MOST_PIECES, slot_number
 from lamina.transport.base import Buffer, Endpoint, Part, Peer
 from lamina.transport.device import slots as device_slots
+from lamina.transport.device.inboxes import Inbox
+from lamina.transport.device.slots import Incoming, Outgoing, PolledSlots
 
 HEADER = struct.Struct(f"<HBxHHQQqQQ{SLOTS}Q")
 """Lane, where the body is (``Place``), low bits of the turn and of the number that announces the first piece, turn,
@@ -16,7 +27,7 @@ receiver, uses freed of each of its slots.
 
 The first word tells a message from all others of its slot, even while the next one is being written."""
 
-assert HEADER.size <= HEADER_NBYTES
+assert HEADER.size <= HEADER_NBYTES == 8 * device_slots.HEADER_WORDS and SLOTS == device_slots.SLOTS
 _WORD = struct.Struct("Q")  # native: read at once
 _LOW_BITS = 0xFFFF
 
@@ -32,8 +43,13 @@ class Place(enum.IntEnum):
 
 
 def pack(first: int, lane: int, place: int, turn: int, *others: int) -> bytes:
-    """Return a header. ``first``: the number of the message's first piece. ``place``: see ``Place``. ``others``: what
-    follows the turn."""
+    """Return a header.
+
+    Args:
+        first: number of the message's first piece.
+        place: see ``Place``.
+        others: what follows the turn.
+    """
     return HEADER.pack(lane, place, turn & _LOW_BITS, first & _LOW_BITS, turn, *others)
 
 
@@ -43,8 +59,8 @@ def pack_alone(first: int, lane: int, place: Place, turn: int, nbytes: int) -> b
 
 
 def stamp(lane: int, turn: int) -> int:
-    """Return the first word of the header of a message in a slot, as a little-endian number, without the number's bits,
-    the highest 16, and without where the body is."""
+    """Return the first word of a header as a little-endian number, without the bits of the first piece's number, the
+    highest 16, and without the ``Place``."""
     return lane | (turn & _LOW_BITS) << 32
 
 
@@ -55,32 +71,31 @@ def lane_of(slot: Buffer, first: int) -> int | None:
 
 
 class SlotCredits:
-    """Uses of a peer's slots: a slot is free once it has been freed as often as it has been used.
+    """Uses of a peer's slots, counted from ``first``: a slot is free once it has been freed as often as it was used.
 
     Attributes:
         used: how often, by slot.
-        given_back: how often, as far as known.
+        given_back: how often freed, as far as known.
     """
 
     def __init__(self, slots: int, first: int) -> None:
-        """Both numbers count from ``first``."""
         self.used, self.given_back = [first] * slots, [first] * slots
         self._booked: dict[int, int] = {}  # the lanes that use slots without credits
 
     def give_back(self, uses: Sequence[int]) -> None:
-        """Take in how often slots have been freed; an earlier number than known changes nothing."""
+        """Record how often slots have been freed; an earlier number than known changes nothing."""
         for slot, known in enumerate(self.given_back):
             if uses[slot] > known:
                 self.given_back[slot] = uses[slot]
 
     @property
     def outstanding(self) -> list[int]:
-        """Slots that have not been given back."""
+        """Slots in use."""
         return [slot for slot, used in enumerate(self.used) if used > self.given_back[slot]]
 
     def find(self, read: Callable[[], None]) -> int | None:
-        """Return a free slot, if possible one that no lane has booked; None without one. ``read`` takes in what the
-        peer has rung, which is done only if no slot is known to be free."""
+        """Return a free slot, if possible one that no lane has booked; None if there is none. ``read`` reads what the
+        peer has rung; it is called only if no slot is known to be free."""
         for slot, used in enumerate(self.used):
             if used == self.given_back[slot] and slot not in self._booked:
                 return slot
@@ -91,10 +106,18 @@ class SlotCredits:
             self._booked.pop(found, None)
         return found
 
+    def use(self, read: Callable[[], None]) -> int | None:
+        """``find`` a slot and count its use."""
+        slot = self.find(read)
+        if slot is not None:
+            self.used[slot] += 1
+        return slot
+
     def book(self, lane: int, count: int) -> tuple[int, int] | None:
-        """Reserve a slot for the next ``count`` messages of a lane, each of which is sent once the one before has been
-        given back. Returns the slot and how often it was used before; None without a free one. A lane keeps the slot
-        that it has booked.
+        """Reserve a slot for the next ``count`` messages of a lane, each sent once the message before has been freed.
+
+        Returns the slot and how often it was used before; None if no slot is free. A lane keeps the slot that it has
+        booked.
         """
         slot = next((slot for slot, owner in self._booked.items() if owner == lane), None)
         if slot is None:
@@ -107,7 +130,7 @@ class SlotCredits:
         return slot, self.used[slot] - count
 
     def unbook(self, lane: int) -> None:
-        """The slot of this lane, if it has one, is as any other from now on: free once it has been freed."""
+        """End the booking of a lane, if it has one."""
         self._booked = {slot: owner for slot, owner in self._booked.items() if owner != lane}
 
 
@@ -124,14 +147,101 @@ class Outbox:
     """Sends into one slot, for a sender that knows when it is free."""
 
     def __init__(self, endpoint: Endpoint, peer: Peer, slot: Slot) -> None:
-        self._endpoint = endpoint
-        self._peer = peer
-        self._slot = slot
+        self._endpoint, self._peer, self._slot = endpoint, peer, slot
 
-    def send(self, parts: Sequence[Part], sequence: int, at: int = 0) -> None:
+    def write_and_ring(self, parts: Sequence[Part], sequence: int, at: int = 0) -> None:
         """Write the parts one after another from byte ``at`` of the slot on, then ring ``sequence``.
 
-        Raises ValueError, before anything is written, if they do not fit; PeerLostError.
+        Raises ValueError, before anything is written, if the parts do not fit; PeerLostError.
         """
         slot = self._slot
         self._endpoint.post(self._peer, slot.offset + at, slot.nbytes - at, parts, slot.doorbell, sequence)
+
+
+class Body(NamedTuple):
+    """Where a device of this process writes the body of a message to a peer.
+
+    Attributes:
+        address: of its first byte.
+        array: uint8, numpy's or the device's.
+    """
+
+    address: int
+    array: Any
+
+
+@dataclass(frozen=True)
+class Direct:
+    """Both arenas of a link over shared memory, whose messages a device of this process reads or writes itself.
+
+    Attributes:
+        own: what the peer may write into here.
+        theirs: what this side may write into there.
+        own_inbox: where the peer's device writes bodies, if it can.
+        their_inbox: where this side's device writes bodies, if it can.
+    """
+
+    own_arena: NativeArena
+    their_arena: NativeArena
+    own: Lease
+    theirs: Lease
+    own_inbox: Inbox | None = None
+    their_inbox: Inbox | None = None
+
+    @property
+    def their_memory(self) -> memoryview:
+        """What may be written into the peer's arena."""
+        return memoryview(self.their_arena)[self.theirs.offset : self.theirs.offset + self.theirs.nbytes]
+
+    @property
+    def bodies(self) -> tuple[Body, ...]:
+        """By slot of the peer, where a device writes the body of a message: in the inbox, if there is one."""
+        inbox, stride = self.their_inbox, self.theirs.body_nbytes
+        if inbox is not None:
+            parts = zip(_places(stride), inbox.parts(SLOTS), strict=True)
+            return tuple(Body(inbox.address + at, part) for at, part in parts)
+        memory = np.frombuffer(memoryview(self.their_arena), np.uint8)
+        starts = [self.theirs.slot(number) + HEADER_NBYTES for number in range(SLOTS)]
+        return tuple(Body(self.their_arena.data_address + start, memory[start : start + stride]) for start in starts)
+
+    def map(self, slots: PolledSlots) -> None:
+        """Let a device use the slots and doorbells of both sides. Raises TransportError if it cannot."""
+        for arena, lease in ((self.own_arena, self.own), (self.their_arena, self.theirs)):
+            doorbells = _doorbell(arena, lease), SLOTS * DOORBELL_NBYTES
+            slots.map_ranges(arena, [doorbells, (arena.data_address + lease.offset, lease.nbytes)])
+
+    def incoming(self, unread: Sequence[int], lane: int, turn: int) -> Incoming:
+        """Return the message for an attention of a lane. ``unread``: that of the link's ``Channel``."""
+        first = _doorbell(self.own_arena, self.own)
+        return Incoming(
+            tuple(self.own_arena.data_address + self.own.slot(number) for number in range(SLOTS)),
+            tuple(self.own_inbox.address + at if self.own_inbox else 0 for at in _places(self.own.body_nbytes)),
+            tuple(first + number * DOORBELL_NBYTES for number in range(SLOTS)),
+            tuple(unread),
+            stamp(lane, turn),
+            MOST_PIECES,
+        )
+
+    def outgoing(self, lane: int, turn: int, nbytes: int, slot: int, uses: int) -> Outgoing:
+        """Return a message of one piece into a booked slot, which has been used ``uses`` times."""
+        number, start = slot_number(uses, 0), self.their_arena.data_address + self.theirs.slot(slot)
+        place, body = Place.SLOT, start + HEADER_NBYTES
+        if self.their_inbox is not None:
+            place, body = Place.INBOX, self.their_inbox.address + slot * self.theirs.body_nbytes
+        header = struct.unpack(f"={device_slots.HEADER_WORDS}Q", pack_alone(number, lane, place, turn, nbytes))
+        return Outgoing(
+            start,
+            body,
+            _doorbell(self.their_arena, self.theirs) + slot * DOORBELL_NBYTES,
+            number,
+            header[: device_slots.CREDIT_WORD],
+        )
+
+
+def _places(stride: int) -> range:
+    return range(0, SLOTS * stride, stride)
+
+
+def _doorbell(arena: NativeArena, lease: Lease) -> int:
+    """Address of the doorbell of a lease's first slot."""
+    return arena.doorbells_address + (lease.doorbell + ARRIVED) * DOORBELL_NBYTES

@@ -1,6 +1,7 @@
 """Which transport connects a pair of workers: a pure function of what both offer and of what has failed."""
 
 import enum
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -37,7 +38,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Choice:
-    """The transport of one pair of workers, and why."""
+    """The transport of a pair of workers, and why."""
 
     transport: Transport
     reason: str
@@ -47,12 +48,8 @@ def candidates(wanted: TransportName, hosts: Collection[str]) -> tuple[Transport
     """Return what workers on these hosts should offer: every transport that some pair of them may use."""
     if wanted != "auto":
         return (Transport(wanted),)
-    return tuple(dict.fromkeys(transport for same in _kinds_of_pairs(hosts) for transport in _preferred(same)))
-
-
-def _kinds_of_pairs(hosts: Collection[str]) -> tuple[bool, ...]:
-    """Return whether there may be pairs on one host, and pairs on two."""
-    return (True,) if len(set(hosts)) == 1 else (True, False)
+    kinds = (True,) if len(set(hosts)) == 1 else (True, False)  # pairs on one host, and on two
+    return tuple(dict.fromkeys(transport for same in kinds for transport in _preferred(same)))
 
 
 def _preferred(same_host: bool) -> tuple[Transport, ...]:
@@ -66,12 +63,12 @@ def choose(
     failures: Mapping[Transport, str],
     in_use: Collection[Transport] = (),
 ) -> Choice:
-    """Return the transport of a pair, given its offers and why it could not prove a link over some transports so far.
+    """Return the transport of a pair, given its offers and its ``failures`` to prove a link over some transports.
 
-    A transport that both have ``in_use`` with others is preferred: a worker that waits on one transport notices a
-    message sooner than one that waits on several. A transport requested by name has no fallback.
+    A transport ``in_use`` by both is preferred: a worker that waits on one transport notices a message sooner than a
+    worker that waits on several. A transport requested by name has no fallback.
 
-    Raises TransportError, with every obstacle, if none is left.
+    Raises TransportError, with every obstacle, if no transport is left.
     """
     same = near.host == far.host
     preferred = tuple(dict.fromkeys((*in_use, *_preferred(same))))
@@ -89,11 +86,8 @@ def choose(
 
 
 def summary(choices: Mapping[tuple[str, str], Choice]) -> list[str]:
-    """One line for each transport and reason in use, with the number of pairs of workers it connects."""
-    pairs: dict[Choice, int] = {}
-    for choice in choices.values():
-        pairs[choice] = pairs.get(choice, 0) + 1
+    """Return a line for each transport and reason in use, with the number of pairs of workers it connects."""
     return [
         f"{choice.transport} between {count} pair{'s' * (count > 1)} of workers ({choice.reason})"
-        for choice, count in pairs.items()
+        for choice, count in Counter(choices.values()).items()
     ]

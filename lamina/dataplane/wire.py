@@ -1,4 +1,4 @@
-"""What the body of a data-plane message holds. Both ends derive it from the StepPlan: no serialisation.
+"""What the body of a data-plane message holds. Both ends derive the layout from the StepPlan: no serialisation.
 
 A request carries, for one attention of one step and one memory worker, three blocks one after another:
 k [Rk, Hkv, D] and v [Rk, Hkv, Dv] of the decoded tokens kept there, then q [Rq, Hq, D] of the rows that attend there,
@@ -45,7 +45,7 @@ SegmentKey = tuple[int, int]
 class SegmentRows(msgspec.Struct, frozen=True, gc=False):
     """Rows [row, row + rows) of a step, the first at position ``start``, attend to tokens [kv_start, kv_stop).
 
-    ``part``: which query heads they have, see ``HeadShards.spec``: those of the shard, or a rank's share of them.
+    ``part``: which query heads the rows have, see ``HeadShards.spec``: those of the shard, or a rank's share of them.
     """
 
     sequence: int
@@ -72,11 +72,17 @@ class PulledRows(msgspec.Struct, frozen=True, gc=False):
 class MessageRows:
     """The rows of one step that concern one memory worker, in the order their bytes travel: shard by shard.
 
-    ``queries`` int64 [Rq] and ``appends`` int64 [Rk] index the shards of the step's rows: row * shards + shard, where
-    each rank of a replica counts its own shards.
-    ``attends`` covers ``queries`` in order, ``kept`` = (segment, tokens) covers ``appends`` in order. ``pulled`` are
-    kept too, but not part of the request. ``further`` = (index of ``attends``, segment): where a worker holds several
-    segments of a sequence, its rows travel once, and it merges what they see of each.
+    ``queries`` and ``appends`` index the shards of the step's rows: row * shards + shard, where each rank of a replica
+    counts its own shards. Where a worker holds several segments of a sequence, its rows travel once, and the worker
+    merges what they see of each segment.
+
+    Attributes:
+        queries: int64 [Rq].
+        appends: int64 [Rk].
+        attends: covers ``queries`` in order.
+        kept: (segment, tokens), covers ``appends`` in order.
+        pulled: rows that are kept too, but are not part of the request.
+        further: (index of ``attends``, rows of another segment of the same sequence).
     """
 
     queries: npt.NDArray[np.int64]
@@ -109,17 +115,14 @@ def check_segments(sequence: int, segments: Sequence[Segment], shards: HeadShard
     elif not all(shards.allows(segment.heads) for segment in segments):
         why = _heads_rule(shards)
     elif not all(
-        _follow([one.tokens for one in segments if shard in shards.shards_of(one.heads)]) for shard in _all(shards)
+        _follow([one.tokens for one in segments if shard in shards.shards_of(one.heads)])
+        for shard in range(shards.count)
     ):
         why = "the segments' tokens must follow one another from 0 on, and the last must have no end"
     else:
         return
     places = ", ".join(f"{each.worker} heads {each.heads} tokens {each.tokens}" for each in segments)
     raise PlacementError(f"sequence {sequence} is placed on {places or 'no worker'}", why)
-
-
-def _all(shards: HeadShards) -> range:
-    return range(shards.count)
 
 
 def _heads_rule(shards: HeadShards) -> str:
@@ -129,14 +132,14 @@ def _heads_rule(shards: HeadShards) -> str:
 
 
 def _follow(tokens: Sequence[tuple[int, int | None]]) -> bool:
-    """Return whether ranges of tokens cover all from 0 on, each once."""
+    """Return whether ranges of tokens cover all tokens from 0 on, each once."""
     ordered = sorted(tokens, key=lambda one: one[0])
     starts, stops = [start for start, _ in ordered], [stop for _, stop in ordered]
     return [0, *stops] == [*starts, None] and all(start != stop for start, stop in ordered)
 
 
 def check_placements(plan: StepPlan, shards: HeadShards) -> None:
-    """``check_segments`` of everything that a plan places. Raises PlacementError."""
+    """Apply ``check_segments`` to everything that a plan places. Raises PlacementError."""
     for admission in plan.admitted:
         placed = by_sequence(admission.segments)
         if not placed or not placed.keys() <= set(range(admission.sequence, admission.sequence + admission.count)):
@@ -167,12 +170,12 @@ def message_rows(
     rank: int = 0,
     ranks: int = 1,
 ) -> MessageRows:
-    """Which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
+    """Return which rows of ``plan`` travel to memory worker ``worker``, given the segments of the sequences it knows.
 
     The part of a plan that a memory worker gets has the same rows, but numbers them without those of other workers.
-    With several ``ranks``, these are the rows of the message of one of them, who has some shards of every row:
-    ``queries`` and ``appends`` count its own. Where ranks share a shard, each sends K and V of decoded tokens with its
-    queries, so that none has to wait for another's; only the first has those of prompt chunks fetched.
+    With several ``ranks``, return the rows of the message of one rank, which has some shards of every row: ``queries``
+    and ``appends`` count its own. Where ranks share a shard, each sends K and V of decoded tokens with its queries, so
+    that no rank waits for another; only the first has K and V of prompt chunks fetched.
     """
     queries: list[npt.NDArray[np.int64]] = []
     appends: list[npt.NDArray[np.int64]] = []
@@ -231,7 +234,7 @@ def message_rows(
 
 
 def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
-    """Return all numbers of ranges (start, count), one range after another."""
+    """Return all numbers of ranges (start, count), range after range."""
     total = sum(count for _, count in ranges)
     if total == len(ranges):  # a step that decodes
         return np.array([start for start, _ in ranges], np.int64)
@@ -241,12 +244,12 @@ def _ranges(ranges: Sequence[tuple[int, int]]) -> npt.NDArray[np.int64]:
 
 
 def request_nbytes(attentions: Sequence[AttentionSpec], dtype: DType, rows: int) -> int:
-    """Bytes of the largest request with ``rows`` rows."""
+    """Return the bytes of the largest request with ``rows`` rows."""
     return rows * max(spec.query_bytes_per_token(dtype) + spec.kv_bytes_per_token(dtype) for spec in attentions)
 
 
 def reply_nbytes(attentions: Sequence[AttentionSpec], rows: int) -> int:
-    """Bytes of the largest reply with ``rows`` rows."""
+    """Return the bytes of the largest reply with ``rows`` rows."""
     return rows * max(spec.query_heads * (spec.v_dim + 1) * 4 for spec in attentions)
 
 
@@ -255,8 +258,8 @@ MOST_PIECES = MOST_MINI_BATCHES + 1  # k and v may come after q
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a request: query rows [start, stop) of the message, which are those of ``attends[first:last]``, and all
-    of its k and v if ``keeps``."""
+    """Part of a request: query rows [start, stop), which are those of ``attends[first:last]``, and all k and v if
+    ``keeps``."""
 
     start: int
     stop: int
@@ -266,7 +269,7 @@ class Piece:
 
 
 def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
-    """How a request with these rows is cut, in the order in which its pieces travel."""
+    """Return the pieces of a request with these rows, in the order in which they travel."""
     count = min(overlap.mini_batches, max(1, len(rows.attends) // overlap.least))
     if not rows.attends:
         return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
@@ -284,12 +287,12 @@ def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
 
 
 def slot_number(uses: int, piece: int) -> int:
-    """Return the doorbell's number for one piece of the message in a slot that had been used ``uses`` times before."""
+    """Return the doorbell's number for a piece of the message in a slot that was used ``uses`` times before."""
     return uses * MOST_PIECES + piece + 1
 
 
 def body_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows) -> int:
-    """Bytes of a request."""
+    """Return the bytes of a request."""
     kept = len(rows.appends) * spec.kv_bytes_per_token(dtype)
     return kept + len(rows.queries) * spec.query_bytes_per_token(dtype)
 
@@ -297,9 +300,9 @@ def body_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows) -> int:
 def read_queries(
     body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
 ) -> Array:
-    """View q [stop - start, Hq, D] of a request's bytes, uint8 [n] in any memory: its query rows [start, stop).
+    """View query rows [start, stop) of a request's bytes, uint8 [n] in any memory, as q [stop - start, Hq, D].
 
-    ``cut``: its pieces.
+    ``cut``: the request's pieces.
     """
     before = len(rows.appends) * spec.kv_bytes_per_token(dtype) if cut[0].keeps else 0
     shape = (stop - start, spec.query_heads, spec.qk_dim)
@@ -309,19 +312,19 @@ def read_queries(
 def read_kept(
     body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
 ) -> tuple[Array, Array]:
-    """Views (k, v) of a request's bytes, uint8 [n] in any memory, see ``keys_values``."""
+    """View (k, v) of a request's bytes, uint8 [n] in any memory, see ``keys_values``."""
     before = 0 if cut[0].keeps else len(rows.queries) * spec.query_bytes_per_token(dtype)
     return keys_values(body, spec, dtype, before, len(rows.appends))
 
 
 def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Piece) -> int:
-    """Bytes of one piece of a request."""
+    """Return the bytes of one piece of a request."""
     kept = len(rows.appends) * spec.kv_bytes_per_token(dtype) if part.keeps else 0
     return kept + (part.stop - part.start) * spec.query_bytes_per_token(dtype)
 
 
 def keys_values(buffer: Array, spec: AttentionSpec, dtype: DType, offset: int, rows: int) -> tuple[Array, Array]:
-    """Views (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request or a landing slot."""
+    """View (k [rows, Hkv, D], v [rows, Hkv, Dv]) of the bytes at ``offset`` of a request or a landing slot."""
     k = _view(buffer, dtype, (rows, spec.kv_heads, spec.qk_dim), offset)
     return k, _view(buffer, dtype, (rows, spec.kv_heads, spec.v_dim), offset + k.nbytes)
 
@@ -337,8 +340,7 @@ def pulled_pieces(pulled: Sequence[PulledRows], most: int) -> Iterator[PulledRow
 def migrated_pieces(
     attentions: Sequence[AttentionSpec], element: KvElement, tokens: int, most_nbytes: int
 ) -> list[tuple[int, int, int]]:
-    """Return the pieces in which ``tokens`` tokens of a segment travel: (layer, first token, one after the last), in
-    order."""
+    """Return in which pieces ``tokens`` tokens of a segment travel, in order: (layer, first token, last token + 1)."""
     pieces = []
     for layer, spec in enumerate(attentions):
         most = most_nbytes // spec.slab_bytes_per_token(element)
@@ -351,18 +353,8 @@ def _view(buffer: Array, dtype: DType, shape: tuple[int, ...], offset: int) -> A
     return buffer[offset : offset + math.prod(shape) * element.itemsize].view(element).reshape(shape)
 
 
-def read_reply(
-    buffer: memoryview, spec: AttentionSpec, queries: int
-) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Views (out [queries, Hq, Dv], lse [queries, Hq]) of a reply's bytes."""
-    count = queries * spec.query_heads * spec.v_dim
-    out = np.frombuffer(buffer, np.float32, count).reshape(queries, spec.query_heads, spec.v_dim)
-    lse = np.frombuffer(buffer, np.float32, queries * spec.query_heads, count * 4)
-    return out, lse.reshape(queries, spec.query_heads)
-
-
 def nbytes_per_token(attentions: Sequence[AttentionSpec], dtype: DType) -> int:
-    """Bytes that travel for one decoded token whose KV is on one memory worker: q, k and v there, out and lse back."""
+    """Return the bytes that travel for one decoded token with KV on one memory worker: q, k, v there; out, lse back."""
     return sum(request_nbytes([spec], dtype, 1) + reply_nbytes([spec], 1) for spec in attentions)
 
 

@@ -21,8 +21,8 @@ from lamina.control.timeline import Timeline
 from lamina.core.errors import TransportError
 from lamina.core.pipeline import Pipeline
 from lamina.dataplane.channel import Channel
-from lamina.dataplane.direct import Direct
 from lamina.dataplane.leases import SLOTS
+from lamina.dataplane.slot import Direct
 from lamina.dataplane.wire import body_nbytes, read_kept, read_queries, reply_nbytes
 from lamina.memory.device.base import Array, New, PolledLane
 from lamina.memory.store import KvStore
@@ -134,7 +134,7 @@ class Ahead:
         for name in channels.keys() - self._direct.keys():
             self._map(name)
         if self._direct and not self._lanes:
-            sizes = [(one.request_nbytes, one.reply_nbytes) for one in self._direct.values()]
+            sizes = [(one.own.body_nbytes, one.theirs.body_nbytes) for one in self._direct.values()]
             self._most_nbytes = max(size for size, _ in sizes), max(size for _, size in sizes)
             count = min(pipeline.lanes * pipeline.ranks, MOST_LANES)
             self._lanes = [self._polled.lane(WINDOW, *self._most_nbytes) for _ in range(count)]
@@ -199,7 +199,7 @@ class Ahead:
         requests = [body_nbytes(spec, self._store.dtype, rows) for spec in specs]
         replies = [reply_nbytes([spec], len(rows.queries)) for spec in specs]
         direct = self._direct[peer]
-        if max(requests) > direct.request_nbytes or max(replies) > direct.reply_nbytes:
+        if max(requests) > direct.own.body_nbytes or max(replies) > direct.theirs.body_nbytes:
             return None
         booked = self._channels[peer].book(lane, len(specs))
         return None if booked is None else _Run(step, peer, *booked)
@@ -228,7 +228,7 @@ class Ahead:
             turn = step.plan.turn + layer
             nbytes, rows = reply_nbytes([spec], len(step.rows.queries)), len(step.rows.queries)
             lane.serve(
-                direct.incoming(channel, number, turn),
+                direct.incoming(channel.unread, number, turn),
                 direct.outgoing(number // ranks, turn, nbytes, run.slot, run.uses + layer),
                 layer % WINDOW,
                 body_nbytes(spec, self._store.dtype, step.rows),
@@ -265,7 +265,7 @@ class Ahead:
             self.busy_s += 1e-9 * spent_ns
             self._timeline.record_span("attention", number, self._timeline.now() - spent_ns)
             row["done_ns"] = 0
-            self._direct[name].wake()
+            self._direct[name].their_arena.nudge()
             run.done += 1
         if self._hub.keeping:
             self._hub.go_on()  # headers may have brought credits

@@ -26,15 +26,14 @@ import numpy.typing as npt
 
 from lamina.core.steps import Migration, StepPlan
 from lamina.core.topology import Epoch
-from lamina.dataplane.channel import ARRIVED, FETCHED
+from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import Piece
-from lamina.dataplane.hub import Target, first_use
-from lamina.dataplane.leases import STAGING_SLOTS, ArenaPlan, Lease
+from lamina.dataplane.leases import ARRIVED, FETCHED, STAGING_SLOTS, ArenaPlan, Lease
 from lamina.dataplane.slot import Outbox, Slot
 from lamina.dataplane.wire import migrated_pieces
 from lamina.memory.pulls import Puller
 from lamina.memory.store import KvStore
-from lamina.transport.base import Arena
+from lamina.transport.base import Arena, Target
 
 Open = Callable[[str, Slot], Outbox]
 """Opens an outbox to a peer, with the arguments of ``Links.outbox``."""
@@ -170,7 +169,7 @@ class Migrations:
             return
         layer, first, last = own.pieces[own.next]
         self._store.device.read(layer, own.slots[first:last], self._staging[own.next % STAGING_SLOTS])
-        self._staged[own.migration.target].send([], own.before + own.next + 1)
+        self._staged[own.migration.target].write_and_ring([], own.before + own.next + 1)
         own.next += 1
 
     def _fetch(self, coming: _Incoming) -> None:
@@ -185,7 +184,7 @@ class Migrations:
             return
         layer, first, last = coming.pieces[number]
         self._store.device.restore(layer, coming.slots[first:last], content)
-        self._taken[coming.migration.source].send([], coming.before + number + 1)
+        self._taken[coming.migration.source].write_and_ring([], coming.before + number + 1)
         coming.left -= 1
         if coming.left == 0:
             self._incoming.remove(coming)

@@ -15,12 +15,11 @@ import numpy.typing as npt
 
 from lamina.core.errors import DeadlineError
 from lamina.dataplane.fetching import Fetcher, FetchFrom, Piece
-from lamina.dataplane.hub import Target
 from lamina.dataplane.leases import ArenaPlan
 from lamina.dataplane.wire import pulled_pieces
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
-from lamina.transport.base import Arena
+from lamina.transport.base import Arena, Target
 
 MOST_IN_A_ROW = 4  # requests served in a row while pieces wait to be pulled
 

@@ -37,7 +37,6 @@ from lamina.control.sockets import ControlClient
 from lamina.control.timeline import Timeline
 from lamina.core.errors import DeadlineError, PeerLostError, WorkerError
 from lamina.dataplane.channel import Arrival
-from lamina.dataplane.hub import Target
 from lamina.dataplane.leases import SLOTS, Lease
 from lamina.dataplane.wire import piece_nbytes
 from lamina.memory.ahead import Ahead
@@ -49,6 +48,8 @@ from lamina.memory.served_lanes import Door, Lane, Reply
 from lamina.memory.setup import UsageReports, make_store
 from lamina.memory.store import KvStore
 from lamina.memory.tables import StepTables
+from lamina.transport.base import Target
+from lamina.transport.endpoint import Wait
 from lamina.worker.device_slots import Slots
 from lamina.worker.fence import Fence
 from lamina.worker.links import (
@@ -56,7 +57,6 @@ from lamina.worker.links import (
     Links,
     Newcomers,
     OpenEndpoint,
-    Wait,
     open_endpoint,
     set_up_links,
 )
@@ -119,7 +119,7 @@ class MemoryWorker:
         while self._running:
             try:
                 self._serve_once()
-                self._newcomers.look()
+                self._newcomers.poll()
             except PeerLostError as error:
                 self._fence.on_peer_lost(error)
             self._usage.tell(self._busy_s + self._ahead.busy_s)
@@ -201,7 +201,7 @@ class MemoryWorker:
         self._ahead.drop()
         for peer in set(self._links.peers) - topology.names:
             self._puller.forget(peer)
-        self._puller.drop()
+        self._puller.drop_all()
         self._migrations.drop(topology.epoch)
         if self._tier is not None:
             self._tier.drop()
@@ -469,9 +469,9 @@ class MemoryWorker:
         nbytes = sum(part.nbytes for part in reply.parts)
         number = lane.number // self._pipeline.ranks
         if reply.slot is not None or channel.post_apart is not None:
-            channel.send(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
+            channel.send_message(number, reply.turn, nbytes, reply.parts if reply.slot is None else (), reply.slot)
         else:  # if it is kept, nothing overwrites it before it has been sent: the lane's next request follows it
-            channel.begin(number, reply.turn, nbytes, copies=False).send(reply.parts)
+            channel.begin(number, reply.turn, nbytes, copies=False).send_piece(reply.parts)
         self._timeline.record_span("send", lane.number, span)
 
     def _advance(self, lane: Lane, answered: bool) -> None:

@@ -3,7 +3,7 @@ seconds."""
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
@@ -13,6 +13,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TaskID,
     TextColumn,
@@ -32,20 +33,21 @@ def _can_draw(console: Console) -> bool:
 
 @contextmanager
 def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
-    """One line per worker while it loads weights; yields the callback for ``launch``.
+    """Show how far each worker is with loading weights; yields the callback for ``launch``."""
+    newest: dict[str, LoadProgress] = {}
+    tasks: dict[str, TaskID] = {}
 
-    If standard error is neither a terminal nor a notebook, prints every worker's progress in one line every
-    ``REPORT_S`` seconds.
-    """
-    console = console or Console(stderr=True)
-    if not _can_draw(console):
-        with _loading_reports(console) as on_progress:
-            yield on_progress
-        return
+    def report(seconds: float) -> str:
+        each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
+        waited = f"after {seconds:.0f} s, workers are still starting"
+        return ": ".join([waited, *([", ".join(each)] if each else [])])
+
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[stage]}"))
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _bars_or_reports(console, columns, report) as progress:
+        if progress is None:
+            yield newest.__setitem__
+            return
         starting = progress.add_task("workers", total=None, stage="starting")
-        tasks: dict[str, TaskID] = {}
 
         def show(worker: str, report: "LoadProgress") -> None:
             progress.update(starting, visible=False)
@@ -57,21 +59,50 @@ def loading_progress(console: Console | None = None) -> "Iterator[OnProgress]":
 
 
 @contextmanager
-def _loading_reports(console: Console) -> "Iterator[OnProgress]":
-    newest: dict[str, LoadProgress] = {}
+def counting_progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
+    """Show how many of ``total`` items are done; yields a function that sets the number."""
+    at = 0
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
 
     def report(seconds: float) -> str:
-        each = [f"{name} {at.stage} {at.done} of {at.total}" for name, at in sorted(newest.items())]
-        waited = f"after {seconds:.0f} s, workers are still starting"
-        return ": ".join([waited, *([", ".join(each)] if each else [])])
+        return f"{description}: {at} of {total} after {seconds:.0f} s"
 
-    with _reports(console, report):
-        yield newest.__setitem__
+    with _bars_or_reports(console, columns, report) as progress:
+        task = progress.add_task(description, total=total) if progress else None
+
+        def count(done: int) -> None:
+            nonlocal at
+            at = done
+            if progress is not None and task is not None:
+                progress.update(task, completed=done)
+
+        yield count
 
 
 @contextmanager
-def _reports(console: Console, report: Callable[[float], str]) -> Iterator[None]:
-    """Print ``report`` of the seconds so far every ``REPORT_S`` seconds."""
+def waiting(description: str, console: Console | None = None) -> Iterator[None]:
+    """Show that work of unknown length goes on, with little effect on what it may measure."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+
+    def report(seconds: float) -> str:
+        return f"{description}: {seconds:.0f} s so far"
+
+    with _bars_or_reports(console, columns, report, per_second=1) as progress:
+        if progress is not None:
+            progress.add_task(description, total=None)
+        yield
+
+
+@contextmanager
+def _bars_or_reports(
+    console: Console | None, columns: Sequence[ProgressColumn], report: Callable[[float], str], per_second: float = 10
+) -> Iterator[Progress | None]:
+    """Yield bars if ``console`` can draw them; else None, and print ``report`` of the seconds so far now and then."""
+    console = console or Console(stderr=True)
+    if _can_draw(console):
+        with Progress(*columns, console=console, transient=True, refresh_per_second=per_second) as progress:
+            yield progress
+        return
     begin, over = time.monotonic(), threading.Event()
 
     def repeat() -> None:
@@ -81,44 +112,10 @@ def _reports(console: Console, report: Callable[[float], str]) -> Iterator[None]
     reporter = threading.Thread(target=repeat, name="lamina-progress", daemon=True)
     reporter.start()
     try:
-        yield
+        yield None
     finally:
         over.set()
         reporter.join()
-
-
-@contextmanager
-def counting_progress(description: str, total: int, console: Console | None = None) -> Iterator[Callable[[int], None]]:
-    """Show how many of ``total`` items are done; yields a function that sets the number."""
-    console = console or Console(stderr=True)
-    if not _can_draw(console):
-        at = 0
-
-        def count(done: int) -> None:
-            nonlocal at
-            at = done
-
-        with _reports(console, lambda seconds: f"{description}: {at} of {total} after {seconds:.0f} s"):
-            yield count
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda done: progress.update(task, completed=done)
-
-
-@contextmanager
-def waiting(description: str, console: Console | None = None) -> Iterator[None]:
-    """Show that work of unknown length goes on, with little effect on what it may measure."""
-    console = console or Console(stderr=True)
-    if not _can_draw(console):
-        with _reports(console, lambda seconds: f"{description}: {seconds:.0f} s so far"):
-            yield
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, refresh_per_second=1) as progress:
-        progress.add_task(description, total=None)
-        yield
 
 
 class BatchProgress:

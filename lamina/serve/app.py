@@ -2,19 +2,25 @@
 
 import functools
 import time
+from collections.abc import Callable
+from typing import Any
 
+import msgspec
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp
 
 import lamina
 from lamina.config.server_config import DEFAULTS, ServerConfig
+from lamina.core.errors import RequestError
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import Metrics, Traffic
-from lamina.serve import admin, gate, http_errors, monitoring, pages, token_routes
-from lamina.serve.fields import IgnoredLog
-from lamina.serve.generation import respond
-from lamina.serve.intake import BoundedBodies, Intake, body_limit
+from lamina.serve import admin, gate, http_errors, monitoring
+from lamina.serve.bodies import DetokenizeBody, TokenizeBody
+from lamina.serve.gate import BoundedBodies, body_limit
+from lamina.serve.generation import Intake, MakeWriter, respond
+from lamina.serve.http_errors import APIError
+from lamina.serve.json_fields import IgnoredLog, decode_field, decode_messages, decode_tools
 from lamina.serve.messages_api import (
     COUNT_PATH,
     MESSAGES_PATH,
@@ -23,10 +29,11 @@ from lamina.serve.messages_api import (
     read_messages,
 )
 from lamina.serve.openai_answers import ChatWriter, CompletionWriter
-from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, interface
+from lamina.serve.openapi import CHAT_PATH, COMPLETIONS_PATH, DETOKENIZE_PATH, TOKENIZE_PATH, interface
 from lamina.serve.request_log import RequestLog
-from lamina.serve.requests import read_chat, read_completion, require_model
+from lamina.serve.requests import GenerationRequest, read_chat, read_completion, require_model
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesWriter, read_response
+from lamina.text.prompts import check_tokens, encode_prompt
 
 
 def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig = DEFAULTS) -> ASGIApp:
@@ -48,44 +55,42 @@ def create_app(engine: Runtime, owner: int | None = None, config: ServerConfig =
     _install_answers(app, engine, metrics.traffic, intake)
     _install_models(app, engine)
     monitoring.install(app, engine, metrics)
-    pages.install(app, engine, metrics)
-    token_routes.install(app, engine, intake)
+    _install_tokens(app, engine, intake)
     admin.install(app, engine, owner)
     app.openapi = functools.partial(interface, app, engine)  # type: ignore[method-assign]
     return RequestLog(app, config.access_log)  # around all else, so that it also sees answers to unexpected errors
 
 
 def _install_answers(app: FastAPI, engine: Runtime, traffic: Traffic, intake: Intake) -> None:
-    """Add the routes that generate text to ``app``."""
     ignored = IgnoredLog()
+
+    async def answer(
+        request: Request, read: Callable[[Runtime, bytes], GenerationRequest], writer: MakeWriter
+    ) -> Response:
+        wanted = await intake.decode_in_thread(request, functools.partial(read, engine))
+        ignored.report(wanted.ignored)
+        return await respond(request, engine, traffic, writer, wanted)
 
     @app.post(COMPLETIONS_PATH)
     async def completions(request: Request) -> Response:
         """Continue one or several prompts."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_completion, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, traffic, CompletionWriter, wanted)
+        return await answer(request, read_completion, CompletionWriter)
 
     @app.post(CHAT_PATH)
     async def chat_completions(request: Request) -> Response:
         """Answer a conversation."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_chat, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, traffic, ChatWriter, wanted)
+        return await answer(request, read_chat, ChatWriter)
 
     @app.post(RESPONSES_PATH)
     async def responses(request: Request) -> Response:
         """Answer a conversation, in the form of OpenAI's responses."""
-        wanted = await intake.decode_in_thread(request, functools.partial(read_response, engine))
-        ignored.report(wanted.ignored)
-        return await respond(request, engine, traffic, ResponsesWriter, wanted)
+        return await answer(request, read_response, ResponsesWriter)
 
     @app.post(MESSAGES_PATH)
     async def messages(request: Request) -> Response:
         """Answer a conversation, in the form of Anthropic's messages."""
         with as_anthropic_errors():
-            wanted = await intake.decode_in_thread(request, functools.partial(read_messages, engine))
-            return await respond(request, engine, traffic, MessagesWriter, wanted)
+            return await answer(request, read_messages, MessagesWriter)
 
     @app.post(COUNT_PATH)
     async def count_tokens(request: Request) -> Response:
@@ -121,3 +126,56 @@ def _model(engine: Runtime, name: str, created: int) -> dict[str, object]:
         "owned_by": "lamina",
         "max_model_len": engine.max_model_len,
     }
+
+
+def _install_tokens(app: FastAPI, engine: Runtime, intake: Intake) -> None:
+    """Add routes that tokenize and detokenize, under the names that vLLM has for them."""
+
+    @app.post(TOKENIZE_PATH)
+    async def tokenize(request: Request) -> Response:
+        """Return the token ids of a prompt or a conversation."""
+        return JSONResponse(await intake.decode_in_thread(request, functools.partial(_tokenize, engine)))
+
+    @app.post(DETOKENIZE_PATH)
+    async def detokenize(request: Request) -> Response:
+        """Return the text of token ids, special tokens included."""
+        return JSONResponse(await intake.decode_in_thread(request, functools.partial(_detokenize, engine)))
+
+    @app.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        """Refuse: the model generates text."""
+        raise APIError(501, "this model generates text and gives no embeddings", code="not_supported")
+
+
+def _tokenize(engine: Runtime, raw: bytes) -> dict[str, Any]:
+    body = decode_field("the body", msgspec.json.Decoder(TokenizeBody).decode, raw)
+    require_model(engine, body.model)
+    converses = bytes(body.messages) != b"null"
+    if (body.prompt is not None) == converses:
+        raise APIError(400, "give prompt or messages", param="prompt")
+    special = body.add_special_tokens
+    if not converses:
+        text, special = body.prompt or "", special is not False
+    else:
+        messages, _ = decode_field("messages", decode_messages, bytes(body.messages))
+        tools, _ = decode_field("tools", decode_tools, bytes(body.tools))
+        prompts = body.add_generation_prompt and not body.continue_final_message
+        variables = body.chat_template_kwargs or {}
+        text = engine.tokenizer.apply_chat_template(
+            messages, prompts, tools or None, variables, body.continue_final_message
+        )
+        special = bool(special)
+    tokens = encode_prompt(engine.tokenizer, text, engine.max_model_len, special)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": engine.max_model_len, "tokens": tokens}
+    answer["token_strs"] = [engine.tokenizer.token(token) for token in tokens] if body.return_token_strs else None
+    return answer
+
+
+def _detokenize(engine: Runtime, raw: bytes) -> dict[str, Any]:
+    body = decode_field("the body", msgspec.json.Decoder(DetokenizeBody).decode, raw)
+    require_model(engine, body.model)
+    try:
+        check_tokens(body.tokens, engine.vocab_size, engine.tokenizer)
+    except RequestError as error:
+        raise APIError(400, str(error), param="tokens") from error
+    return {"prompt": engine.tokenizer.decode(body.tokens, skip_special_tokens=False)}

@@ -2,24 +2,104 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import msgspec
 
-from lamina.serve.chat_messages import decode_messages
-from lamina.serve.completion_prompts import decode_prompts
-from lamina.serve.fields import (
-    SAMPLING,
-    UNSUPPORTED_CHAT,
-    UNSUPPORTED_COMPLETION,
-    WITHOUT_EFFECT,
-    has_no_effect,
+from lamina.core.types import SamplingParams
+from lamina.serve.http_errors import APIError
+from lamina.serve.json_fields import (
+    ToolChoice,
+    cut_fields,
+    decode_field,
+    decode_messages,
+    decode_plain,
+    decode_prompts,
+    decode_tools,
     ignored_names,
 )
-from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import cut_fields, decode_field, decode_plain
-from lamina.serve.tools import ToolChoice, decode_tools
 from lamina.text.prompts import Prompt
+
+SAMPLING: dict[str, Any] = {
+    name: kind | None
+    for name, kind in get_type_hints(SamplingParams).items()
+    if name not in ("max_tokens", "logprobs", "forced_token_ids")  # the endpoints differ in them
+}
+"""Type of each sampling field in JSON."""
+
+WITHOUT_EFFECT = frozenset(
+    (
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "request_id",
+    )
+)
+
+_EITHER: dict[str, Sequence[Any]] = {
+    "spaces_between_special_tokens": (True,),
+    "bad_words": ([],),
+    "truncation_side": (),
+    "prompt_logprobs": (),
+    "logits_processors": ([],),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "grammar": (),  # llama.cpp's
+    "json_schema": (),  # llama.cpp's and SGLang's
+    "regex": (),  # SGLang's, like the next
+    "ebnf": (),
+    "repetition_detection": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "kv_transfer_params": (),
+    "vllm_xargs": (),
+    "best_of": (1,),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "chat_template": (),
+    "documents": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "moderation": (),
+    "thinking_token_budget": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+_CHAT: dict[str, Sequence[Any]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
+}
+"""Fields of chats, as completions may have them."""
+
+UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | _CHAT | {"add_special_tokens": (True,)}
+UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "truncate_prompt_tokens": (),
+}
+
+
+def _has_no_effect(value: Any, neutral: Sequence[Any]) -> bool:
+    """Return whether ``value`` is null or equals one of ``neutral``. 1 equals 1.0 here, but not true."""
+    return value is None or any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+
 
 MOST_BYTES_BESIDES = 64 * 1024
 """Limit on all fields but the prompt or the messages, together."""
@@ -116,6 +196,27 @@ class ChatBody(Body, kw_only=True):
     top_logprobs: int | None = None
 
 
+class TokenizeBody(msgspec.Struct):
+    """Body of ``POST /tokenize``: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: msgspec.Raw = msgspec.Raw(b"null")
+    tools: msgspec.Raw = msgspec.Raw(b"null")
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
 B = TypeVar("B", bound=Body)
 
 
@@ -152,7 +253,7 @@ def parse(kind: type[B], body: bytes) -> B:
             if value is not None:
                 given["sampling"][name] = value
         elif name in kind.unsupported:
-            if not has_no_effect(value, kind.unsupported[name]):
+            if not _has_no_effect(value, kind.unsupported[name]):
                 raise APIError(400, f"{name} is not supported; leave it out", param=name)
         elif name not in WITHOUT_EFFECT:
             given[name] = decode_field(name, functools.partial(msgspec.convert, type=field_types(kind)[name]), value)

@@ -56,7 +56,7 @@ def raise_file_limit() -> None:
 
 
 def connection_limit() -> int:
-    """Connections that may be open at once, from the file descriptors that this process has left.
+    """Return how many connections may be open at once, from the file descriptors that this process has left.
 
     Raises:
         ConfigError: fewer than ``LEAST_CONNECTIONS`` would be possible.

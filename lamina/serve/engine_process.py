@@ -7,12 +7,14 @@ import logging
 import signal
 import sys
 import threading
+from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from lamina.cluster.local_workers import SupervisedWorkers
+from lamina.cluster.pool import LOCAL
 from lamina.config.engine_config import EngineConfig
 from lamina.control.agent_messages import (
     BEAT_S,
@@ -29,6 +31,7 @@ from lamina.control.agent_messages import (
     receive_from_supervisor,
 )
 from lamina.core.errors import LaminaError
+from lamina.core.topology import Topology
 from lamina.dataplane.transport_choice import summary
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
@@ -145,10 +148,17 @@ def describe(engine: Engine) -> str:
         f"  model    {engine.model_name}, {engine.cluster.loaded.parameters / 1e6:.1f}M parameters, "
         f"{engine.cluster.loaded.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
-        f"  memory   {engine.config.memory}, room for {slots} tokens of KV\n"
+        f"  memory   {_memory_pool(engine.cluster.topology)}, room for {slots} tokens of KV\n"
         f"{sampling}"
         f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"
     )
+
+
+def _memory_pool(topology: Topology) -> str:
+    """Return the workers that hold KV as the setting ``memory`` names them."""
+    kinds = Counter(member.kind for member in topology.members if member.role == "memory")
+    local = [LOCAL] if topology.local else []
+    return ",".join([*local, *(f"{kind}:{count}" for kind, count in kinds.items())])
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

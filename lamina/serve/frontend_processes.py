@@ -58,14 +58,14 @@ MOST_ENDS, ENDS_S = 5, 60.0  # frontends that end unexpectedly within so long, b
 
 
 class Owner(Protocol):
-    """Owns an engine and starts it again; ``supervisor.Supervisor`` is one.
+    """Owns an engine and starts it again, as ``supervisor.Supervisor`` does.
 
     Attributes:
-        serving: of the engine that runs; None until the first one does.
-        dead: why there is no engine any more, if so.
-        gave_up: frontends do not know of that.
-        beats: changes every ``BEAT_S`` while the engine's process runs.
-        lost_frontends: those that cannot be answered any more, with the reasons, until they are removed here.
+        serving: How frontends reach the engine that runs; None until the first one does.
+        gave_up: There is no engine any more, and frontends do not know it.
+        lost_frontends: Frontends that the engine cannot answer any more, with the reasons, until they are removed here.
+        dead: Why there is no engine any more; None while there is one.
+        beats: A count that changes while the engine's process runs.
     """
 
     serving: Serving | None
@@ -73,22 +73,14 @@ class Owner(Protocol):
     lost_frontends: dict[str, str]
 
     @property
-    def dead(self) -> str | None:
-        """Why there is no engine any more; None while there is one."""
-        ...
+    def dead(self) -> str | None: ...
 
     @property
-    def beats(self) -> int:
-        """Count of signs of life, which changes while the engine runs."""
-        ...
+    def beats(self) -> int: ...
 
-    def on_frontend_exit(self, frontend: str) -> None:
-        """The process of a frontend has ended."""
-        ...
+    def on_frontend_exit(self, frontend: str) -> None: ...
 
-    def kill_engine(self) -> None:
-        """End an engine that does not answer."""
-        ...
+    def kill_engine(self) -> None: ...
 
 
 @dataclass(eq=False)
@@ -96,12 +88,12 @@ class _Process:
     """A frontend's process, running."""
 
     popen: subprocess.Popen[bytes]
-    exited: int  # a descriptor that is readable once it has
+    exited: int  # a descriptor that is readable once the process has exited
     name: str = ""  # given when the engine runs
-    ready: bool = False  # it accepts connections, as ``said`` has found
+    ready: bool = False  # the process accepts connections, as ``read_output`` has found
 
-    def said(self) -> bytes:
-        """Return what it has said since the last call: see ``lamina.serve``."""
+    def read_output(self) -> bytes:
+        """Return what the process has written since the last call: see ``lamina.serve``."""
         with contextlib.suppress(BlockingIOError):
             words = os.read(self.popen.stdout.fileno(), 1024)  # type: ignore[union-attr]
             self.ready = self.ready or READY in words
@@ -199,7 +191,7 @@ class FrontendProcesses:
                     raise WorkerError(process.name, f"it could not start: {describe_exit(process.popen)}")
                 self._running.remove(process)
             for process in self._running:
-                process.said()
+                process.read_output()
             if self._running and all(process.ready for process in self._running):
                 return
             if time.monotonic() > deadline:
@@ -209,7 +201,7 @@ class FrontendProcesses:
         """Wait for a moment; replace frontends that have ended or answer no more, and an engine that hangs."""
         self._liveness.turn(time.monotonic())
         for process in self._running:
-            if process.said():
+            if process.read_output():
                 self._liveness.heard(process.name)
         if supervisor.beats != self._beats:
             self._beats = supervisor.beats
@@ -238,7 +230,7 @@ class FrontendProcesses:
             self._introduce(self._start(), supervisor)
 
     def _ended(self) -> Iterator[_Process]:
-        """Processes that have exited, after waiting for ``POLL_S`` at most."""
+        """Yield the processes that have exited, after waiting for ``POLL_S`` at most."""
         for key, _ in self._exits.select(POLL_S):
             process: _Process = key.data
             self._exits.unregister(process.exited)
@@ -254,7 +246,7 @@ class FrontendProcesses:
         told, deadline = 0, time.monotonic() + self._config.shutdown_timeout + STOP_TIMEOUT_S
         left = list(self._running)
         for process in left:
-            process.said()
+            process.read_output()
             if not process.ready:
                 process.popen.kill()
         while left and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Decides which requests reach the application: API keys, limits per client, and the time that a request may take."""
+"""Decides which requests reach the application: by key, limits of a client, time, and the size of bodies."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from lamina.config.environment import environment
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.serve.http_errors import RETRY_AFTER_S, APIError
-from lamina.serve.pages import FILES, STATE_PATH
+from lamina.serve.monitoring import FILES, STATE_PATH
 
 OPEN = frozenset(("/health", "/ping", "/version", *FILES))
 """Paths that need no key: load balancers ask them, and pages hold nothing secret."""
@@ -128,7 +128,6 @@ class Gate:
         self._open: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application, or answer with an error."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -217,3 +216,100 @@ def _key_of(scope: Scope) -> bytes:
 
 def _type_of(start: Message) -> bytes:
     return next((value for name, value in start.get("headers", ()) if name.lower() == b"content-type"), b"")
+
+
+SMALL = 16 * 1024
+"""Bodies up to this many bytes never wait for larger ones and do not count towards the bytes in progress."""
+
+LEAST_LIMIT = 4 * 1024 * 1024
+BYTES_PER_TOKEN = 16
+LARGEST_AT_ONCE = 16
+
+BODY_S = 30.0
+LEAST_BYTES_PER_S = 16 * 1024
+
+
+def body_limit(max_model_len: int) -> int:
+    """Return the largest body in bytes: twice the longest prompt, as text (about 4 bytes a token) or token ids (7)."""
+    return max(LEAST_LIMIT, BYTES_PER_TOKEN * max_model_len)
+
+
+class BoundedBodies:
+    """ASGI middleware: rejects bodies that are too large (413), arrive too slowly (408), or are too many at once (429).
+
+    A body counts until its request is answered, because the prompt is kept until then: ``LARGEST_AT_ONCE`` of the
+    largest fit, and any number of small ones. A body is rejected before it is read, or as soon as a chunked one
+    exceeds the limit.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self._app = app
+        self.limit = limit
+        self.most = LARGEST_AT_ONCE * limit
+        self.in_progress = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(self, receive, dict(scope["headers"]).get(b"content-length"))
+        try:
+            await self._app(scope, body.receive, send)
+        finally:
+            self.in_progress -= body.counted
+
+
+class _Body:
+    def __init__(self, bounds: BoundedBodies, receive: Receive, announced: bytes | None) -> None:
+        self._bounds = bounds
+        self._receive = receive
+        self._announced = int(announced or 0)
+        self._size = 0
+        self._complete = False
+        self._begun = asyncio.get_running_loop().time()
+        self.counted = 0
+
+    async def receive(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        self._require_fit(self._announced)
+        due = self._begun + BODY_S + self._size / LEAST_BYTES_PER_S
+        try:
+            async with asyncio.timeout_at(due):
+                message = await self._receive()
+        except TimeoutError:
+            raise APIError(
+                408,
+                f"only {self._size} bytes of the body arrived within {due - self._begun:.0f} s; send at least "
+                f"{LEAST_BYTES_PER_S} bytes per second, or a smaller body",
+                code="request_timeout",
+                headers={"Connection": "close"},
+            ) from None
+        self._size += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        self._require_fit(self._size)
+        self._count()
+        return message
+
+    def _require_fit(self, size: int) -> None:
+        if size > self._bounds.limit:
+            raise APIError(
+                413,
+                f"the body has at least {size} bytes; this server accepts at most {self._bounds.limit}. Send fewer or "
+                f"shorter prompts",
+                code="body_too_large",
+            )
+
+    def _count(self) -> None:
+        """Count received bytes as in progress; bytes that are only announced may never come."""
+        more = self._size - self.counted if self._size > SMALL else 0
+        if self._bounds.in_progress + more > self._bounds.most:
+            raise APIError(
+                429,
+                f"requests in progress have bodies of {self._bounds.in_progress} bytes together; the limit is "
+                f"{self._bounds.most}. Try again later",
+                code="overloaded",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        self._bounds.in_progress += more
+        self.counted += more

@@ -1,13 +1,15 @@
-"""Runs one HTTP request on the engine and writes its answer, at once or as a stream; whichever API it came through."""
+"""Decodes one HTTP request in a thread, runs it on the engine and writes its answer, whichever API it came through."""
 
 import asyncio
 import hashlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
-from fastapi import Request
 from starlette.background import BackgroundTask
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from lamina.core.errors import LaminaError
@@ -15,16 +17,17 @@ from lamina.core.types import Client
 from lamina.engine.streams import AsyncOutputs, Runtime
 from lamina.engine.updates import RequestUpdate
 from lamina.observe.metrics import Timing, Traffic
-from lamina.serve.fields import ignored_header
+from lamina.serve.answers import MOST_POSITIONS, AnswerWriter, Piece, Sent, Usage
+from lamina.serve.gate import SMALL
 from lamina.serve.http_errors import APIError, as_api_error, first_line
-from lamina.serve.intake import unless_disconnected
-from lamina.serve.openai_answers import AnswerWriter
-from lamina.serve.pieces import MOST_POSITIONS, Piece, Sent, Usage
+from lamina.serve.json_fields import ignored_header
 from lamina.serve.requests import GenerationRequest
 
 MOST_UNREAD = 65536
 """Tokens of a stream that are buffered for a client that does not read; about 300 bytes each with 20 logprobs."""
 
+
+T = TypeVar("T")
 
 MakeWriter = Callable[[GenerationRequest, str], AnswerWriter]
 """Makes the writer of one answer, with the model's name."""
@@ -121,7 +124,7 @@ class Generation:
                 yield writer.fail_stream(as_api_error(error))
 
     def figures(self) -> str:
-        """Tokens and finish reasons, for the log."""
+        """Return tokens and finish reasons, for the log."""
         return self._usage.figures()
 
 
@@ -157,3 +160,49 @@ def _client(request: Request) -> Client:
 def _check(update: RequestUpdate) -> None:
     if update.error is not None:
         raise APIError(503, first_line(update.error), code="engine_failed")
+
+
+class Intake:
+    """Threads that decode bodies and tokenise prompts.
+
+    A single thread takes the large bodies, one after another, so that they need the memory and the GIL of only one;
+    other threads take small ones, which therefore never wait behind a large one.
+    """
+
+    def __init__(self) -> None:
+        self._small = ThreadPoolExecutor(2, thread_name_prefix="lamina-small")
+        self._large = ThreadPoolExecutor(1, thread_name_prefix="lamina-large")
+
+    async def decode_in_thread(self, request: Request, function: Callable[[bytes], T]) -> T:
+        """Apply ``function`` to the body in a thread. Raises ClientDisconnect as soon as the client leaves."""
+        if not _is_json(request.headers.get("content-type", "")):
+            raise APIError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+        body = await request.body()
+        executor = self._small if len(body) <= SMALL else self._large
+        work = asyncio.get_running_loop().run_in_executor(executor, function, body)
+        del body
+        return await unless_disconnected(request, work)
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of ``work``; if the client leaves first, cancels it and raises ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

@@ -37,7 +37,7 @@ class APIError(Exception):
         self.headers = headers
 
     def body(self) -> dict[str, Any]:
-        """``{"error": {"message", "type", "param", "code"}}``."""
+        """Return ``{"error": {"message", "type", "param", "code"}}``."""
         kind = {429: "rate_limit_error", 500: "server_error", 501: "server_error", 503: "server_error"}.get(self.status)
         fields = {"message": str(self), "type": kind or "invalid_request_error", "param": self.param, "code": self.code}
         return {"error": fields}

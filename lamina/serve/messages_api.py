@@ -3,23 +3,22 @@
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
 from starlette.requests import ClientDisconnect
 
 from lamina.engine.streams import Runtime
-from lamina.serve.blocks import Block, Blocks, Change
+from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody
 from lamina.serve.http_errors import APIError, as_api_error
-from lamina.serve.json_fields import decode_field
-from lamina.serve.openai_answers import Json, event, new_call_id
-from lamina.serve.pieces import Piece, Usage
+from lamina.serve.json_fields import NamedFunction, NamedTool, ToolChoice, decode_field, plain_text
 from lamina.serve.requests import GenerationRequest, chat_generation
-from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
+
+_TEXTS = ("text",)
 
 
 class _Tool(msgspec.Struct):
@@ -64,7 +63,7 @@ def read_messages(engine: Runtime, raw: bytes, counting: bool = False) -> Genera
         raise APIError(400, "max_tokens: Field required", param="max_tokens")
     messages: list[Json] = []
     if body.system:
-        messages.append({"role": "system", "content": _text("system", body.system)})
+        messages.append({"role": "system", "content": plain_text("system", body.system, _TEXTS, "system")})
     for index, message in enumerate(body.messages):
         messages += _translated(f"messages[{index}].content", message)
     sampling: dict[str, Any] = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k}
@@ -101,17 +100,6 @@ def _choice(choice: _Choice | None) -> ToolChoice | None:
     return {"auto": "auto", "any": "required", "none": "none"}[choice.type]  # type: ignore[return-value]
 
 
-def _text(place: str, content: Any) -> str:
-    """Return the text of a string or of text blocks. Raises APIError 400 for other blocks."""
-    if isinstance(content, str):
-        return content
-    for block in content or ():
-        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
-            raise APIError(400, f"{place} has a block of type {kind!r}, which is not supported; give text", param=place)
-    return "\n".join(block["text"] for block in content or ())
-
-
 def _translated(place: str, message: _Message) -> list[Json]:
     """Return the messages of a chat that say what one message says: results of tools have messages of their own."""
     if isinstance(message.content, str):
@@ -123,13 +111,13 @@ def _translated(place: str, message: _Message) -> list[Json]:
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            content = _text(place, block.get("content"))
+            content = plain_text(place, block.get("content") or [], _TEXTS, place)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind in ("thinking", "redacted_thinking"):
             thoughts.append(str(block.get("thinking", "")))
         else:
             texts.append(block)
-    own: Json = {"role": message.role, "content": _text(place, texts)}
+    own: Json = {"role": message.role, "content": plain_text(place, texts, _TEXTS, place)}
     if calls:
         own["tool_calls"] = calls
     if thoughts:
@@ -164,15 +152,12 @@ def error_body(error: APIError) -> Json:
     return {"type": "error", "error": {"type": kinds.get(error.status, "invalid_request_error"), "message": str(error)}}
 
 
-class MessagesWriter:
-    """The form of ``/v1/messages``. See ``AnswerWriter``."""
+class MessagesWriter(BlockWriter):
+    """The form of ``/v1/messages``."""
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
-        self._parser = wanted.make_parser()
-        self._blocks = Blocks()
+        super().__init__(wanted.make_parser())
         self._ids: dict[int, str] = {}
-        self._stop_reason: str | None = None
-        self._stop_sequence: str | None = None
         self._message: Json = {
             "id": f"msg_{uuid.uuid4().hex}",
             "type": "message",
@@ -184,54 +169,30 @@ class MessagesWriter:
         }
 
     def begin_stream(self, usage: Usage) -> bytes:
-        """Return the event of an empty message."""
         return _named({"type": "message_start", "message": self._message | {"usage": _counts(usage)}})
 
-    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        """Return the events of blocks that open, grow and close."""
-        return b"".join(self._event(change) for piece in pieces for change in self._read(piece))
-
     def end_stream(self, usage: Usage) -> bytes:
-        """Return why the answer has ended, and the token counts."""
-        delta = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
-        last = _named({"type": "message_delta", "delta": delta, "usage": _counts(usage)})
+        last = _named({"type": "message_delta", "delta": self._stop(), "usage": _counts(usage)})
         return last + _named({"type": "message_stop"})
 
     def fail_stream(self, error: APIError) -> bytes:
-        """Return the error."""
         return _named(error_body(error))
 
-    def begin_answer(self) -> bytes:
-        """Return nothing: the message is written at its end."""
-        return b""
+    def whole(self, usage: Usage) -> Json:
+        content = [self._content(block) for block in self.blocks]
+        return self._message | {"content": content} | self._stop() | {"usage": _counts(usage)}
 
-    def write_choice(self, piece: Piece) -> bytes:
-        """Read the one choice."""
-        for _ in self._read(piece):
-            pass
-        return b""
+    def _stop(self) -> Json:
+        reason, sequence = "end_turn", None
+        if self.last is not None and isinstance(self.last.stop_reason, str):
+            reason, sequence = "stop_sequence", self.last.stop_reason
+        elif self.last is not None and self.last.finish_reason == "length":
+            reason = "max_tokens"
+        elif any(block.kind == "call" for block in self.blocks):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def end_answer(self, usage: Usage) -> bytes:
-        """Return the whole message."""
-        content = [self._content(block) for block in self._blocks.blocks]
-        ends = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence, "usage": _counts(usage)}
-        return msgspec.json.encode(self._message | {"content": content} | ends)
-
-    def _read(self, piece: Piece) -> list[Change]:
-        last = piece.finish_reason is not None
-        changes = list(self._blocks.append(self._parser.append(piece.text) + (self._parser.flush() if last else [])))
-        if last:
-            changes += self._blocks.close()
-            calls = any(block.kind == "call" for block in self._blocks.blocks)
-            if isinstance(piece.stop_reason, str):
-                self._stop_reason, self._stop_sequence = "stop_sequence", piece.stop_reason
-            elif piece.finish_reason == "length":
-                self._stop_reason = "max_tokens"
-            else:
-                self._stop_reason = "tool_use" if calls else "end_turn"
-        return changes
-
-    def _event(self, change: Change) -> bytes:
+    def write_change(self, change: Change) -> bytes:
         what, block, text = change
         if what == "open":
             empty = self._content(Block(block.index, block.kind, block.name))

@@ -1,19 +1,41 @@
-"""The routes by which people and programs watch a server: health, metrics and the placement of KV."""
+"""The routes by which people and programs watch a server, a live view of its pools, and a chat.
+
+The pages load nothing from elsewhere.
+"""
 
 import asyncio
+import time
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
+import lamina
 from lamina.engine.stats import EngineStats, imbalance
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
 from lamina.serve.http_errors import APIError, first_line
 
+WEB = Path(__file__).parent / "web"
+FILES = {  # by path: the file, and its media type
+    "/": ("chat.html", "text/html"),
+    "/dashboard": ("dashboard.html", "text/html"),
+    "/web/style.css": ("style.css", "text/css"),
+    "/web/icon.svg": ("icon.svg", "image/svg+xml"),
+    "/web/chat.js": ("chat.js", "text/javascript"),
+    "/web/dashboard.js": ("dashboard.js", "text/javascript"),
+    "/web/uPlot.css": ("uPlot.min.css", "text/css"),
+    "/web/uPlot.js": ("uPlot.iife.min.js", "text/javascript"),
+}
+# Pages run only scripts of this server, and no other site may embed them. uPlot sizes its elements by inline styles.
+POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
+STATE_PATH = "/dashboard/state"
+FULL = 0.9  # of all token slots in use: new requests then wait for slots rather than for compute workers
+
 
 def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
-    """Add the routes."""
+    """Add the routes to ``app``."""
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -39,6 +61,31 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
     async def placement() -> Response:
         """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        """Answer 200 while the engine runs, 503 once it has stopped."""
+        return Response(status_code=503 if engine.dead is not None else 200)
+
+    @app.get("/version")
+    async def version() -> Response:
+        """Return the version of Lamina."""
+        return JSONResponse({"version": lamina.__version__})
+
+    @app.get("/load")
+    async def load() -> Response:
+        """Return the number of requests that the engine has, running or waiting."""
+        stats = await asyncio.to_thread(engine.stats)
+        return JSONResponse({"server_load": stats.running + stats.waiting})
+
+    @app.get(STATE_PATH, include_in_schema=False)
+    async def state() -> Response:
+        stats = await asyncio.to_thread(engine.stats)
+        totals = await asyncio.to_thread(metrics.totals)
+        return JSONResponse(state_of(stats, totals, engine), headers={"Cache-Control": "no-store"})
+
+    for path, (name, media_type) in FILES.items():
+        app.add_api_route(path, _sender(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def placement_of(stats: EngineStats) -> dict[str, Any]:
@@ -66,3 +113,61 @@ def placement_of(stats: EngineStats) -> dict[str, Any]:
         },
         "prefix_cache": {"queried": stats.prefix_queries, "hit": stats.prefix_hits},
     }
+
+
+def _sender(name: str, media_type: str) -> Any:
+    async def send() -> Response:
+        headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
+        return FileResponse(WEB / name, media_type=media_type, headers=headers)
+
+    return send
+
+
+def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dict[str, Any]:
+    """Return what the dashboard shows, as JSON. Counts grow from the engine's start; the page takes differences."""
+    what, remedy = limit_of(stats)
+    return {
+        "time": time.time(),
+        "model": engine.model_name,
+        "max_model_len": engine.max_model_len,
+        "requests": {"running": stats.running, "waiting": stats.waiting},
+        "counts": {
+            "steps": stats.steps,
+            "preempted": stats.preempted,
+            "recoveries": stats.recoveries,
+            "recomputed": stats.recomputed,
+            "spilled": stats.spilled,
+            "fetched": stats.fetched,
+        },
+        "dead": stats.dead,
+        "silent_s": {worker: round(seconds, 1) for worker, seconds in stats.silent.items()},
+        "workers": dict(stats.workers),
+        "links": [
+            {"transport": choice.transport.value, "reason": choice.reason, "pairs": pairs}
+            for choice, pairs in stats.links
+        ],
+        "placement": placement_of(stats),
+        "limit": {"what": what, "remedy": remedy},
+        **totals,
+    }
+
+
+def limit_of(stats: EngineStats) -> tuple[str, str]:
+    """Return what limits the throughput now, and the command that would help; the command is empty if none would."""
+    if stats.dead is not None:
+        return f"The engine has stopped: {stats.dead.splitlines()[0]}", "lamina launch"
+    if stats.silent:
+        return f"Requests wait for {', '.join(stats.silent)}, which does not answer.", ""
+    if not stats.waiting:
+        return "Nothing waits: the pools have room for more requests.", ""
+    used = sum(memory.used for memory in stats.memory.values())
+    capacity = sum(memory.capacity for memory in stats.memory.values())
+    if used >= FULL * capacity:
+        return (
+            f"KV: requests use {used:,} of {capacity:,} token slots, and {stats.waiting:,} more requests wait.",
+            "lamina scale --memory +1",
+        )
+    return (
+        f"Compute: {stats.waiting:,} requests wait while {capacity - used:,} of {capacity:,} token slots are free.",
+        "lamina scale --compute +1",
+    )

@@ -3,56 +3,17 @@
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from lamina.core.types import Logprob
+from lamina.serve.answers import AnswerWriter, Json, Piece, Usage, event, new_call_id
 from lamina.serve.http_errors import APIError
-from lamina.serve.pieces import Piece, Usage
 from lamina.serve.requests import GenerationRequest
 from lamina.text.tool_calls import CallArguments, CallBegins, Content, Event, Reasoning
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-
-Json = dict[str, Any]
-
-
-class AnswerWriter(Protocol):
-    """Writes the answer of one HTTP request in the form of its API, whole or as events of a stream."""
-
-    def begin_stream(self, usage: Usage) -> bytes:
-        """Return the events before the first token."""
-        ...
-
-    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        """Return the events of new pieces; empty if they add nothing yet."""
-        ...
-
-    def end_stream(self, usage: Usage) -> bytes:
-        """Return the events after the last token."""
-        ...
-
-    def fail_stream(self, error: APIError) -> bytes:
-        """Return the events of a stream that an error ends."""
-        ...
-
-    def begin_answer(self) -> bytes:
-        """Return the beginning of a whole answer."""
-        ...
-
-    def write_choice(self, piece: Piece) -> bytes:
-        """Return one choice of a whole answer. ``piece``: all of the choice."""
-        ...
-
-    def end_answer(self, usage: Usage) -> bytes:
-        """Return the end of a whole answer."""
-        ...
-
-
-def event(data: Any, name: str = "") -> bytes:
-    """Return one server-sent event."""
-    return (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
 def counts(usage: Usage) -> Json:
@@ -65,8 +26,8 @@ def counts(usage: Usage) -> Json:
     }
 
 
-class CompletionWriter:
-    """The form of ``/v1/completions``. See ``AnswerWriter``."""
+class CompletionWriter(AnswerWriter):
+    """The form of ``/v1/completions``."""
 
     answer: Literal["text_completion", "chat.completion"] = "text_completion"
     chunk: Literal["text_completion", "chat.completion.chunk"] = "text_completion"
@@ -78,43 +39,31 @@ class CompletionWriter:
         self._id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self._between = b""
 
-    def begin_stream(self, usage: Usage) -> bytes:
-        """Return nothing: the first chunk has text."""
-        return b""
-
     def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        """Return one chunk with all pieces."""
         choices = [choice for piece in pieces if (choice := self.delta(piece)) is not None]
         return self._chunk(choices, usage) if choices else b""
 
     def end_stream(self, usage: Usage) -> bytes:
-        """Return the chunk of token counts, if it is wanted, and the mark of the end."""
         last = b"" if self._wanted.usage == "none" else self._chunk([], usage, last=True)
         return last + b"data: [DONE]\n\n"
 
     def fail_stream(self, error: APIError) -> bytes:
-        """Return the error, and the mark of the end."""
         return event(error.body()) + b"data: [DONE]\n\n"
 
     def begin_answer(self) -> bytes:
-        """Return everything before the choices."""
         return msgspec.json.encode(self._envelope(self.answer))[:-1] + b',"choices":['
 
     def write_choice(self, piece: Piece) -> bytes:
-        """Return a choice, and a comma before all but the first."""
         between, self._between = self._between, b","
         return between + msgspec.json.encode(self.choice(piece))
 
     def end_answer(self, usage: Usage) -> bytes:
-        """Return everything after the choices."""
         return b'],"usage":' + msgspec.json.encode(counts(usage)) + b"}"
 
     def choice(self, piece: Piece) -> Json:
-        """Return a whole choice. ``piece``: all of it."""
         return completion_choice(piece)
 
     def delta(self, piece: Piece) -> Json | None:
-        """Return what a piece adds to a choice; None if it adds nothing yet."""
         return completion_choice(piece)
 
     def _envelope(self, kind: str) -> Json:
@@ -129,7 +78,7 @@ class CompletionWriter:
 
 
 class ChatWriter(CompletionWriter):
-    """The form of ``/v1/chat/completions``. See ``AnswerWriter``."""
+    """The form of ``/v1/chat/completions``."""
 
     answer, chunk, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -139,12 +88,10 @@ class ChatWriter(CompletionWriter):
         self._calling = set[int]()  # choices with calls
 
     def begin_stream(self, usage: Usage) -> bytes:
-        """Return a chunk with the role of each choice."""
         opening: Json = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return self._chunk([{"index": i, **opening} for i in range(self._wanted.params.n)], usage)
 
     def choice(self, piece: Piece) -> Json:
-        """Return a choice with its message."""
         parser = self._parsers[piece.choice]
         found = chat_delta(parser.append(piece.text) + parser.flush())
         message: Json = {
@@ -159,7 +106,6 @@ class ChatWriter(CompletionWriter):
         return self._with_rest(piece, "message", message)
 
     def delta(self, piece: Piece) -> Json | None:
-        """Return a choice with what the piece adds to its message."""
         parser = self._parsers[piece.choice]
         events = parser.append(piece.text) + (parser.flush() if piece.finish_reason is not None else [])
         found = chat_delta(events)
@@ -199,11 +145,6 @@ def chat_delta(events: Iterable[Event]) -> Json:
     if calls:
         delta["tool_calls"] = [*calls.values()]
     return delta
-
-
-def new_call_id() -> str:
-    """Return an id for a tool call."""
-    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def completion_choice(piece: Piece) -> Json:

@@ -1,6 +1,6 @@
 """Builds the OpenAPI description of the HTTP interface, served at /openapi.json.
 
-Bodies are described by what parses and checks them: the types of ``bodies``, the lists of ``fields`` and the ranges of
+Bodies are described by what parses and checks them: the types and lists of ``bodies`` and the ranges of
 ``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory or
 names a grammar that cannot be compiled, and one that does not is rejected.
 """
@@ -20,21 +20,29 @@ from lamina.core.types import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     SAMPLING_RANGES,
+    UNUSED_BY_BEAM_SEARCH,
 )
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE
 from lamina.schedule.waiting import MAX_WAITING
-from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
-from lamina.serve.chat_messages import MOST_MESSAGES
-from lamina.serve.fields import IGNORED_HEADER, WITHOUT_EFFECT
+from lamina.serve.bodies import (
+    SAMPLING,
+    WITHOUT_EFFECT,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    field_types,
+)
+from lamina.serve.json_fields import IGNORED_HEADER, MOST_MESSAGES, Tools
 from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
 from lamina.serve.requests import GUIDED
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
-from lamina.serve.token_routes import DETOKENIZE_PATH, TOKENIZE_PATH, DetokenizeBody, TokenizeBody
-from lamina.serve.tools import MOST_TOOLS
 from lamina.text.chat_template import MAY_LACK_CONTENT
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
+TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
 
 Schema = dict[str, Any]
 
@@ -145,23 +153,6 @@ _TEXT_PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 _CONTENT = [{"type": "string"}, {"type": "array", "items": _TEXT_PART}]
-_TOOL = {
-    "type": "object",
-    "required": ["type", "function"],
-    "properties": {
-        "type": {"const": "function"},
-        "function": {
-            "type": "object",
-            "required": ["name"],
-            "properties": {
-                "name": {"type": "string", "minLength": 1},
-                "description": {"type": ["string", "null"]},
-                "parameters": {"type": ["object", "null"]},
-                "strict": {"type": ["boolean", "null"]},
-            },
-        },
-    },
-}
 _TOOL_CALL = {
     "type": "object",
     "required": ["function"],
@@ -242,6 +233,8 @@ _ANSWER = {
 def body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
     """Return the JSON schema of a body, and those that it refers to by name."""
     types = {name: hint for name, hint in field_types(kind).items() if name not in _WHOLE}
+    if "tools" in kind.large:
+        types["tools"] = Tools | None
     found, parts = msgspec.json.schema_components(types.values(), ref_template="#/components/schemas/{name}")
     properties: Schema = {
         name: schema | ({} if bool in getattr(hint, "__args__", ()) else _BOUNDS.get(name, {}))
@@ -253,8 +246,6 @@ def body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
         properties[name] = {"enum": [None, *neutral], "description": "Not supported."}
     for name in sorted(WITHOUT_EFFECT):
         properties[name] = {"description": "Has no effect."}
-    if "tools" in kind.large:
-        properties["tools"] = {"anyOf": [{"type": "array", "items": _TOOL, "maxItems": MOST_TOOLS}, {"type": "null"}]}
     properties[kind.required] = _prompt(engine) if kind is CompletionBody else _messages()
     together = [{"anyOf": branches} for branches in _TOGETHER[kind]]
     return {"type": "object", "required": [kind.required], "properties": properties, "allOf": together}, parts
@@ -288,6 +279,8 @@ _MATCH: Mapping[str, Sequence[Any]] = {
     "response_format": ({"type": "text"},),
     **dict.fromkeys(GUIDED, ()),
 }
+_UNUSED: dict[str, Sequence[Any]] = {name: values for name, values in UNUSED_BY_BEAM_SEARCH.items() if name in SAMPLING}
+_UNUSED |= {"logprobs": (False,), **_MATCH}
 _BEAMS = [
     _left_out(use_beam_search=[False], length_penalty=[1], early_stopping=[False]),
     {
@@ -295,20 +288,7 @@ _BEAMS = [
         "properties": {
             "use_beam_search": {"const": True},
             "n": {"type": "integer", "minimum": 2},
-            "stop": {"anyOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]},
-            **_left_out(
-                temperature=[0, 1],
-                top_p=[1],
-                top_k=[0, -1],
-                min_p=[0],
-                presence_penalty=[0],
-                frequency_penalty=[0],
-                repetition_penalty=[1],
-                logprobs=[False],
-                logit_bias=[{}],
-                allowed_token_ids=(),
-                **_MATCH,
-            )["properties"],
+            **_left_out(**_UNUSED)["properties"],
         },
     },
 ]

@@ -31,7 +31,6 @@ class RequestLog:
             logger.setLevel(logging.INFO)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application and log the request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -94,7 +93,7 @@ class OncePer(logging.Filter):
         self._left_out: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """False for a line that follows one of its kind too soon."""
+        """Return False for a line that follows another of its kind too soon."""
         kind, now = str(record.msg), self._clock()
         if now - self._last.get(kind, -self._seconds) < self._seconds:
             self._left_out[kind] = self._left_out.get(kind, 0) + 1

@@ -9,11 +9,11 @@ from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs
 from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.serve.tools import ToolChoice, calls_parser, forced_schema
+from lamina.serve.json_fields import NamedTool, ToolChoice
 from lamina.text.defaults import Defaults
 from lamina.text.grammars import after_reasoning, compile_grammar
 from lamina.text.prompts import encode_chat, encode_prompt
-from lamina.text.tool_calls import AnswerParser, PlainText
+from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
 
 COMPLETION_TOKENS = 16
 """Limit of a completion that gives none, as OpenAI's and vLLM's."""
@@ -85,7 +85,7 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
     if scored:
         echo = [tokenizer.decode(prompt[:1], skip) for prompt in prompts]
-    return replace(_generation(body, engine, prompts, params, echo), scored=scored)
+    return _generation(body, engine, prompts, params, echo=echo, scored=scored)
 
 
 def _require_scorable(prompts: Sequence[list[int]], params: SamplingParams, context: int) -> None:
@@ -136,7 +136,8 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     params = _sampling_params(body, defaults, api_names, calls, **given)
     parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
     prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
-    return replace(_generation(body, engine, [prompt], params, clamped=clamped), make_parser=form.parser(text, parser))
+    make_parser = form.parser(text, parser)
+    return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
 
 
 def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -182,15 +183,17 @@ def _generation(
     engine: Runtime,
     prompts: Sequence[list[int]],
     params: SamplingParams,
-    echo: Sequence[str] = (),
     clamped: bool = False,
+    **own: Any,
 ) -> GenerationRequest:
-    """Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``."""
+    """Return the request of a body. ``own``: what its endpoint adds.
+
+    Raises APIError 400 if a prompt and the limit of its answer exceed the context together, unless ``clamped``.
+    """
     name, limit = _limit(body)
     longest, context = max(map(len, prompts)), engine.max_model_len
-    if (
-        limit is not None and not clamped and 0 < context - longest < limit
-    ):  # a prompt that leaves no room at all is refused as such
+    # A prompt that leaves no room at all is refused as such.
+    if limit is not None and not clamped and 0 < context - longest < limit:
         raise APIError(
             400,
             f"{name} is {limit}, but the prompt has {longest} tokens, which leave room for {context - longest} "
@@ -200,7 +203,7 @@ def _generation(
     usage: UsageReports = "none"
     if (options := body.stream_options) is not None and options.include_usage:
         usage = "every" if options.continuous_usage_stats else "last"
-    return GenerationRequest(prompts, params, bool(body.stream), usage, echo=echo, ignored=body.ignored)
+    return GenerationRequest(prompts, params, bool(body.stream), usage, ignored=body.ignored, **own)
 
 
 def _limit(body: Body) -> tuple[str, int | None]:
@@ -291,3 +294,70 @@ def _sampling_params(
         except ValueError as error:
             raise APIError(400, str(error), param="max_tokens") from error
     return params
+
+
+def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
+    """Return the JSON schema of calls that the model must make; None if it need not call anything.
+
+    A named tool has the schema of its arguments; "required" one of a list of calls, or of one if not ``parallel``.
+
+    Raises:
+        RequestError: there is no such tool.
+    """
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in functions:
+            raise RequestError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
+        return functions[choice.function.name].get("parameters") or {"type": "object"}
+    if choice != "required":
+        return None
+    if not functions:
+        raise RequestError("tool_choice is required, but there are no tools")
+    shared: dict[str, Any] = {}
+    calls = []
+    for number, (name, function) in enumerate(functions.items()):
+        parameters = _hoisted(function.get("parameters") or {"type": "object"}, f"{number}.", shared)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema | ({"$defs": shared} if shared else {})
+
+
+def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose definitions are in ``shared`` instead, under names with ``prefix``."""
+
+    def renamed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [renamed(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        changed = {key: renamed(value) for key, value in part.items()}
+        reference = part.get("$ref")
+        if isinstance(reference, str):
+            for key in ("$defs", "definitions"):
+                if reference.startswith(f"#/{key}/"):
+                    changed["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{key}/')}"
+        return changed
+
+    own = dict(schema)
+    for key in ("$defs", "definitions"):
+        for name, part in (own.pop(key, None) or {}).items():
+            shared[prefix + name] = renamed(part)
+    moved: dict[str, Any] = renamed(own)
+    return moved
+
+
+def calls_parser(choice: ToolChoice, family: str) -> Callable[[], AnswerParser]:
+    """Return what makes a parser of calls. ``family``: the form of calls that no grammar enforces."""
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        return lambda: NamedCall(name)
+    return JsonCalls if choice == "required" else TOOL_PARSERS[family]

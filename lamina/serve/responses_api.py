@@ -2,20 +2,16 @@
 
 import time
 import uuid
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from lamina.engine.streams import Runtime
-from lamina.serve.blocks import Block, Blocks, Change
+from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import decode_field
-from lamina.serve.openai_answers import Json, event, new_call_id
-from lamina.serve.pieces import Piece, Usage
+from lamina.serve.json_fields import NamedFunction, NamedTool, ToolChoice, decode_field, plain_text
 from lamina.serve.requests import GenerationRequest, chat_generation
-from lamina.serve.tools import NamedFunction, NamedTool, ToolChoice
 
 RESPONSES_PATH = "/v1/responses"
 
@@ -114,29 +110,14 @@ def _format(text: _TextOptions | None) -> ResponseFormat | None:
     return ResponseFormat("json_schema", JsonSchema(wanted.schema, wanted.name))
 
 
-def _text(place: str, content: Any) -> str:
-    """Return the text of a string or of text parts. Raises APIError 400 for other parts."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise APIError(400, f"{place} is not a text or a list of parts", param="input")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in _TEXTS or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise APIError(
-                400, f"{place} has a part of type {kind!r}, which is not supported; give text", param="input"
-            )
-    return "\n".join(part["text"] for part in content)
-
-
 def _add_item(messages: list[Json], place: str, item: Json) -> None:
     """Add to the messages of a chat what one item of the input says."""
     kind = item.get("type", "message")
     if kind == "message":
         role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))
-        messages.append({"role": role, "content": _text(f"{place}.content", item.get("content"))})
+        messages.append({"role": role, "content": plain_text(f"{place}.content", item.get("content"), _TEXTS, "input")})
     elif kind == "function_call_output":
-        content = _text(f"{place}.output", item.get("output"))
+        content = plain_text(f"{place}.output", item.get("output"), _TEXTS, "input")
         messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
     elif kind in ("function_call", "reasoning"):
         if not messages or messages[-1]["role"] != "assistant":
@@ -157,15 +138,13 @@ def _add_item(messages: list[Json], place: str, item: Json) -> None:
 _PARTS = {"text": ("output_text", "response.output_text"), "reasoning": ("reasoning_text", "response.reasoning_text")}
 
 
-class ResponsesWriter:
-    """The form of ``/v1/responses``. See ``AnswerWriter``."""
+class ResponsesWriter(BlockWriter):
+    """The form of ``/v1/responses``."""
 
     def __init__(self, wanted: GenerationRequest, model: str) -> None:
-        self._parser = wanted.make_parser()
-        self._blocks = Blocks()
+        super().__init__(wanted.make_parser())
         self._ids: dict[int, tuple[str, str]] = {}  # of items and of calls, by block
         self._number = 0
-        self._cut = False
         params = wanted.params
         self._response: Json = {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -189,38 +168,22 @@ class ResponsesWriter:
             "usage": None,
         }
 
+    @property
+    def _cut(self) -> bool:
+        return self.last is not None and self.last.finish_reason == "length"
+
     def begin_stream(self, usage: Usage) -> bytes:
-        """Return the events of an empty response."""
         created = self._named("response.created", response=self._response)
         return created + self._named("response.in_progress", response=self._response)
 
-    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
-        """Return the events of items that open, grow and close."""
-        return b"".join(self._events(change) for piece in pieces for change in self._read(piece))
-
     def end_stream(self, usage: Usage) -> bytes:
-        """Return the event of the whole response."""
-        return self._named("response.incomplete" if self._cut else "response.completed", response=self._whole(usage))
+        return self._named("response.incomplete" if self._cut else "response.completed", response=self.whole(usage))
 
     def fail_stream(self, error: APIError) -> bytes:
-        """Return the event of a response that has failed."""
         failed = {"status": "failed", "error": {"code": error.code or "server_error", "message": str(error)}}
         return self._named("response.failed", response=self._response | failed)
 
-    def begin_answer(self) -> bytes:
-        """Return nothing: the response is written at its end."""
-        return b""
-
-    def write_choice(self, piece: Piece) -> bytes:
-        """Read the one choice."""
-        self._read(piece)
-        return b""
-
-    def end_answer(self, usage: Usage) -> bytes:
-        """Return the whole response."""
-        return msgspec.json.encode(self._whole(usage))
-
-    def _whole(self, usage: Usage) -> Json:
+    def whole(self, usage: Usage) -> Json:
         counts = {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.cached_tokens},
@@ -231,18 +194,10 @@ class ResponsesWriter:
         whole = {
             "status": "incomplete" if self._cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if self._cut else None,
-            "output": [self._item(block, "completed") for block in self._blocks.blocks],
+            "output": [self._item(block, "completed") for block in self.blocks],
             "usage": counts,
         }
         return self._response | whole
-
-    def _read(self, piece: Piece) -> list[Change]:
-        last = piece.finish_reason is not None
-        changes = list(self._blocks.append(self._parser.append(piece.text) + (self._parser.flush() if last else [])))
-        if last:
-            changes += self._blocks.close()
-            self._cut = piece.finish_reason == "length"
-        return changes
 
     def _item(self, block: Block, status: str) -> Json:
         prefix = {"text": "msg", "reasoning": "rs", "call": "fc"}[block.kind]
@@ -259,7 +214,7 @@ class ResponsesWriter:
         part: Json = {"type": _PARTS[block.kind][0], "text": block.text}
         return part if block.kind == "reasoning" else part | {"annotations": [], "logprobs": []}
 
-    def _events(self, change: Change) -> bytes:
+    def write_change(self, change: Change) -> bytes:
         what, block, text = change
         item = self._item(block, "completed" if what == "close" else "in_progress")
         place: Json = {"output_index": block.index, "item_id": item["id"]}

@@ -109,7 +109,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal lets open answers finish, the second ends them with an error; uvicorn would cut them off."""
+        """Let open answers finish at the first signal, and end them with an error at the second."""
         if self.should_exit:
             self._hurry = True
         else:
@@ -177,7 +177,7 @@ async def serve_in_loop(
 
 @contextlib.contextmanager
 def no_old_garbage() -> Iterator[None]:
-    """What exists now stays: scanning it for garbage would stop every answer for a third of a second, repeatedly."""
+    """Collect no garbage among the objects that exist now: a scan stops every answer for a third of a second."""
     gc.freeze()
     try:
         yield

@@ -111,7 +111,6 @@ class Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the engine and all workers."""
         self._closing.set()
         self._thread.join(CLOSE_S + 2 * KILL_S)
         self._listener.close()
@@ -122,7 +121,7 @@ class Supervisor:
         return "" if self.serving is None else self.serving.summary
 
     def on_frontend_exit(self, frontend: str) -> None:
-        """The process of a frontend has ended."""
+        """Tell the engine that the process of a frontend has ended."""
         self._tell(FrontendExited(frontend))
 
     def kill_engine(self) -> None:
@@ -202,7 +201,7 @@ class Supervisor:
         )
 
     def _prepare_another(self, how: str, served: bool) -> None:
-        """An engine has ended: another one is to take over, unless too many have."""
+        """Prepare the start of another engine that takes over, unless too many engines have ended."""
         at = self._restarts.next(time.monotonic())
         if at is None or self.serving is None:
             before = f", and {self._restarts.most} others before it" if at is None else ""
@@ -271,7 +270,7 @@ class Supervisor:
                 self._tell(Exited(name, how))
 
     def _tell(self, message: SupervisorToEngine) -> None:
-        """Does nothing if no engine runs. Any thread."""
+        """Send ``message`` to the engine, if one runs. Any thread."""
         with self._sending, contextlib.suppress(OSError):
             if self._line is not None:
                 send(self._line, message)

@@ -1,10 +1,11 @@
-"""Which parser reads a model's answers: chosen by its chat template, unless the settings name one."""
+"""How a model writes its answers: by its chat template, unless the settings say so; and the parser of reasoning."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from lamina.core.types import ChatSettings
-from lamina.text.tool_calls import TAGS, TOOL_PARSERS, AnswerParser, PlainText, ReasoningParser
+from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, Event, PlainText, Reasoning, held_back
 
 _TOOL_MARKERS = {
     "hermes": "<tool_call>",
@@ -13,6 +14,9 @@ _TOOL_MARKERS = {
     "llama3_json": '"parameters":',
 }
 """What the template of each family contains."""
+
+TAGS: Mapping[str, tuple[str, str]] = {"deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
+"""What is around reasoning, by vLLM's names of parsers."""
 
 
 @dataclass(frozen=True)
@@ -55,3 +59,57 @@ class ChatFormat:
         rest = calls or PlainText
         tags, inside = self.tags, self.inside(prompt)
         return rest if tags is None else lambda: ReasoningParser(tags, inside, rest())
+
+
+class ReasoningParser:
+    """Divides reasoning at the beginning of an answer from the rest, which another parser reads."""
+
+    def __init__(self, tags: tuple[str, str], inside: bool, rest: AnswerParser) -> None:
+        """``inside``: the prompt has ended with the opening tag."""
+        self._begin, self._end = tags
+        self._state: Literal["start", "opened", "inside", "after", "rest"] = "opened" if inside else "start"
+        self._held = ""
+        self._rest = rest
+
+    def append(self, text: str) -> list[Event]:
+        """Return what further text adds."""
+        events: list[Event] = []
+        self._held += text
+        if self._state == "start":
+            begun = self._held.lstrip()
+            if begun.startswith(self._begin):
+                self._state, self._held = "opened", begun[len(self._begin) :]
+            elif begun and not self._begin.startswith(begun):
+                self._state = "rest"
+            else:
+                return events
+        if self._state == "opened":
+            self._held = self._held.lstrip("\n")
+            if not self._held:
+                return events
+            self._state = "inside"
+        if self._state == "inside":
+            before, found, after = self._held.partition(self._end)
+            if not found:
+                keep = held_back(self._held, self._end)
+                before, after = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+            if before:
+                events.append(Reasoning(before))
+            self._held = after
+            if not found:
+                return events
+            self._state = "after"
+        if self._state == "after":
+            self._held = self._held.lstrip("\n")
+            if not self._held:
+                return events
+            self._state = "rest"
+        held, self._held = self._held, ""
+        return events + self._rest.append(held)
+
+    def flush(self) -> list[Event]:
+        """Return what was held back."""
+        held, self._held = self._held, ""
+        if self._state == "inside":
+            return [Reasoning(held)] if held else []
+        return (self._rest.append(held) if held else []) + self._rest.flush()

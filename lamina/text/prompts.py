@@ -14,7 +14,7 @@ Message = Mapping[str, Any]
 
 
 def as_prompts(value: Any) -> list[Prompt]:
-    """One prompt or a list of prompts, as a list of prompts.
+    """Return one prompt or a list of prompts as a list of prompts.
 
     Raises:
         RequestError: ``value`` is neither, or an empty list.
@@ -29,7 +29,7 @@ def as_prompts(value: Any) -> list[Prompt]:
 
 
 def plain_prompts(value: Any) -> Any:
-    """``value`` with arrays, tensors, tuples and generators as lists, at any depth; other values are unchanged."""
+    """Return ``value`` with arrays, tensors, tuples and generators as lists, at any depth; others unchanged."""
     if isinstance(value, str) or _is_tokens(value):
         return value
     if hasattr(value, "tolist"):  # NumPy's and PyTorch's arrays and numbers
@@ -56,7 +56,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_speci
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, tokenizer: Tokenizer) -> None:
-    """Raises RequestError for a token id without a row in the embedding, which has ``vocab_size`` rows."""
+    """Raise RequestError for a token id without a row in the embedding, which has ``vocab_size`` rows."""
     for token in tokens:
         if not 0 <= token < vocab_size:
             known = tokenizer.token(token)

@@ -144,7 +144,7 @@ class Tokenizer:
         self.eos_token_ids = directory.eos_token_ids | ({own_eos} if own_eos is not None else set())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``. A prompt made by ``apply_chat_template`` already has its special tokens.
+        """Return the token ids of ``text``. A prompt made by ``apply_chat_template`` already has its special tokens.
 
         Releases the GIL. It takes about a second and 100 MB per megabyte of text.
 
@@ -158,7 +158,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; ids beyond the vocabulary have none.
+        """Return the text of ``ids``; ids beyond the vocabulary have none.
 
         Raises:
             RequestError: an id is negative or not an integer.
@@ -175,7 +175,7 @@ class Tokenizer:
         return found
 
     def has_text(self, token_id: int) -> bool:
-        """False for special tokens and for ids that the tokenizer does not know: ``decode`` skips both."""
+        """Return False for special tokens and for ids that the tokenizer does not know: ``decode`` skips both."""
         return token_id not in self.special_texts and self.token(token_id) is not None
 
     def byte_of(self, token_id: int) -> int | None:
@@ -183,14 +183,14 @@ class Tokenizer:
         return self._bytes.get(token_id)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 of one token inside a text, special tokens included, which may be a part of a character; cached."""
+        """Return the UTF-8 of a token inside a text, which may be a part of a character. Cached."""
         encoded = self._encoded.get(token_id)
         if encoded is None:
             encoded = self._encoded[token_id] = self._bytes_of(token_id)
         return encoded
 
     def token_text(self, token_id: int) -> tuple[str, tuple[int, ...]]:
-        """Text and bytes of one token inside a text, without an incomplete character in the text; cached."""
+        """Return text and bytes of a token inside a text; the text has no incomplete character. Cached."""
         found = self._texts.get(token_id)
         if found is None:
             encoded = self.token_bytes(token_id)

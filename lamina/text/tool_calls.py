@@ -4,11 +4,12 @@ A parser gets the text in pieces of any size, and says what is new: content, the
 arguments, which are JSON text. Text that may be the beginning of a call is held back until that is decided.
 """
 
+import contextlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,42 +69,10 @@ class PlainText:
         return []
 
 
-class _Value:
-    """Follows one JSON value to its end, without checking it."""
+_Reader = Generator[None, str, None]
+"""Gets the characters of a text one by one."""
 
-    def __init__(self) -> None:
-        self.done = False
-        self._depth = 0
-        self._begun = self._in_string = self._escaped = False
-
-    def feed(self, text: str) -> int:
-        """Return how many characters of ``text`` belong to the value."""
-        for at, character in enumerate(text):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif character == "\\":
-                    self._escaped = True
-                elif character == '"':
-                    self._in_string = False
-                    self.done = self._depth == 0
-            elif character == '"':
-                self._in_string = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                if self._depth == 0:
-                    self.done = True
-                    return at
-                self._depth -= 1
-                self.done = self._depth == 0
-            elif self._depth == 0 and self._begun and (character == "," or character.isspace()):
-                self.done = True
-                return at
-            self._begun = self._begun or not character.isspace()
-            if self.done:
-                return at + 1
-        return len(text)
+_ARGUMENTS = ("arguments", "parameters", "args")
 
 
 class _CallObject:
@@ -121,32 +90,21 @@ class _CallObject:
         self.raw = ""
         self.name = name
         self.done = self.failed = False
-        self._bare = name is not None
-        self._state: Literal["open", "key", "colon", "value"] = "value" if self._bare else "open"
-        self._key = "arguments" if self._bare else ""
-        self._value: _Value | None = None
-        self._text = ""
         self._arguments = ""  # not returned yet
         self._had_arguments = False
+        self._unread = 0  # characters after the end
+        self._reader = self._read_object() if name is None else self._read_arguments()
+        next(self._reader)
 
     def feed(self, text: str) -> int:
         """Read ``text`` to the end of the object. Returns how many characters were read."""
         at = 0
         while at < len(text) and not self.done and not self.failed:
-            if self._value is not None:
-                size = self._value.feed(text[at:])
-                self._add(text[at : at + size])
-                at += size
-                if self._value.done:
-                    self._end_value()
-                continue
-            character = text[at]
-            if self._state == "value" and not character.isspace():
-                self._value, self._text = _Value(), ""
-                continue
+            with contextlib.suppress(StopIteration):
+                self._reader.send(text[at])
             at += 1
-            if not character.isspace():
-                self._step(character)
+        at -= self._unread
+        self._unread = 0
         self.raw += text[:at]
         return at
 
@@ -157,55 +115,75 @@ class _CallObject:
         text, self._arguments = self._arguments, ""
         return text
 
-    def _step(self, character: str) -> None:
-        if self._state == "open":
-            self.failed = character != "{"
-            self._state = "key"
-        elif self._state == "colon":
-            self.failed = character != ":"
-            self._state = "value"
-        elif character == '"':
-            self._key = ""
-            self._value, self._text = _Value(), ""
-            self._value.feed('"')
-            self._text = '"'
-        elif character == "}":
-            self._end()
-        else:
-            self.failed = character != ","
+    def _read_object(self) -> _Reader:
+        self.failed = (yield from _next()) != "{"
+        char = ""
+        while not self.failed:
+            if not char or char.isspace():
+                char = yield from _next()
+            if char == '"':
+                text, _ = yield from self._read_value(char)
+                key = str(_loaded(text))
+                self.failed = (yield from _next()) != ":"
+                text, char = yield from self._read_value((yield from _next()), stream=key in _ARGUMENTS)
+                self._add_member(key, text)
+            elif char == "}":
+                self._end()
+                return
+            else:
+                self.failed = char != ","
+                char = ""
 
-    def _add(self, text: str) -> None:
-        self._text += text
-        if self._state == "value" and self._is_arguments and not self._text.startswith('"'):
-            self._arguments += text
-            self._had_arguments = True
+    def _read_arguments(self) -> _Reader:
+        text, after = yield from self._read_value((yield from _next()), stream=True)
+        self._add_member("arguments", text)
+        self._unread = len(after)
+        self._end()
 
-    @property
-    def _is_arguments(self) -> bool:
-        return self._key in ("arguments", "parameters", "args")
+    def _read_value(self, char: str, stream: bool = False) -> Generator[None, str, tuple[str, str]]:
+        """Return a value that begins with ``char``, and the character after it if that has been read.
 
-    def _end_value(self) -> None:
-        self._value = None
-        if self._state == "key":
-            self._key = str(_loaded(self._text))
-            self._state = "colon"
-            return
-        if self._key == "name":
-            name = _loaded(self._text)
+        The value is not checked. ``stream``: it is the arguments, which are returned as they grow.
+        """
+        text, depth = "", 0
+        in_string = escaped = False
+        while True:
+            if in_string:
+                in_string = escaped or char != '"'
+                escaped = char == "\\" and not escaped
+            elif depth == 0 and (char in "}]" or (text and (char == "," or char.isspace()))):
+                return text, char
+            else:
+                in_string = char == '"'
+                depth += (char in "{[") - (char in "}]")
+            text += char
+            if stream and text[0] != '"':  # a text is JSON within JSON, which has to be complete
+                self._arguments += char
+                self._had_arguments = True
+            if depth == 0 and not in_string and char in '"}]':
+                return text, ""
+            char = yield
+
+    def _add_member(self, key: str, text: str) -> None:
+        if key == "name":
+            name = _loaded(text)
             self.name = name if isinstance(name, str) else None
-            self.failed = self.name is None
-        elif self._is_arguments and self._text.startswith('"'):  # JSON within JSON
-            self._arguments += str(_loaded(self._text))
+            self.failed = self.failed or self.name is None
+        elif key in _ARGUMENTS and text.startswith('"'):
+            self._arguments += str(_loaded(text))
             self._had_arguments = True
-        self._state = "key"
-        if self._bare:
-            self._end()
 
     def _end(self) -> None:
         self.done = True
         self.failed = self.name is None
         if not self._had_arguments:
             self._arguments = "{}"
+
+
+def _next() -> Generator[None, str, str]:
+    while (char := (yield)).isspace():
+        pass
+    return char
 
 
 def _loaded(text: str) -> object:
@@ -449,60 +427,3 @@ TOOL_PARSERS: Mapping[str, type[_Calls]] = {
     "deepseek_v3": DeepseekCalls,
 }
 """Parsers by the names that vLLM has for them."""
-
-TAGS: Mapping[str, tuple[str, str]] = {"deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
-"""What is around reasoning, by vLLM's names of parsers."""
-
-
-class ReasoningParser:
-    """Divides reasoning at the beginning of an answer from the rest, which another parser reads."""
-
-    def __init__(self, tags: tuple[str, str], inside: bool, rest: AnswerParser) -> None:
-        """``inside``: the prompt has ended with the opening tag."""
-        self._begin, self._end = tags
-        self._state: Literal["start", "opened", "inside", "after", "rest"] = "opened" if inside else "start"
-        self._held = ""
-        self._rest = rest
-
-    def append(self, text: str) -> list[Event]:
-        """Return what further text adds."""
-        events: list[Event] = []
-        self._held += text
-        if self._state == "start":
-            begun = self._held.lstrip()
-            if begun.startswith(self._begin):
-                self._state, self._held = "opened", begun[len(self._begin) :]
-            elif begun and not self._begin.startswith(begun):
-                self._state = "rest"
-            else:
-                return events
-        if self._state == "opened":
-            self._held = self._held.lstrip("\n")
-            if not self._held:
-                return events
-            self._state = "inside"
-        if self._state == "inside":
-            before, found, after = self._held.partition(self._end)
-            if not found:
-                keep = held_back(self._held, self._end)
-                before, after = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-            if before:
-                events.append(Reasoning(before))
-            self._held = after
-            if not found:
-                return events
-            self._state = "after"
-        if self._state == "after":
-            self._held = self._held.lstrip("\n")
-            if not self._held:
-                return events
-            self._state = "rest"
-        held, self._held = self._held, ""
-        return events + self._rest.append(held)
-
-    def flush(self) -> list[Event]:
-        """Return what was held back."""
-        held, self._held = self._held, ""
-        if self._state == "inside":
-            return [Reasoning(held)] if held else []
-        return (self._rest.append(held) if held else []) + self._rest.flush()

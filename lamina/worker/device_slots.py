@@ -1,7 +1,4 @@
-"""The slots of a worker's links, and inboxes beside them, made known to its device.
-
-Over shared memory, the device writes into peers' slots or inboxes itself.
-"""
+"""Registers the slots and inboxes of a worker's links with its device, which writes into those of peers."""
 
 import logging
 from collections.abc import Collection, Iterable
@@ -29,32 +26,33 @@ class Mapper(Protocol):
         """Inboxes that the device reads and writes; None if it has no memory of its own."""
 
     def register_own(self, memory: memoryview) -> None:
-        """``memory`` is written by peers, and stays where it is as long as this process: make it quick to copy from."""
+        """Make ``memory``, which peers write as long as this process lives, quick to copy from."""
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
-        """Let what runs here write messages into ``memory`` of a peer, until ``unmap_peer``. False if it will not."""
+        """Let kernels write messages into ``memory`` of a peer, until ``unmap_peer``. False if they cannot."""
 
     def unmap_peer(self, peer: str) -> None:
-        """This peer's memory is written no more."""
+        """End writing into a peer's memory."""
 
     def arrived(self, array: Any) -> Any:
-        """Return a part of an own inbox, uint8 [nbytes], as what runs here reads it."""
+        """Return a part of an own inbox, uint8 [nbytes], as kernels read it."""
 
     def copied(self, body: Any) -> Buffer:
-        """A copy in the host's memory of what has ``arrived``."""
+        """Copy what has ``arrived`` into the host's memory."""
 
 
 class Slots:
-    """Which slots the device has been told of. One thread owns it."""
+    """Registers channels with the device, and maps peers' slots into it. One thread owns it."""
 
     def __init__(self, links: Links, device: Mapper) -> None:
         self._links, self._device = links, device
         self._mapped = set[str]()
 
     def register_channels(self, channels: Iterable[Channel]) -> None:
-        """Tell the device of new links. From now on it writes messages where their receivers read them, if it can."""
+        """Register new links with the device, which then writes messages where their receivers read them, if it can."""
         for channel in channels:
-            self._device.register_own(self._links.leased(channel.name))
+            own, _ = self._links.leases(channel.name)
+            self._device.register_own(self._links.arena.view(own.offset, own.nbytes))
             direct, inbox = self._links.direct(channel.name), self._links.inbox(channel.name)
             if inbox is not None:
                 channel.inbox = [self._device.arrived(part) for part in inbox.parts(SLOTS)]
@@ -78,7 +76,7 @@ class Slots:
             logger.warning(_ASTRAY, self._links.name, peer)
 
     def unmap_others(self, names: Collection[str]) -> None:
-        """The links to all other peers have ended."""
+        """Unmap the memory of all peers but these, whose links have ended."""
         for name in self._mapped.difference(names):
             self._device.unmap_peer(name)
         self._mapped.intersection_update(names)

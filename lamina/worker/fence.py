@@ -10,7 +10,8 @@ from lamina.control.messages import EpochEnded, PeerLost, ToWorker
 from lamina.control.sockets import ControlClient
 from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.core.topology import Epoch, Topology
-from lamina.worker.links import Links, Wait
+from lamina.transport.endpoint import Wait
+from lamina.worker.links import Links
 
 SLICE_S = 0.05  # how long a control message may stay unread while rings are awaited
 _INCARNATION_BITS = 32  # above the number of an epoch; both above the rounds of ``Links.link``
@@ -27,7 +28,7 @@ class Fence:
         self._control, self._links = control, links
         self.epoch = epoch
         self._lost = False  # a peer is lost: no step may run before the epoch ends
-        self._missing: list[str] = []  # peers from which something of an earlier epoch may still arrive
+        self._missing: list[str] = []  # peers whose messages of an earlier epoch may still arrive
 
     @property
     def open(self) -> bool:
@@ -46,7 +47,7 @@ class Fence:
         self._stop(error)
 
     def miss(self, peer: str) -> None:
-        """Tell the engine that there is no link to a new member. Steps stop until the epoch ends."""
+        """Report that there is no link to a new member. Steps stop until the epoch ends."""
         self._stop(PeerLostError(peer, "it was lost while it joined"))
 
     def _stop(self, error: PeerLostError) -> None:

@@ -10,50 +10,35 @@ from typing import Protocol
 
 import msgspec
 
-from lamina._native import Arena as NativeArena
 from lamina.control.messages import Connect, Forget, Grant, Granted, Link, Linked, Register, Registered
 from lamina.control.sockets import SETUP_TIMEOUT_S, ControlClient, expect
 from lamina.core.errors import DeadlineError, PeerLostError, TransportError, WorkerError
 from lamina.core.topology import Topology
-from lamina.dataplane.channel import PROOF, Channel
-from lamina.dataplane.direct import Direct
-from lamina.dataplane.hub import Hub
-from lamina.dataplane.leases import DOORBELLS, PROOF_NBYTES, SLOTS, VERDICT, ArenaPlan, Lease, Leases
-from lamina.dataplane.slot import Outbox, Slot
+from lamina.dataplane.channel import Channel, Hub
+from lamina.dataplane.leases import DOORBELLS, PROOF, PROOF_NBYTES, SLOTS, VERDICT, ArenaPlan, Lease, Leases
+from lamina.dataplane.slot import Direct, Outbox, Slot
 from lamina.dataplane.transport_choice import Offer, Transport
 from lamina.transport.arena import MappedArena, OwnArena, allocate
-from lamina.transport.base import Buffer, Endpoint, Fetch, Peer, SharesMemory, deadline_error
+from lamina.transport.base import Endpoint, Fetch, Peer, SharesMemory, Target
 from lamina.transport.device.inboxes import Inbox, Inboxes
-from lamina.transport.endpoint import SPIN_S
+from lamina.transport.endpoint import SPIN_S, Wait, WaitInTurns
 from lamina.transport.rdma.endpoint import RdmaEndpoint
 from lamina.transport.shm import ShmEndpoint, ShmPeer, host
 from lamina.transport.tcp import TcpEndpoint
 
 logger = logging.getLogger(__name__)
 
-Wait = Callable[[Sequence[tuple[int, int]], float], int]
-"""Waits for messages, with the arguments and result of ``Endpoint.wait``."""
-
 
 class LinkEndpoint(Endpoint, Protocol):
-    """An endpoint that shares the worker's arena with others.
-
-    Attributes:
-        spin_s: Seconds for which a wait spins before it sleeps.
-    """
+    """An endpoint that shares the worker's arena with other endpoints, see ``transport.endpoint.ArenaEndpoint``."""
 
     spin_s: float
 
-    def use_arena(self, arena: OwnArena) -> None:
-        """Use an arena that stays open until ``close``."""
-        ...
+    def use_arena(self, arena: OwnArena) -> None: ...
 
 
 CONNECT_TIMEOUT_S = 10.0
 PROOF_TIMEOUT_S = 5.0
-MIN_NAP_S = 50e-6
-MAX_NAP_S = 2e-3
-NAP_SHARE = 8  # a wait on several transports finds a message late by at most this part of the time waited
 
 
 @dataclass(frozen=True)
@@ -111,11 +96,9 @@ OpenEndpoint = Callable[[Member, Transport, bool], LinkEndpoint]
 def open_links(
     member: Member, register: Register, inboxes: Inboxes | None = None, open_endpoint: OpenEndpoint = open_endpoint
 ) -> "Links":
-    """Allocate the arena and let peers in by every requested transport that works here. Raises TransportError.
+    """Allocate the arena, and accept peers over every requested transport that works here. Raises TransportError.
 
-    Args:
-        inboxes: Those of the worker's device, if it can have any.
-        open_endpoint: Opens the endpoint of a transport.
+    Arguments are those of ``set_up_links``.
     """
     arena = allocate(member.name, register.arena.nbytes, register.arena.doorbells)
     endpoints: dict[Transport, LinkEndpoint] = {}
@@ -133,18 +116,18 @@ def open_links(
 
 
 class Links:
-    """The arena of a worker that peers can reach, and its links to them: ``link`` until every pair has proved itself,
-    then ``close_unused_endpoints``. Made by ``open_links``.
+    """A worker's arena and its links to peers: ``link`` until every pair has proved itself, then
+    ``close_unused_endpoints``. Made by ``open_links``.
 
     A peer's lease lasts from ``grant`` to ``end_lease``, which may be later than its disconnection: a lost peer may
     still write.
 
     Attributes:
         arena: this worker's.
-        plan: its parts.
-        hub: what its links share.
-        offer: how peers reach it.
-        inboxes: of its device.
+        plan: the parts of the arena.
+        hub: what the links' channels share.
+        offer: how peers reach the arena.
+        inboxes: of the worker's device.
     """
 
     def __init__(
@@ -169,7 +152,7 @@ class Links:
         self._own = arena
         self._endpoints = dict(endpoints)
         self._links: dict[str, _Link] = {}
-        self._members = set[str]()  # the peers that were linked, without those that do not take part any more
+        self._members = set[str]()  # linked peers that take part
         self._left = set[str]()  # peers without a link whose processes may still run: their leases stay
         self._round: _Round | None = None
         self._closed = False
@@ -183,7 +166,7 @@ class Links:
                 granted[name] = self._books.lease(slot_nbytes)
         except TransportError as error:
             for lease in granted.values():
-                self._books.release(lease)
+                self._books.end_lease(lease)
             return Granted({}, f"{self.name}: {error}")
         for name in dict.fromkeys((*grant.inboxes, *grant.inbox_keys)):
             granted[name] = self._with_inbox(name, granted[name], name in grant.inboxes, name in grant.inbox_keys)
@@ -208,13 +191,15 @@ class Links:
             return lease
 
     def _sharing(self) -> SharesMemory | None:
-        """Return the endpoint whose network interface writes into inboxes."""
         endpoint = self._endpoints.get(Transport.RDMA)
         return endpoint if isinstance(endpoint, SharesMemory) else None
 
     def end_lease(self, name: str) -> None:
-        """End a peer's lease: it provably cannot write here any more (its process was reaped, its TCP connection is
-        closed, its RDMA queue pair destroyed). Later peers may get the same part."""
+        """End a peer's lease, whose part of the arena later peers may get.
+
+        The peer provably cannot write here any more: its process was reaped, its TCP connection is closed, or its RDMA
+        queue pair destroyed.
+        """
         self.disconnect(name)
         lease = self._leases.pop(name)
         if lease.inbox_key and (endpoint := self._sharing()):
@@ -223,17 +208,17 @@ class Links:
             self.inboxes.close(name)
         for doorbell in range(lease.doorbell, lease.doorbell + DOORBELLS):
             self._own.native.reset(doorbell)
-        self._books.release(lease)
+        self._books.end_lease(lease)
 
     def link(self, link: Link) -> Linked:
-        """Connect to these peers, replacing earlier links to them, and exchange proofs with each."""
+        """Connect to peers, replacing earlier links to them, and exchange proofs with each."""
         self.connect(link)
         while (linked := self.linked(PROOF_TIMEOUT_S)) is None:
             pass
         return linked
 
     def connect(self, link: Link) -> None:
-        """Connect to these peers, replacing earlier links to them, and send each a proof. ``linked`` awaits theirs."""
+        """Connect to peers, replacing earlier links to them, and send each a proof. ``linked`` awaits their proofs."""
         failures: dict[str, str] = {}
         for name in link.peers:
             self.disconnect(name)
@@ -245,7 +230,7 @@ class Links:
                 self._links[name], proof = _Link(endpoint, peer, way.lease), _proof(link.round, way.transport)
                 if self.inboxes is not None and isinstance(peer, ShmPeer):
                     self.inboxes.open(name, way.lease.inbox, SLOTS * way.lease.body_nbytes, proof)
-                self.outbox(name, _place(way.lease)).send([proof], link.round)
+                self.outbox(name, _place(way.lease)).write_and_ring([proof], link.round)
             except TransportError as error:
                 failures[name] = str(error)
         waiting = {name: way.transport for name, way in link.peers.items() if name not in failures}
@@ -278,9 +263,7 @@ class Links:
             except PeerLostError as error:
                 if error.peer not in waiting:
                     raise
-                self.disconnect(error.peer)
-                del waiting[error.peer]
-                failures[error.peer] = str(error)
+                self.disconnect(error.peer, str(error))
                 continue
             except DeadlineError:
                 if time.monotonic() < current.deadline:
@@ -296,15 +279,16 @@ class Links:
         return Linked(failures)
 
     def _judge_inbox(self, name: str, proof: bytes) -> None:
-        """Let a peer that shares memory know whether what its device writes arrives in the inbox for it."""
+        """Show a peer that shares memory whether what its device writes arrives in the inbox for it."""
         arrived = self.inboxes is not None and self.inboxes.proof_arrived(name, proof)
         self.arena.view(self._leases[name].offset + VERDICT, 1)[0] = arrived
 
     def close_unused_endpoints(self) -> Wait:
-        """Note that the first links stand: close endpoints that none uses, unless later workers may. Returns how to
-        wait for messages from now on, see ``Endpoint.wait``.
+        """Close endpoints that no link uses, unless later workers may use them. Returns how to wait for messages.
 
-        Without a link, the most preferred endpoint stays open for workers that join."""
+        Call it once the first links stand. Without a link, the most preferred endpoint stays open for workers that
+        join.
+        """
         self._members = set(self._links)
         self._settled = True
         used = self._used() or list(self._endpoints.values())[:1]
@@ -315,7 +299,7 @@ class Links:
         self._current = self._choose_wait()
         return self.wait if self._open else self._current
 
-    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
+    def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         """Wait for the first of ``targets`` on all endpoints that links use."""
         return self._current(targets, timeout_s)
 
@@ -339,46 +323,47 @@ class Links:
         return name in self._links
 
     def apply_topology(self, topology: Topology) -> None:
-        """Only members of ``topology`` take part from now on: end the links to all others and their leases."""
+        """End the links to peers that are not in ``topology``, and their leases."""
         for name in (self._members | self._leases.keys()) - topology.names - self._left:
             self.disconnect_for_good(name)
             self.end_lease(name)  # the engine has ended its process
         self._members &= topology.names
 
     def change_members(self, topology: Topology) -> None:
-        """Peers that are linked and in ``topology`` become members; links to members that are not in it end."""
+        """Make the linked peers in ``topology`` members, and end the links to members that are not in it."""
         for name in self._members - topology.names:
             self.disconnect(name)
             self._left.add(name)
         self._members = set(topology.names & self._links.keys())
 
     def remove_peers(self, names: Sequence[str]) -> None:
-        """The processes of these peers have ended: end what they have here, if anything."""
+        """End the leases of peers whose processes have ended."""
         for name in names:
             self._left.discard(name)
             if name in self._leases:
                 self.end_lease(name)
 
     def disconnect_for_good(self, name: str) -> None:
-        """End the link to a peer, if there is one: nothing that it has sent arrives from now on."""
+        """End the link to a peer, if there is a link: nothing that the peer has sent arrives from now on."""
         self._forget_channel(name)
         if link := self._links.pop(name, None):
             link.endpoint.disconnect_for_good(link.peer)
 
     def ring(self, name: str, sequence: int) -> None:
-        """Ring the doorbell that a peer's ``bell`` names, behind everything sent to it. Without a link, or with a peer
-        that is lost, nothing happens: ``wait`` reports it."""
+        """Ring the doorbell that a peer's ``bell`` names, behind everything sent to the peer.
+
+        Without a link, or if the peer is lost, nothing happens: ``wait`` reports it.
+        """
         if link := self._links.get(name):
             with contextlib.suppress(PeerLostError):
                 link.endpoint.ring(link.peer, link.lease.doorbell + PROOF, sequence)
 
     def bell(self, name: str) -> int:
-        """Return the doorbell that ``ring`` of this peer rings here. Its numbers begin beyond the rounds of
-        ``link``."""
+        """Return the doorbell that ``ring`` of a peer rings here. Its numbers begin beyond the rounds of ``link``."""
         return self._leases[name].doorbell + PROOF
 
     def channel(self, name: str) -> Channel:
-        """This end of the link to a peer, for messages in slots."""
+        """Return this end of the link to a peer, for messages in slots."""
         link = self._links[name]
         channel = Channel(link.endpoint, link.peer, self.arena, self.hub, self._leases[name], link.lease)
         if isinstance(link.endpoint, SharesMemory) and link.lease.inbox_key:
@@ -390,8 +375,7 @@ class Links:
         return None if self.inboxes is None else self.inboxes.own(name)
 
     def direct(self, name: str) -> Direct | None:
-        """Return the memory of a link whose two arenas are mapped here, for a device of this process; None if they are
-        not."""
+        """Return a link's memory for a device of this process; None unless both arenas are mapped here."""
         link = self._links.get(name)
         if link is None or not isinstance(link.peer, ShmPeer):
             return None
@@ -399,16 +383,12 @@ class Links:
         theirs = self.inboxes.theirs(name) if self.inboxes is not None and arrives else None
         return Direct(self._own.native, link.peer.native, self._leases[name], link.lease, self.inbox(name), theirs)
 
-    def leased(self, name: str) -> Buffer:
-        """Return what a peer may write into here."""
-        return self.arena.view(self._leases[name].offset, self._leases[name].nbytes)
-
     def leases(self, name: str) -> tuple[Lease, Lease]:
-        """Return what a linked peer may write into here, and this worker there."""
+        """Return what a linked peer may write into here, and what this worker may write into there."""
         return self._leases[name], self._links[name].lease
 
     def outbox(self, name: str, slot: Slot) -> Outbox:
-        """Sends into a slot of a linked peer."""
+        """Return what sends into a slot of a linked peer."""
         return Outbox(self._links[name].endpoint, self._links[name].peer, slot)
 
     def fetch(self, name: str, fetch: Fetch) -> None:
@@ -418,12 +398,12 @@ class Links:
             raise PeerLostError(name, "it has been disconnected")
         link.endpoint.fetch(link.peer, fetch)
 
-    def disconnect(self, name: str) -> None:
-        """End all use of the link to a peer, if it is linked; its death no longer ends waits."""
+    def disconnect(self, name: str, reason: str = "") -> None:
+        """End the link to a peer, if there is a link; the peer's death no longer ends waits."""
         self._forget_channel(name)
         if self._round is not None and name in self._round.waiting:
             del self._round.waiting[name]
-            self._round.failures[name] = f"{name} has been disconnected"
+            self._round.failures[name] = reason or f"{name} has been disconnected"
         if link := self._links.pop(name, None):
             link.endpoint.disconnect(link.peer)
 
@@ -447,30 +427,8 @@ class Links:
                 stack.callback(endpoint.close)
 
 
-class WaitInTurns:
-    """Waits on several endpoints of one arena: briefly on each, and longer the longer nothing arrives."""
-
-    def __init__(self, name: str, arena: NativeArena, endpoints: Sequence[Endpoint]) -> None:
-        self._name = name
-        self._arena = arena
-        self._endpoints = endpoints
-
-    def __call__(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        begun = time.monotonic()
-        deadline = begun + timeout_s
-        while True:
-            now = time.monotonic()
-            nap_s = min(max((now - begun) / NAP_SHARE, MIN_NAP_S), MAX_NAP_S) / len(self._endpoints)
-            for endpoint in self._endpoints:
-                with contextlib.suppress(DeadlineError):
-                    return endpoint.wait(targets, min(nap_s, deadline - now))
-            if time.monotonic() >= deadline:
-                reached = [self._arena.sequence(doorbell) for doorbell, _ in targets]
-                raise deadline_error(self._name, targets, reached, timeout_s)
-
-
 def _place(lease: Lease) -> Slot:
-    """Return where the peer puts its proof."""
+    """Return where a peer with this lease puts its proof."""
     return Slot(lease.offset, PROOF_NBYTES, lease.doorbell + PROOF)
 
 
@@ -484,13 +442,13 @@ def set_up_links(
     inboxes: Inboxes | None,
     open_endpoint: OpenEndpoint = open_endpoint,
 ) -> tuple[Links, Connect]:
-    """Link this worker as the engine directs; returns its links, which ``resources`` closes, and what they are for.
+    """Link this worker as the engine directs; returns its links and what they are for.
 
     Args:
-        control: Messages of the engine.
-        resources: Closes the links.
-        inboxes: As for ``open_links``.
-        open_endpoint: As for ``open_links``.
+        control: messages of the engine.
+        resources: closes the links.
+        inboxes: those of the worker's device, if it can have any.
+        open_endpoint: opens the endpoint of a transport.
 
     Raises TransportError, PeerLostError, DeadlineError, WorkerError.
     """
@@ -509,13 +467,13 @@ LINKING_SLICE_S = 0.002  # how long a worker may wait for other things while the
 
 
 class Newcomers:
-    """Answers the engine's requests about links without holding up steps: proofs are looked for, not waited for."""
+    """Answers the engine's requests about links without holding up steps: proofs are polled, not waited for."""
 
     def __init__(self, control: ControlClient, links: Links) -> None:
         self._control, self._links = control, links
 
     def handle_link_message(self, message: Grant | Link | Forget) -> None:
-        """Do what the engine asks. Connecting to a peer may take a while, if its host does not answer."""
+        """Do what the engine asks. Connecting to a peer takes seconds if its host does not answer."""
         if isinstance(message, Grant):
             self._control.send(self._links.grant(message))
         elif isinstance(message, Link):
@@ -525,10 +483,10 @@ class Newcomers:
 
     @property
     def pending(self) -> bool:
-        """True while a proof is awaited: call ``look`` every ``LINKING_SLICE_S``."""
+        """True while a proof is awaited: call ``poll`` every ``LINKING_SLICE_S``."""
         return self._links.is_linking
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Answer the engine if all proofs have arrived, or are late. Raises PeerLostError."""
         if self.pending and (linked := self._links.linked(0.0)) is not None:
             self._control.send(linked)

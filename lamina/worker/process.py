@@ -62,8 +62,7 @@ def greeting() -> Hello:
 
 
 def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
-    """Return what answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: bytes free on it and in all, 0 unless
-    it is a GPU."""
+    """Return what answers ``Inspect`` in a worker on ``device``; ``gpu_memory`` as for ``run_worker``."""
 
     def inspect(sent_ns: int, now_ns: int) -> Resources:
         machine = psutil.virtual_memory().available
@@ -76,19 +75,18 @@ class Worker(Protocol):
     """What a worker process runs."""
 
     def run(self) -> None:
-        """Serve until the engine says stop."""
-        ...
+        """Serve until the engine sends ``Stop``."""
 
 
 Build = Callable[[ControlClient, contextlib.ExitStack], Worker]
-"""Goes through set-up with the engine and returns the worker, complete.
+"""Sets the worker up with the engine and returns it.
 
-What the worker has to give back at its end goes onto the stack, which is closed after a failure has been reported.
+What has to be released at the worker's end goes onto the stack, which is closed after a failure has been reported.
 """
 
 
 def read_bootstrap() -> Bootstrap:
-    """Return what this process was started with, from its standard input. Once."""
+    """Read what this process was started with from its standard input. Call it once."""
     return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
 
 
@@ -97,10 +95,14 @@ def run_worker(
     gpu_memory: Callable[[str], tuple[int, int]] = lambda device: (0, 0),
     bootstrap: Bootstrap | None = None,
 ) -> None:
-    """Body of a worker process: build the worker that the bootstrap (None: on standard input) describes, and serve.
+    """Build the worker that the bootstrap (None: on standard input) describes, and serve.
 
-    ``gpu_memory``: bytes free on a device and in all, 0 unless it is a GPU.
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
+
+    Args:
+        build: see ``Build``.
+        gpu_memory: bytes free on a device and in all, 0 unless it is a GPU.
+        bootstrap: from ``read_bootstrap``.
     """
     start_logging()
     bootstrap = bootstrap or read_bootstrap()
@@ -111,7 +113,7 @@ def run_worker(
 
 
 def serve(control: ControlClient, build: Build) -> None:
-    """Greet the engine, build the worker and run it. Raises SystemExit after a failure, of which the engine is told."""
+    """Greet the engine, build the worker and run it. Reports a failure to the engine, then raises SystemExit."""
     with contextlib.ExitStack() as resources:
         try:
             control.send(greeting())

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lamina.cli.chat import HELP, Conversation, _Local
-from lamina.cli.remote_chat import Server
+from lamina.cli.client import RemoteModel
+from lamina.cli.generate import HELP, Conversation, _Local
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError, TransportError
 from lamina.core.types import CompletionOutput, RequestOutput, SamplingParams
 from tests.support.commands import assert_refused, run_here
@@ -88,7 +88,7 @@ def test_a_failed_answer_is_told_and_a_dead_engine_ends_the_conversation(
         converse(monkeypatch, "break\nb\n", dead="no memory worker is left")
 
 
-def text_of(server: Server, messages: Sequence[Any]) -> str:
+def text_of(server: RemoteModel, messages: Sequence[Any]) -> str:
     return "".join(server.answer(messages))
 
 
@@ -96,7 +96,7 @@ def test_a_server_answers_and_refuses_like_an_engine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serve() as running:
-        server = Server(f"{running.url}/v1/", {"max_tokens": 5, "temperature": 0.0, "seed": 3})
+        server = RemoteModel(f"{running.url}/v1/", {"max_tokens": 5, "temperature": 0.0, "seed": 3})
         assert server.name == "fake"
         monkeypatch.setattr("sys.stdin", io.StringIO("hello\nbreak\nagain\n"))
         Conversation(server, "s").run()
@@ -111,7 +111,7 @@ def test_a_server_answers_and_refuses_like_an_engine(
         with pytest.raises(RequestError, match="tokens"):
             text_of(server, [{"role": "user", "content": "x" * 500}])
         with pytest.raises(ConfigError, match="has no OpenAI-compatible API"):
-            Server(f"{running.url}/elsewhere", {})
+            RemoteModel(f"{running.url}/elsewhere", {})
     with pytest.raises(TransportError, match="no server answers at"):
         text_of(server, [{"role": "user", "content": "x"}])
 

@@ -17,8 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lamina.cli import app, bench_transport, options
-from lamina.cli.bench import verdict
+from lamina.cli import app, bench, options
 from lamina.cluster import pool
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import LoadProgress
@@ -117,10 +116,10 @@ def test_a_closed_port_is_told_at_once(tmp_path: Path) -> None:
     begin = time.monotonic()
     with (
         pytest.raises(TransportError, match=f"cannot connect to {where} .*bench transport --listen"),
-        bench_transport._remote(where, str(tmp_path / "secret")),
+        bench._remote(where, str(tmp_path / "secret")),
     ):
         pass
-    assert time.monotonic() - begin < bench_transport.CONNECT_S
+    assert time.monotonic() - begin < bench.CONNECT_S
 
 
 def test_more_workers_than_a_machine_can_start_are_refused() -> None:
@@ -174,13 +173,13 @@ def test_options_come_before_the_model_s_defaults_and_those_before_ours(
 
 def test_bench_names_no_bottleneck_beside_a_larger_rest() -> None:
     slow = [Share("compute0", "other", 0.83, 0.83), Share("compute0", "slice", 0.16, 0.16)]
-    assert verdict(slow).startswith("No stage is the bottleneck: compute0 spends 83% of the time outside")
+    assert bench.verdict(slow).startswith("No stage is the bottleneck: compute0 spends 83% of the time outside")
     busy = [
         Share("compute0", "slice", 0.7, 0.7),
         Share("compute0", "other", 0.3, 0.3),
         Share("memory0", "other", 1, 1.0),
     ]
-    assert verdict(busy) == "The bottleneck is slice on compute0: 70% of the time."
+    assert bench.verdict(busy) == "The bottleneck is slice on compute0: 70% of the time."
 
 
 def test_a_slow_start_is_told_without_a_terminal_too(monkeypatch: pytest.MonkeyPatch) -> None:

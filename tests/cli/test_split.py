@@ -9,7 +9,7 @@ import typer
 from transformers import GPTJConfig
 from typer.testing import CliRunner
 
-from lamina.cli.split import split as command
+from lamina.cli.models import split as command
 from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.splitter import SplitModel, split
 from lamina.splitter.draw import svg

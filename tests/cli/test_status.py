@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lamina.cli import status
+from lamina.cli import client
 from lamina.core.errors import ConfigError
 from lamina.serve.monitoring import placement_of
 from tests.support.scripted_engine import FakeEngine
@@ -64,12 +64,12 @@ def stranger() -> Iterator[Stranger]:
 def test_what_is_no_server_of_lamina_is_refused(stranger: Stranger, answer: bytes, said: str) -> None:
     stranger.answer = answer
     with pytest.raises(ConfigError, match=said):
-        status.status(stranger.url)
+        client.status(stranger.url)
 
 
 def test_placement_is_a_bar_for_each_worker_with_its_largest_requests_and_moves() -> None:
     answer = json.dumps(placement_of(FakeEngine().stats()))
-    assert status.placement_lines(answer) == [
+    assert client.placement_lines(answer) == [
         "memory0   [" + "#" * 12 + "+" * 7 + ".] 5 used, 3 cached of 9 slots",
         "          chat-1 5",
         "imbalance 1.00 (fullest over mean)",
@@ -78,4 +78,4 @@ def test_placement_is_a_bar_for_each_worker_with_its_largest_requests_and_moves(
     ]
     for other in ("no JSON", "[]", '{"workers": {"memory0": 3}}'):
         with pytest.raises(ConfigError, match="not a placement"):
-            status.placement_lines(other)
+            client.placement_lines(other)

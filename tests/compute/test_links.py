@@ -91,7 +91,7 @@ class Memory:
         elif request.fetched_at >= 0:
             channel.fetched(request.number)
         to = self.station.channels[f"compute{self.work.replica(lane, turn + 1)}"]
-        to.begin(lane, turn, attention.reply, copies=False).send([content(2, lane, turn, attention.reply)])
+        to.begin(lane, turn, attention.reply, copies=False).send_piece([content(2, lane, turn, attention.reply)])
 
 
 class Compute:
@@ -158,7 +158,7 @@ class Compute:
         following = self.work.replica(lane, turn + 1)
         if following != self.number:
             channel = self.station.channels[f"compute{following}"]
-            channel.begin(lane, turn + 1, attention.context).send([content(3, lane, turn, attention.context)])
+            channel.begin(lane, turn + 1, attention.context).send_piece([content(3, lane, turn, attention.context)])
 
     @staticmethod
     def _request(channel: Channel, lane: int, turn: int, attention: Attention) -> None:
@@ -166,7 +166,7 @@ class Compute:
         if attention.bulk:
             message.lay_out(0, [content(1, lane, turn, attention.bulk)])
         body = content(0, lane, turn, attention.request)
-        message.send([body])
+        message.send_piece([body])
         body[:] = 0  # what is kept is a copy
 
 
@@ -199,7 +199,7 @@ class Work:
                 assert len(channel.awaited) == SLOTS and len(channel.credits) < SLOTS, (
                     "no sender is without a free slot"
                 )
-            assert station.hub.take(station.hub.nbytes) is not None, "all regions have been released"
+            assert station.hub.regions.take(station.hub.nbytes) is not None, "all regions have been released"
 
 
 sizes = st.sampled_from([0, 1, 64, 65, 200])
@@ -233,14 +233,14 @@ def test_a_kept_message_goes_once_a_message_that_no_lane_awaits_brings_its_credi
     link(stations, {("compute0", "compute1"): SLOT, ("compute1", "compute0"): SLOT})
     near, far = (Mail(one.hub, one.channels, one.fetcher(), 3) for one in stations)
     for lane in range(3):
-        near.channels["compute1"].send(lane, 0, 8, [content(0, lane, 0, 8)])
+        near.channels["compute1"].send_message(lane, 0, 8, [content(0, lane, 0, 8)])
         far.expect(lane, ["compute0"])
     assert near.is_waiting, "the third message has no slot"
     while any(far.missing[:2]):
         far.receive(stations[1].endpoint.wait, ["compute0"], 0.0)
     for lane in range(2):
         far.pop_message(lane, "compute0").free()
-    far.channels["compute0"].send(0, 0, 8, [content(1, 0, 0, 8)])
+    far.channels["compute0"].send_message(0, 0, 8, [content(1, 0, 0, 8)])
     near.receive(stations[0].endpoint.wait, [], 0.0)
     assert not near.is_waiting
     assert far.receive(stations[1].endpoint.wait, ["compute0"], 0.0) == [2]

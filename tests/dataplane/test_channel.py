@@ -39,17 +39,17 @@ def channel() -> Iterator[Channel]:
 
 
 def test_a_message_arrives_in_its_slot_and_is_announced(channel: Channel) -> None:
-    channel.outbox.send([np.array([1, 2], np.uint16), b"abc"], 1)
+    channel.outbox.write_and_ring([np.array([1, 2], np.uint16), b"abc"], 1)
     assert channel.far.wait([(SLOT.doorbell, 1)], 0.0) == 0
     assert bytes(channel.view[:7]) == np.array([1, 2], np.uint16).tobytes() + b"abc"
 
 
 def test_a_message_may_come_in_pieces_and_skip_numbers(channel: Channel) -> None:
-    channel.outbox.send([b"later"], 4, at=5)
+    channel.outbox.write_and_ring([b"later"], 4, at=5)
     channel.far.wait([(2, 3)], 0.0)
     with pytest.raises(DeadlineError):
         channel.far.wait([(2, 5)], 0.0)
-    channel.outbox.send([b"first"], 5)
+    channel.outbox.write_and_ring([b"first"], 5)
     channel.far.wait([(2, 5)], 0.0)
     assert bytes(channel.view) == b"firstlater"
 
@@ -57,7 +57,7 @@ def test_a_message_may_come_in_pieces_and_skip_numbers(channel: Channel) -> None
 def test_what_is_too_large_is_not_sent(channel: Channel) -> None:
     for at in (0, 3):
         with pytest.raises(ValueError, match=f"does not fit into {10 - at}"):
-            channel.outbox.send([b"12345", b"678901"], 1, at)
+            channel.outbox.write_and_ring([b"12345", b"678901"], 1, at)
     with pytest.raises(DeadlineError):
         channel.far.wait([(2, 1)], 0.0)
     assert bytes(channel.view) == bytes(10)
@@ -66,7 +66,7 @@ def test_what_is_too_large_is_not_sent(channel: Channel) -> None:
 def test_a_lost_peer_is_told_of(channel: Channel) -> None:
     channel.far.close()
     with pytest.raises(PeerLostError, match="far"):
-        channel.outbox.send([], 1)
+        channel.outbox.write_and_ring([], 1)
 
 
 PLAN = ArenaPlan(landing_nbytes=0, stages=False, pool_nbytes=256, leased_nbytes=lease_nbytes(128), links=1)
@@ -85,7 +85,7 @@ def test_a_slot_is_used_again_only_once_it_has_been_given_back(pair: tuple[Stati
     near, far = pair
     to, at = near.channels["far"], far.channels["near"]
     for lane in range(3):
-        to.begin(lane, 7, 3).send([b"ab", bytes([lane])])
+        to.begin(lane, 7, 3).send_piece([b"ab", bytes([lane])])
     arrived = []
     for slot, target in list(at.awaited.items()):
         far.endpoint.wait([target], 0.0)
@@ -118,9 +118,9 @@ def test_a_body_that_a_nic_writes_apart_is_read_from_the_inbox_once_it_is_settle
 
     to.post_apart = post_apart
     at.inbox, at.settle_inbox = (inbox[: to.most_nbytes], inbox[to.most_nbytes :]), settled
-    to.begin(1, 5, 2).send([b"in"])  # in pieces, as far as this end knows
-    to.send(2, 6, 4, [b"ap", b"ar"])
-    to.send(3, 7, 4, [b"kept"])
+    to.begin(1, 5, 2).send_piece([b"in"])  # in pieces, as far as this end knows
+    to.send_message(2, 6, 4, [b"ap", b"ar"])
+    to.send_message(3, 7, 4, [b"kept"])
     first, second = (at.read(slot) for slot in range(SLOTS))
     assert settled.call_count == 1
     assert [(each.lane, each.turn, bytes(each.whole)) for each in (first, second)] == [(1, 5, b"in"), (2, 6, b"apar")]
@@ -135,10 +135,10 @@ def test_a_body_that_a_nic_writes_apart_is_read_from_the_inbox_once_it_is_settle
 def test_a_credit_travels_with_a_message_the_other_way(pair: tuple[Station, Station]) -> None:
     near, far = pair
     for number in range(SLOTS):
-        near.channels["far"].begin(number, 0, 1).send([b"x"])
-    near.channels["far"].begin(SLOTS, 0, 1).send([b"y"])
+        near.channels["far"].begin(number, 0, 1).send_piece([b"x"])
+    near.channels["far"].begin(SLOTS, 0, 1).send_piece([b"y"])
     far.channels["near"].free(0)
-    far.channels["near"].begin(0, 0, 0).send([])
+    far.channels["near"].begin(0, 0, 0).send_piece([])
     assert not far.hub.owing
     near.channels["far"].read(0)
     near.hub.go_on()
@@ -149,13 +149,13 @@ def test_a_credit_travels_with_a_message_the_other_way(pair: tuple[Station, Stat
 def test_pieces_are_announced_one_after_another_in_one_slot(pair: tuple[Station, Station]) -> None:
     near, far = pair
     message, at = near.channels["far"].begin(4, 9, 6), far.channels["near"]
-    message.send([b"abc"])
+    message.send_piece([b"abc"])
     far.endpoint.wait([at.awaited[0]], 0.0)
     request = at.read(0)
     at.open_slot(0)
     with pytest.raises(DeadlineError):
         far.endpoint.wait([at.awaited[0]], 0.0)
-    message.send([b"de", b"f"])
+    message.send_piece([b"de", b"f"])
     far.endpoint.wait([at.awaited[0]], 0.0)
     assert bytes(request.body or b"") == b"abcdef"
 
@@ -165,11 +165,11 @@ def test_what_is_larger_than_a_slot_waits_in_the_pool_until_it_has_been_fetched(
     to, at = near.channels["far"], far.channels["near"]
     first = to.begin(0, 0, 100, bulk_nbytes=60)
     first.lay_out(20, [b"bulk"])
-    first.send([b"q" * 60])
-    first.send([b"k" * 40])
+    first.send_piece([b"q" * 60])
+    first.send_piece([b"k" * 40])
     second = to.begin(1, 0, 200)
-    second.send([np.arange(200, dtype=np.uint8)])
-    to.begin(2, 0, 5).send([b"small"])  # overtakes it: it needs no region
+    second.send_piece([np.arange(200, dtype=np.uint8)])
+    to.begin(2, 0, 5).send_piece([b"small"])  # overtakes it: it needs no region
     assert near.hub.keeping == {to}
     request = at.read(0)
     assert request.body is None and request.nbytes == 100
@@ -193,10 +193,10 @@ def test_a_link_that_ends_leaves_nothing_kept_and_no_region_in_use(pair: tuple[S
     near, far = pair
     to = near.channels["far"]
     for lane in range(3):
-        to.begin(lane, 0, 100).send([bytes(100)])
+        to.begin(lane, 0, 100).send_piece([bytes(100)])
     far.endpoint.close()
     near.hub.forget(to)
     assert not near.hub.keeping and near.hub.credits == []
-    assert near.hub.take(256) is not None
+    assert near.hub.regions.take(256) is not None
     to.free(0)
     near.hub.flush()  # nobody is told

@@ -31,7 +31,7 @@ def test_leases_share_no_page_and_are_given_again_only_once_released(
     leases, held = Leases(plan), list[Lease]()
     for releases, number in steps:
         if releases and held:
-            leases.release(held.pop(number % len(held)))
+            leases.end_lease(held.pop(number % len(held)))
             continue
         free = links - len(held)
         used = sum(lease.nbytes for lease in held)
@@ -49,7 +49,7 @@ def test_leases_share_no_page_and_are_given_again_only_once_released(
             assert all(a.isdisjoint(b) for a, b in zip(parts(lease), parts(other), strict=True))
         held.append(lease)
     for lease in held:
-        leases.release(lease)
+        leases.end_lease(lease)
     assert links == 0 or pages < 1 or Leases.lease(leases, 0).offset == plan.leased_at, "all of it is one part again"
 
 

@@ -15,7 +15,6 @@ from lamina.core.errors import ConfigError, DeadlineError, PeerLostError, Transp
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Epoch, Member, Topology
 from lamina.core.types import AttentionSpec, Polling
-from lamina.dataplane.wire import read_reply
 from lamina.kernels import tuning_cache
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
@@ -29,6 +28,7 @@ from lamina.transport.device.threads import ThreadSlots, ThreadStream
 from tests.support import reference_attention
 from tests.support.late_backend import LateBackend
 from tests.support.memory_worker import TIMEOUT_S, Pair
+from tests.support.reference_attention import read_reply
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 

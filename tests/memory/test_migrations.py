@@ -258,7 +258,7 @@ def test_another_engine_that_takes_over_numbers_migrations_from_1_again(gaps: li
     pool.send(migrations=moves)
     pool.settle()
     for worker in pool.workers.values():
-        worker.puller.drop()
+        worker.puller.drop_all()
         worker.migrations.drop(Epoch(FIRST.incarnation + 1, FIRST.number + 1))
         worker.store.truncate({})
         worker.done.clear()

@@ -8,13 +8,13 @@ import pytest
 from lamina.control.messages import (
     Working,
 )
-from lamina.dataplane.wire import read_reply
 from lamina.kernels.attention import partial
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, worker
 from lamina.memory.device import cpu
 from lamina.memory.pulls import MOST_IN_A_ROW
 from tests.support.memory_worker import PREFIX, ROWS, SPEC, Pair
+from tests.support.reference_attention import read_reply
 
 DECODES, PROMPTS = 0, 1  # lanes, and the sequences in them
 

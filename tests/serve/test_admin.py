@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lamina.cli.administer import down, scale
+from lamina.cli.client import down, scale
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.cluster.pool import PoolChange, parse_change
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, TransportError, WorkerError
@@ -110,7 +110,7 @@ def test_down_stops_the_server_s_process_and_waits_for_its_end(
     """A server in a thread goes on, so that the end is that of the wait."""
     told = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: told.set())
-    monkeypatch.setattr("lamina.cli.administer.END_S", 1.0)
+    monkeypatch.setattr("lamina.cli.client.END_S", 1.0)
     try:
         with pytest.raises(TransportError, match="told to stop, but still listens after 1 s"):
             down(url=server.url)

@@ -7,12 +7,12 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from lamina.serve import fields
-from lamina.serve.bodies import Body, ChatBody, CompletionBody, field_types
+from lamina.serve import json_fields
+from lamina.serve.bodies import WITHOUT_EFFECT, Body, ChatBody, CompletionBody, field_types
 from tests.support.scripted_engine import CHAT, COMPLETION, Running, refusal
 
 USER = [{"role": "user", "content": "a"}]
-HEADER = fields.IGNORED_HEADER
+HEADER = json_fields.IGNORED_HEADER
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ HEADER = fields.IGNORED_HEADER
 )
 def test_every_field_of_openai_s_client_is_known(kind: type[Body], params: Any) -> None:
     supported = {*field_types(kind), *kind.large}
-    assert params.__annotations__.keys() <= supported | kind.unsupported.keys() | fields.WITHOUT_EFFECT
-    assert not supported & (kind.unsupported.keys() | fields.WITHOUT_EFFECT)
+    assert params.__annotations__.keys() <= supported | kind.unsupported.keys() | WITHOUT_EFFECT
+    assert not supported & (kind.unsupported.keys() | WITHOUT_EFFECT)
 
 
 @pytest.mark.parametrize("path", [COMPLETION, CHAT])
@@ -64,8 +64,8 @@ def test_the_header_names_few_fields(server: Running) -> None:
 
 
 def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    log = fields.IgnoredLog()
-    with caplog.at_level(logging.WARNING, "lamina.serve.fields"):
+    log = json_fields.IgnoredLog()
+    with caplog.at_level(logging.WARNING, "lamina.serve.json_fields"):
         for names in (["a", "messages.b"], ["a"], [], ["a", "c\nd"]):
             log.report(names)
         log.report([f"x{number}" for number in range(10)])
@@ -74,7 +74,7 @@ def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> Non
     lines = [record.getMessage() for record in caplog.records]
     assert lines[0] == "requests have fields that are ignored: a, messages.b"
     assert lines[1] == "requests have fields that are ignored: c?d"
-    assert len(lines) < fields.MOST_LOGGED
+    assert len(lines) < json_fields.MOST_LOGGED
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,10 @@ def test_a_known_field_in_the_wrong_case_is_refused(
 
 def test_values_without_effect_are_accepted(server: Running) -> None:
     for path, given, neutral in (
-        (COMPLETION, {"prompt": "a"}, fields.UNSUPPORTED_COMPLETION),
-        (CHAT, {"messages": USER}, fields.UNSUPPORTED_CHAT),
+        (COMPLETION, {"prompt": "a"}, CompletionBody.unsupported),
+        (CHAT, {"messages": USER}, ChatBody.unsupported),
     ):
-        values = {name: (None, *several) for name, several in neutral.items()} | dict.fromkeys(
-            fields.WITHOUT_EFFECT, "x"
-        )
+        values = {name: (None, *several) for name, several in neutral.items()} | dict.fromkeys(WITHOUT_EFFECT, "x")
         for number in range(max(map(len, values.values()))):  # every field at once, with its next value
             body = {name: several[number % len(several)] for name, several in values.items()}
             response = server.post(path, **given, **body)

@@ -6,11 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from lamina.serve import intake
+from lamina.serve import gate
 from lamina.serve.bodies import MOST_BYTES_BESIDES, CompletionBody, parse
-from lamina.serve.chat_messages import MOST_BYTES_OF_FIELDS
+from lamina.serve.gate import LARGEST_AT_ONCE, LEAST_LIMIT, SMALL, BoundedBodies, body_limit
 from lamina.serve.http_errors import APIError
-from lamina.serve.intake import LARGEST_AT_ONCE, LEAST_LIMIT, SMALL, BoundedBodies, body_limit
+from lamina.serve.json_fields import MOST_BYTES_OF_FIELDS
 from tests.support.raw_http import answer, head, raw
 from tests.support.scripted_engine import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
 
@@ -51,7 +51,7 @@ def test_a_connection_goes_on_after_a_body_that_was_too_large(server: Running) -
 
 
 def test_a_body_that_comes_too_slowly(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "BODY_S", 0.2)
+    monkeypatch.setattr(gate, "BODY_S", 0.2)
     with raw(server, head(100) + b"{") as connection:
         status, body = answer(connection)
         assert status == 408 and "only 1 bytes of the body arrived within 0 s" in body["error"]["message"]

@@ -20,7 +20,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from lamina.cli import status
+from lamina.cli.client import lines, status
 from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError, DeadlineError, EngineDeadError, TransportError
 from lamina.output import JsonFormatter
@@ -52,14 +52,14 @@ def test_health_and_status_name_workers_that_do_not_answer(server: Running) -> N
     assert response.status_code == 503
     assert response.json() == {"status": "degraded", "running": 1, "waiting": 2, "silent_s": {"memory0": 5.0}}
     with pytest.raises(EngineDeadError, match=r"worker memory0 has not answered for 5\.0 s"):
-        status.status(server.url)
+        status(server.url)
 
 
 def test_status_and_metrics_say_that_the_engine_has_stopped(server: Running) -> None:
     server.engine.dead = "worker memory0 is gone"
     assert "lamina_up 0.0" in server.http.get("/metrics").text
     with pytest.raises(EngineDeadError, match="the engine has stopped: worker memory0 is gone"):
-        status.status(server.url)
+        status(server.url)
 
 
 def test_a_server_ends_with_its_engine_and_says_why() -> None:
@@ -243,7 +243,7 @@ def test_metrics_count_tokens_and_measure_waits(server: Running, stream: bool) -
 
 
 def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
-    assert status.lines(server.http.get("/metrics").text) == [
+    assert lines(server.http.get("/metrics").text) == [
         "requests  1 running, 2 waiting, 3 steps so far",
         "memory0   serving, 5 of 9 token slots in use",
         f"autoscale memory 1 to 4 workers, load of 1.75; {time.strftime('%H:%M:%S', time.localtime(1e9))}: "
@@ -251,12 +251,12 @@ def test_status_shows_what_a_server_s_metrics_say(server: Running, capsys: pytes
         "network   shm between 1 pair of workers (same host)",
         'network   tcp between 2 pairs of workers (different hosts; no rdma: "none")',
     ]
-    status.status(server.url)
+    status(server.url)
     assert "1 running" in capsys.readouterr().out
     with pytest.raises(TransportError, match="no server answers at"):
-        status.status("http://127.0.0.1:1")
+        status("http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="is this a Lamina server"):
-        status.lines("python_info 1\n")
+        lines("python_info 1\n")
 
 
 def test_models(client: openai.OpenAI) -> None:

@@ -102,7 +102,7 @@ def test_a_message_as_a_stream(server: Running) -> None:
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             400,
             "invalid_request_error",
-            "a block of type 'image'",
+            "a part of type 'image'",
         ),
         ({"messages": 5}, 400, "invalid_request_error", "messages: Expected `array`"),
     ],

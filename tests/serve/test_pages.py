@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.serve.pages import FILES, STATE_PATH, WEB, limit_of
+from lamina.serve.monitoring import FILES, STATE_PATH, WEB, limit_of
 from tests.support.scripted_engine import FakeEngine, Running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

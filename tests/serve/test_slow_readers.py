@@ -16,8 +16,8 @@ from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.updates import CompletionUpdate, OnUpdate, RequestUpdate
 from lamina.serve import generation
 from lamina.serve import server as serving
+from lamina.serve.answers import MOST_POSITIONS, Sent
 from lamina.serve.app import create_app
-from lamina.serve.pieces import MOST_POSITIONS, Sent
 from lamina.text.logprobs import Position
 from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, FakeEngine, FakeTokenizer
 

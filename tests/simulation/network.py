@@ -180,7 +180,7 @@ class SimulatedEndpoint:
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into the own one, then ring one's own doorbell."""
         there, network = self._known(peer).endpoint, self._network
-        check_fetch(fetch, peer, self.native)
+        check_fetch(fetch, peer.nbytes, self.native.nbytes, self.native.doorbells)
         self._require_connected(peer)
 
         def keep(content: bytes) -> None:

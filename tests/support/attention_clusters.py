@@ -16,8 +16,8 @@ from lamina.compute.runner import NativeRunner
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap
-from lamina.dataplane.direct import Direct
 from lamina.dataplane.leases import ArenaPlan, lease_nbytes
+from lamina.dataplane.slot import Direct
 from lamina.dataplane.wire import piece_nbytes
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.pulls import Puller
@@ -106,7 +106,7 @@ class Memory:
                 self.pull(turn if layer == len(self.store.attentions) - 1 else -1)
                 parts = [out, lse] if len(step.rows.queries) else []
                 message = channel.begin(0, turn, sum(part.nbytes for part in parts))
-                message.send(parts)
+                message.send_piece(parts)
                 while self.station.hub.keeping:
                     self.station.endpoint.wait(self.station.hub.credits, TIMEOUT_S)
                     self.station.hub.go_on()

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from lamina.dataplane.channel import Channel
+from lamina.dataplane.channel import Channel, Hub
 from lamina.dataplane.fetching import Fetcher
-from lamina.dataplane.hub import Hub
 from lamina.dataplane.leases import ArenaPlan, Lease, Leases
 from lamina.transport.base import Arena, Endpoint, Fetch, Peer
 

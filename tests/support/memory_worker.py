@@ -153,12 +153,12 @@ class Pair:
         slot = None if bulk else channel.place(nbytes)
         if slot is not None:
             channel.bodies[slot].array[:nbytes] = np.frombuffer(b"".join(part.tobytes() for part in parts), np.uint8)
-            channel.send(lane, self.turns[lane], nbytes, (), slot)
+            channel.send_message(lane, self.turns[lane], nbytes, (), slot)
             self.mail.expect(lane, ["memory0"])
             return
         message = channel.begin(lane, self.turns[lane], nbytes, sum(part.nbytes for part in bulk))
         message.lay_out(0, bulk)
-        message.send(list(parts))
+        message.send_piece(list(parts))
         self.mail.expect(lane, ["memory0"])
 
     def answered(self, lane: int) -> bool:

@@ -249,7 +249,7 @@ class NullEndpoint:
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
         """Read bytes of the peer's arena into one's own, then ring one's own doorbell."""
         own = self._registered()
-        check_fetch(fetch, peer, own)
+        check_fetch(fetch, peer.nbytes, own.nbytes, own.doorbells)
         content = bytes(self._living(peer).view(fetch.offset, fetch.nbytes))
         self.faults.send(_Sent(Operation.WRITE, own, fetch.to, self._number, content, 0))
         self.faults.send(_Sent(Operation.RING, own, fetch.doorbell, self._number, b"", fetch.sequence))

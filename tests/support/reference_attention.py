@@ -1,6 +1,7 @@
 """Reference attention for tests: float64, one row and head at a time, slow and obvious."""
 
 import numpy as np
+import numpy.typing as npt
 
 from lamina.core.types import AttentionSpec
 from lamina.kernels.attention import Array, FloatArray, Scales
@@ -69,3 +70,13 @@ def visible(position: int, key_positions: Array, spec: AttentionSpec) -> Array:
     if spec.chunk > 0:
         seen &= key_positions // spec.chunk == position // spec.chunk
     return seen
+
+
+def read_reply(
+    buffer: memoryview, spec: AttentionSpec, queries: int
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """View (out [queries, Hq, Dv], lse [queries, Hq]) of a reply's bytes."""
+    count = queries * spec.query_heads * spec.v_dim
+    out = np.frombuffer(buffer, np.float32, count).reshape(queries, spec.query_heads, spec.v_dim)
+    lse = np.frombuffer(buffer, np.float32, queries * spec.query_heads, count * 4)
+    return out, lse.reshape(queries, spec.query_heads)

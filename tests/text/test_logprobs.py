@@ -12,8 +12,8 @@ from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
 from lamina.engine.reading import Reading
 from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
+from lamina.serve.answers import Sent
 from lamina.serve.openai_answers import ChatWriter, completion_choice
-from lamina.serve.pieces import Sent
 from lamina.serve.requests import GenerationRequest
 from lamina.text.tokenizer import Tokenizer
 from tests.models.small_tokenizers import KINDS, save

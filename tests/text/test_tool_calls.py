@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from lamina.text.chat_format import TAGS, ReasoningParser
 from lamina.text.tool_calls import (
-    TAGS,
     TOOL_PARSERS,
     AnswerParser,
     CallArguments,
@@ -17,7 +17,6 @@ from lamina.text.tool_calls import (
     NamedCall,
     PlainText,
     Reasoning,
-    ReasoningParser,
 )
 
 A = {"city": 'a "b" {c}\n', "n": [1, {"x": None}]}

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.errors import RefusedError, TransportError
-from lamina.transport import handshake
-from lamina.transport.handshake import MAX_NBYTES, PROTOCOL, Step, connecting, listening
+from lamina.transport.listener import MAX_NBYTES, PROTOCOL, Step, check_secret, connecting, listening
 
 SECRET = b"0123456789abcdef"
 IDENTITY = 2**64 - 1
@@ -209,6 +208,6 @@ def test_pieces_do_not_matter(sizes: list[int]) -> None:
 
 def test_a_secret_that_can_be_guessed_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 16 bytes; this one has 3"):
-        handshake.check_secret(b"abc")
+        check_secret(b"abc")
     with pytest.raises(ValueError, match="at most 4096 bytes"):
         next(connecting(SECRET, 1, bytes(MAX_NBYTES + 1)))

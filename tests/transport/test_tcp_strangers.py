@@ -12,7 +12,7 @@ import pytest
 from lamina.core.errors import DeadlineError, PeerLostError, RefusedError, TransportError
 from lamina.transport import listener
 from lamina.transport.base import Fetch
-from lamina.transport.handshake import PROTOCOL
+from lamina.transport.listener import PROTOCOL
 from lamina.transport.tcp import TcpEndpoint
 from tests.transport.conftest import files_left
 from tests.transport.far import SECRET

@@ -41,11 +41,11 @@ def test_what_is_written_into_a_place_arrives(cluster: Cluster) -> None:
     assert adopted.nbytes >= SLOTS * len(near.slots[0])
     slot = near.place(5)
     assert slot is not None
-    near.send(1, 7, 6, [b"others"])
+    near.send_message(1, 7, 6, [b"others"])
     assert near.place(1) is None, "no slot is free"
     ctypes.memmove(near.bodies[slot].address, b"abc", 3)
     near.bodies[slot].array[3:5] = list(b"de")
-    near.send(2, 8, 5, (), slot)
+    near.send_message(2, 8, 5, (), slot)
     bodies = {}
     for number, target in far.awaited.items():
         cluster.links["far"].wait([target], TIMEOUT_S)
@@ -99,8 +99,8 @@ def test_what_a_device_writes_arrives_in_the_inbox_and_all_else_in_slots(
     written = near.place(5)
     assert written is not None
     ctypes.memmove(near.bodies[written].address, b"inbox", 5)
-    near.send(2, 8, 5, (), written)
-    near.send(1, 7, 5, [b"slots"])
+    near.send_message(2, 8, 5, (), written)
+    near.send_message(1, 7, 5, [b"slots"])
     arrivals = {}
     for number, target in list(far.awaited.items()):
         cluster.links["far"].wait([target], TIMEOUT_S)
@@ -122,7 +122,7 @@ def test_a_peer_without_inbox_gets_messages_in_slots(on_devices: tuple[Cluster, 
     slot = near.place(3)
     assert slot is not None
     ctypes.memmove(near.bodies[slot].address, b"abc", 3)
-    near.send(0, 1, 3, (), slot)
+    near.send_message(0, 1, 3, (), slot)
     cluster.links["plain"].wait([plain.awaited[slot]], TIMEOUT_S)
     assert bytes(plain.read(slot).whole) == b"abc"
 
@@ -206,7 +206,7 @@ def test_a_nic_writes_bodies_into_an_inbox_as_long_as_the_lease_lasts(
     to, at = near.channel("far"), far.channel("near")
     slots = Slots(far, Device(inboxes=inboxes))
     slots.register_channels([at])
-    to.send(3, 4, 5, [b"in", b"box"])
+    to.send_message(3, 4, 5, [b"in", b"box"])
     arrival = at.read(0)
     assert (arrival.lane, arrival.turn, bytes(arrival.whole)) == (3, 4, b"inbox")
     assert not isinstance(arrival.whole, memoryview)

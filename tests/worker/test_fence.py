@@ -98,7 +98,7 @@ class Worker:
         if self.fence.open and self.links.has(other):
             nbytes = LARGE if number % 3 == 0 else SMALL
             message = self.channels[other].begin(0, self.fence.epoch.number, nbytes)
-            message.send([number.to_bytes(nbytes, "little")])
+            message.send_piece([number.to_bytes(nbytes, "little")])
 
     def read(self) -> list[tuple[str, int]]:
         """The messages that have arrived, by sender; their slots are given back."""

@@ -15,12 +15,12 @@ from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.dataplane.channel import Channel
 from lamina.dataplane.slot import Slot
 from lamina.dataplane.transport_choice import Transport
-from lamina.transport.endpoint import SPIN_S
+from lamina.transport.endpoint import SPIN_S, WaitInTurns
 from lamina.transport.listener import decode
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 from lamina.worker import links as module
-from lamina.worker.links import Links, Member, WaitInTurns, open_links
+from lamina.worker.links import Links, Member, open_links
 from tests.support.linked_workers import LONG_SPIN_S, PLAN, SECRET, SHM, TCP, TIMEOUT_S, Cluster
 
 SLOT = Slot(64, 64, 1)  # of the part that is nobody's lease
@@ -50,7 +50,7 @@ def test_a_pair_is_linked_and_waits_on_its_one_endpoint(cluster: Callable[..., C
         assert isinstance(endpoint, ShmEndpoint | TcpEndpoint)
         assert endpoint.spin_s == LONG_SPIN_S
     for sequence, (name, peer) in enumerate([("a", "b"), ("b", "a")], 1):
-        pair.links[name].outbox(peer, SLOT).send([name.encode()], sequence)
+        pair.links[name].outbox(peer, SLOT).write_and_ring([name.encode()], sequence)
         assert waits[peer]([(1, sequence)], TIMEOUT_S) == 0
         assert bytes(pair.arenas[peer].view(64, 1)) == name.encode()
 
@@ -62,10 +62,10 @@ def test_one_worker_hears_peers_over_different_transports(cluster: Callable[...,
     assert isinstance(waits["a"], WaitInTurns)
     for sequence in range(1, 20):
         for peer, doorbell in (("b", 0), ("c", 1)):
-            three.links[peer].outbox("a", Slot(64, 64, doorbell)).send([peer.encode()], sequence)
+            three.links[peer].outbox("a", Slot(64, 64, doorbell)).write_and_ring([peer.encode()], sequence)
             assert waits["a"]([(doorbell, sequence)], TIMEOUT_S) == 0
             assert bytes(three.arenas["a"].view(64, 1)) == peer.encode()
-            three.links["a"].outbox(peer, SLOT).send([b"answer"], sequence)
+            three.links["a"].outbox(peer, SLOT).write_and_ring([b"answer"], sequence)
             assert waits[peer]([(1, sequence)], TIMEOUT_S) == 0
     with pytest.raises(DeadlineError, match=r"a waited 0\.02 s .* 0 is at 19 of 20, 1 is at 19 of 20"):
         waits["a"]([(0, 20), (1, 20)], 0.02)
@@ -99,8 +99,21 @@ def test_a_write_that_does_not_arrive_proves_nothing(
     assert answer.failures["b"] == "b connected, but a did not see its write within 0.2 s"
     assert pair.link({("a", "b"): SHM}, round_=2) == {"a": Linked({}), "b": Linked({})}
     wait = pair.links["a"].close_unused_endpoints()
-    pair.links["b"].outbox("a", SLOT).send([b"by memory"], 1)
+    pair.links["b"].outbox("a", SLOT).write_and_ring([b"by memory"], 1)
     assert wait([(1, 1)], TIMEOUT_S) == 0
+
+
+def test_a_peer_that_ends_before_its_proof_fails_alone(cluster: Callable[..., Cluster]) -> None:
+    three = cluster("a", "b", "c")
+    for peer in ("b", "c"):
+        three.way(peer, "a", SHM)
+    ways = {peer: three.way("a", peer, SHM) for peer in ("b", "c")}
+    three.links["a"].connect(Link(1, ways, 2))
+    three.links["b"].close()
+    three.links["c"].connect(Link(1, {"a": three.way("c", "a", SHM)}, 2))
+    answer = three.links["a"].linked(TIMEOUT_S)
+    assert answer is not None and list(answer.failures) == ["b"]
+    assert "has exited or closed its endpoint" in answer.failures["b"]
 
 
 def test_who_tries_another_in_vain_first_still_proves_its_link(
@@ -167,7 +180,7 @@ def test_a_third_worker_is_linked_while_two_exchange_messages(
     a, b = four.links["a"].channel("b"), four.links["b"].channel("a")
     for turn in range(20):
         for lane in range(3):  # two are in slots, one is kept
-            a.begin(lane, turn, 9).send([f"{turn:4} {lane:4}".encode()])
+            a.begin(lane, turn, 9).send_piece([f"{turn:4} {lane:4}".encode()])
         if turn == 10:
             joined = four.link({("a", "c"): transport, ("b", "c"): transport})
             assert joined == dict.fromkeys(("a", "b", "c"), Linked({}))
@@ -182,8 +195,8 @@ def test_a_third_worker_is_linked_while_two_exchange_messages(
                     four.links["a"].close_unused_endpoints()(credits, 0.01)
                 four.links["a"].hub.go_on()
         if turn >= 10:
-            c.begin(0, turn, 64).send([bytes(64)])
-        b.begin(0, turn, 6).send([b"answer"])
+            c.begin(0, turn, 64).send_piece([bytes(64)])
+        b.begin(0, turn, 6).send_piece([b"answer"])
         assert read(four.links["a"], a) == b"answer"
         assert arrived == {f"{turn:4} {lane:4}".encode() for lane in range(3)}
         four.links["a"].hub.flush()

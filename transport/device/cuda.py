@@ -19,10 +19,7 @@ KERNELS = ("lamina_receive", "lamina_take_in", "lamina_give_out", "lamina_answer
 
 
 class CudaSlots:
-    """``PolledSlots`` of the current GPU.
-
-    Pages are registered once for each arena. Unregistering them may wait for the GPU, so that no stream may be waiting.
-    """
+    """``PolledSlots`` of the current GPU. Unregistering pages waits for the GPU, so that no stream may be waiting."""
 
     def __init__(self) -> None:
         """Loads the kernels. Raises ImportError without CuPy; ``kernels.gpu.device.require`` says what to install."""
@@ -127,5 +124,4 @@ class CudaStream:
 
 
 def _grid(nbytes: int) -> tuple[int]:
-    """Blocks that copy so many bytes."""
     return (min(BLOCKS, -(-nbytes // (16 * THREADS)) or 1),)

@@ -51,7 +51,7 @@ class CudaMaker:
 
     @contextlib.contextmanager
     def _on_the_gpu(self, what: str) -> Iterator[None]:
-        """Make it the current one; raise CuPy's errors as TransportErrors that say ``what`` it cannot."""
+        """Make the GPU the current one; raise CuPy's errors as TransportErrors that name ``what`` failed."""
         try:
             import cupy
 

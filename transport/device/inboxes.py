@@ -1,9 +1,9 @@
-"""Inboxes: memory of a device that peers write bodies of messages into, without a stop in the host's memory.
+"""Inboxes: memory of a device that peers write bodies of messages into directly, not by way of the host's memory.
 
 The reader makes an inbox. A peer's device on the same machine opens it by its handle (CUDA IPC between GPUs); a NIC
 writes there by a key (``transport.rdma``). Headers and doorbells stay in the host's memory, where both hosts see them.
-What a writer's kernels have written when they end, or before a fence of the whole system, is visible to what the reader
-starts after that; for what a NIC has written, the reader calls ``settle`` first.
+What a writer's kernels have written when they end, or before a fence of the whole system, is visible to kernels that
+the reader starts after that; for what a NIC has written, the reader calls ``settle`` first.
 """
 
 import ctypes
@@ -26,15 +26,20 @@ MEMFD_NAME = "lamina-inbox"
 
 @dataclass(frozen=True, eq=False)
 class Inbox:
-    """``array``: all of it, uint8 [nbytes], as the device's library has arrays; ``address``: for what runs there.
-    ``settle``: makes what NICs have written visible to what the device starts from now on."""
+    """An inbox as kernels of one device see it.
+
+    Attributes:
+        address: of its first byte, on the device.
+        array: all of it, uint8 [nbytes], of the device's library.
+        settle: makes what NICs have written visible to kernels that start from now on.
+    """
 
     address: int
     array: Any
     settle: Callable[[], None] = lambda: None
 
     def parts(self, count: int) -> list[Any]:
-        """Return the array, cut into so many of equal size."""
+        """Return ``count`` equal parts of the array."""
         size = len(self.array) // count
         return [self.array[start : start + size] for start in range(0, count * size, size)]
 
@@ -44,10 +49,10 @@ class Held:
     """An inbox of this process.
 
     Attributes:
-        handle: what another process opens it with.
-        memory: that it is in, for NICs.
-        read: its first bytes, so many.
-        close: frees it, once nobody refers to its array any more.
+        handle: what another process opens the inbox with.
+        memory: of the inbox, for NICs.
+        read: returns so many of the first bytes.
+        close: frees the inbox once nothing refers to its array.
     """
 
     inbox: Inbox
@@ -59,7 +64,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Opened:
-    """An inbox of another process. ``write`` writes its first bytes; complete on return. ``close`` unmaps it."""
+    """An inbox of another process.
+
+    Attributes:
+        write: writes the first bytes; complete on return.
+        close: unmaps the inbox.
+    """
 
     inbox: Inbox
     write: Callable[[bytes], None]
@@ -76,19 +86,19 @@ class Maker(Protocol):
     kind: str
 
     def make(self, nbytes: int) -> Held:
-        """Zeroed. Raises TransportError if there is no memory."""
+        """Allocate a zeroed inbox. Raises TransportError if there is no memory."""
 
     def open(self, handle: bytes, nbytes: int) -> Opened:
-        """Raises TransportError if the device cannot reach it."""
+        """Map another process's inbox. Raises TransportError if the device cannot reach it."""
 
 
 @dataclass
 class Inboxes:
-    """The inboxes of a device, by peer: those it reads, and those of peers. One thread owns it.
+    """The inboxes that a device reads, and those of peers that it writes, by peer. One thread owns it.
 
     Attributes:
-        fixed: kernels may be waiting for messages. None is made or opened any more, as taking memory may wait for
-            kernels; and those that have ended stay until ``retire``, as these may still use them.
+        fixed: kernels may be waiting for messages. No inbox is made or opened any more, as allocating memory may wait
+            for kernels; and ended inboxes stay until ``retire``, as kernels may still use them.
     """
 
     maker: Maker
@@ -113,7 +123,7 @@ class Inboxes:
         return self._own[peer]
 
     def open(self, peer: str, handle: bytes, nbytes: int, proof: bytes) -> None:
-        """Open a peer's inbox and write a proof there, if this device can reach it; ``theirs`` tells."""
+        """Open a peer's inbox and write a proof there, if this device can reach it; ``theirs`` then returns it."""
         if self.fixed or not handle:
             return
         try:
@@ -128,19 +138,19 @@ class Inboxes:
         return peer in self._own and self._own[peer].read(len(proof)) == proof
 
     def own(self, peer: str) -> Inbox | None:
-        """Return what a peer writes into here."""
+        """Return the inbox that a peer writes into, if there is one."""
         return self._own[peer].inbox if peer in self._own else None
 
     def theirs(self, peer: str) -> Inbox | None:
-        """Return what this device writes into there."""
+        """Return the inbox of a peer that this device writes into, if it is open."""
         return self._theirs[peer].inbox if peer in self._theirs else None
 
     def close_outgoing(self, peer: str) -> None:
-        """Nothing more is written to a peer: close its inbox, if it was opened."""
+        """Close a peer's inbox, if it was opened."""
         self._end(self._theirs.pop(peer, None))
 
     def close(self, peer: str) -> None:
-        """A peer provably writes no more: free the inbox that was made for it, if any."""
+        """Free the inbox that was made for a peer, if any. The peer provably writes no more."""
         self._end(self._own.pop(peer, None))
 
     def _end(self, one: Held | Opened | None) -> None:
@@ -150,12 +160,12 @@ class Inboxes:
                 self.retire()
 
     def retire(self) -> None:
-        """Close and free those that have ended. No kernel uses them."""
+        """Close and free the ended inboxes, which no kernel uses."""
         while self._ended:
             self._ended.pop().close()
 
     def close_all(self) -> None:
-        """End all of them. No kernel uses them."""
+        """End all inboxes, which no kernel uses."""
         for peer in list(self._theirs):
             self.close_outgoing(peer)
         for peer in list(self._own):
@@ -205,7 +215,7 @@ class _SharedMemory:
 
 
 def _forbid(address: int, nbytes: int) -> None:
-    """Let every later access end this process, as that of a GPU to what is not mapped any more does."""
+    """Let every later access end this process, as a GPU's access to unmapped memory does."""
     ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), 0)
 
 

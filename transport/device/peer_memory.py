@@ -50,7 +50,7 @@ class PeerArena:
         self.address = int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
 
     def close(self) -> None:
-        """Unmap. The stream must be done with it."""
+        """Unmap the memory, which no kernel uses any more."""
         import cupy
 
         cupy.cuda.runtime.ipcCloseMemHandle(self.address)
@@ -73,10 +73,10 @@ class Attribute(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Ability:
-    """What a GPU's driver supports for NICs that access its memory.
+    """What a GPU's driver supports for NICs that access the GPU's memory.
 
     Attributes:
-        exports: it exports dma-bufs.
+        exports: the driver exports dma-bufs.
         ordered: kernels launched later see what NICs have written.
         flushes: the host can flush NICs' writes, so that they do.
     """
@@ -99,16 +99,17 @@ class Ability:
 
 
 def ability(index: int) -> Ability:
-    """Return the ability of GPU ``index``. Initialises the driver in this process. Raises TransportError without that
-    GPU."""
+    """Return the ability of GPU ``index``. Initialises the driver. Raises TransportError without that GPU."""
     flushes = bool(_ask(index, Attribute.FLUSH_OPTIONS) & FLUSH_BY_HOST)
     ordered = _ask(index, Attribute.WRITES_ORDERING) >= OWNER
     return Ability(bool(_ask(index, Attribute.DMA_BUF_SUPPORTED)), ordered, flushes)
 
 
 def uses_host_addresses(index: int) -> bool:
-    """Return whether kernels of GPU ``index`` use registered host memory under its own addresses. Initialises the
-    driver in this process. Raises TransportError without that GPU."""
+    """Return whether kernels of GPU ``index`` use registered host memory under its own addresses.
+
+    Initialises the driver. Raises TransportError without that GPU.
+    """
     return bool(_ask(index, Attribute.HOST_ADDRESSES))
 
 

@@ -17,8 +17,13 @@ WATCH_S = 0.001  # how often the host checks on a peer while the GPU waits
 
 
 class Flags(NamedTuple):
-    """What kernels that wait share: addresses of the host's words (abort, beat) and of the outcome, in pinned memory,
-    and ``failed``, the outcome in device memory."""
+    """What waiting kernels share.
+
+    Attributes:
+        host: address of the host's words (abort, beat), in pinned memory.
+        outcome: address of the outcome, in pinned memory.
+        failed: the outcome, in device memory.
+    """
 
     host: np.uint64
     outcome: np.uint64
@@ -36,11 +41,11 @@ class Doorbell:
 class Polling:
     """Waits and rings on the current GPU, in CuPy's current stream; both can be captured in a CUDA graph.
 
-    ``check`` reports a failure to the host. After one, rings do nothing, so that no peer uses results computed from a
-    message that never came.
+    ``raise_failure`` reports a failure to the host. After a failure, rings do nothing, so that no peer uses results
+    computed from a message that never came.
 
     Attributes:
-        flags: for kernels of others that wait in the same stream.
+        flags: for other kernels that wait in the same stream.
         ticks_per_s: of the GPU's clock, at its highest rate.
     """
 
@@ -87,7 +92,7 @@ class Polling:
         self._words[0] = 1
 
     def beat(self) -> None:
-        """Show waits that look for it that the host is alive."""
+        """Show kernels that wait in the same stream that the host is alive."""
         self._words[1] += 1
 
     @property
@@ -111,12 +116,10 @@ class Polling:
             raise PeerLostError(self._peer, "the GPU's wait for its message was aborted")
 
     def synchronize(self, alive: Callable[[], bool]) -> None:
-        """Wait for the stream on the host while checking on the peer: ``alive`` says whether its process still runs.
+        """Wait for the stream on the host, and abort its waits once ``alive`` says that the peer's process has ended.
 
-        Returns when the stream is empty, at the latest when the deadlines of its waits have passed.
-
-        Raises:
-            As ``check``. TransportError: kernels still run after an abort.
+        Returns when the stream is empty, at the latest when the deadlines of its waits have passed. Raises like
+        ``raise_failure``, and TransportError if kernels still run after an abort.
         """
         done = self._cupy.cuda.Event(disable_timing=True)
         done.record()

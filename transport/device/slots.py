@@ -1,13 +1,12 @@
-"""Messages that a device of this process takes out of slots and answers itself, in the order of launches.
+"""Messages that a device of this process reads from slots and answers itself, in the order of launches.
 
 For every message, the host launches ahead: a wait that finds the message and copies its body to the device, the work,
-and a kernel that writes the answer into the peer's slot, rings, and leaves a record for the host. The host is not in
-the path between messages: it only follows the records. Slots, doorbells and records are in host memory that the device
-reads and writes directly.
+and a kernel that writes the answer into the peer's slot, rings, and writes a record for the host. The host only follows
+the records. Slots, doorbells and records are in host memory that the device reads and writes directly.
 
-A wait ends when its message is there, when the host aborts it, or when the host has not shown for ``SILENCE_S`` that it
-is alive: it decides how long a peer may take, and a host that hangs never leaves a device waiting. After an end without
-a message, everything later in the same stream does nothing until ``reset``.
+A wait ends when its message has arrived, when the host aborts it, or when the host has given no sign of life for
+``SILENCE_S``: the host decides how long a peer may take, and a host that hangs never leaves a device waiting. After a
+wait has ended without a message, everything later in the same stream does nothing until ``reset``.
 """
 
 import enum
@@ -31,8 +30,8 @@ RECORD = np.dtype(
     + [(name, np.uint64) for name in ("number", "slot", "found_ns", "done_ns")]
     + [("unused", np.uint64, 4)]
 )
-"""What the device leaves for the host: the message's header, the number of its doorbell and its slot; when it was found
-and, written last and never 0, when it was answered, in nanoseconds of the device's clock."""
+"""What the device writes for the host: the message's header, its doorbell's number and its slot; when the message was
+found and, written last and never 0, when it was answered, in nanoseconds of the device's clock."""
 
 Records = npt.NDArray[Any]
 
@@ -46,12 +45,19 @@ class Outcome(enum.IntEnum):
 
 
 class Incoming(NamedTuple):
-    """A message that is awaited: addresses of the slots that it may be in and of their doorbells, in host memory.
+    """A message that is awaited.
 
-    It is there once the doorbell of a slot is at its floor or above and the slot's first word is ``stamp``, with the
-    low 16 bits of the doorbell's number on top, whatever its byte at ``PLACE_SHIFT``. That says whether the body is
-    behind the header or in ``inbox``, memory of the device by slot (0: there is none). ``pieces``: by how much a
-    doorbell's number grows with each use.
+    It has arrived once the doorbell of a slot is at its floor or above and the slot's first word is ``stamp``, with the
+    low 16 bits of the doorbell's number on top. The word's byte at ``PLACE_SHIFT``, which ``stamp`` lacks, says whether
+    the body is behind the header or in the inbox.
+
+    Attributes:
+        slots: addresses of the slots that the message may be in, in host memory.
+        inbox: by slot, address of the body in the device's memory; 0 without an inbox.
+        doorbells: by slot, address of the doorbell, in host memory.
+        floors: by slot, the least number of the doorbell that announces the message.
+        stamp: the header's first word, see above.
+        pieces: by how much a doorbell's number grows with each use.
     """
 
     slots: tuple[int, ...]
@@ -63,8 +69,15 @@ class Incoming(NamedTuple):
 
 
 class Outgoing(NamedTuple):
-    """An answer: the addresses of its slot and of its body, the doorbell to ring and the number; ``header`` without
-    credits."""
+    """An answer.
+
+    Attributes:
+        slot: address of its slot.
+        body: address of its body.
+        doorbell: address of the doorbell to ring.
+        number: to ring.
+        header: without credits.
+    """
 
     slot: int
     body: int
@@ -83,18 +96,17 @@ class SlotStream(Protocol):
     records: Records
 
     def order_after_host(self) -> None:
-        """Let what is launched from now on come after everything that the host has given to the device so far."""
+        """Order later launches after all work that the host has given to the device so far."""
 
     def launch(self, work: Callable[[], None]) -> None:
-        """Run ``work``, which calls ``receive``, then works on the device, then ``answer``. It may run later, in a
-        thread of its own."""
+        """Run ``work``, which calls ``receive``, computes on the device, then calls ``answer``; maybe in a thread."""
 
     def receive(self, incoming: Incoming, into: Any, nbytes: int) -> None:
         """Wait for a message, and copy the first ``nbytes`` of its body to ``into``, uint8 on the device."""
 
     def answer(self, outgoing: Outgoing, parts: Sequence[Any], record: int, pieces: int) -> None:
-        """Send ``parts``, arrays on the device, as the body, with the use of the received message's slot freed;
-        then write the record. ``pieces``: as for the message."""
+        """Send ``parts``, arrays on the device, as the body, and free the received message's slot; then write the
+        record. ``pieces``: of the ``Incoming``."""
 
     def beat(self) -> None:
         """Show the waits that the host is alive."""
@@ -103,7 +115,7 @@ class SlotStream(Protocol):
         """End every wait, soon."""
 
     def raise_failure(self) -> None:
-        """Raise what has gone wrong, without waiting. Raises DeadlineError after a wait that the host let expire."""
+        """Raise the failure of a launch, if any, without waiting: DeadlineError after a wait that has expired."""
 
     def drain(self) -> None:
         """Wait until everything launched has ended. Raises TransportError after ``DRAIN_S``."""
@@ -116,7 +128,7 @@ class SlotStream(Protocol):
 
 
 class PolledSlots(Protocol):
-    """A device that reads and writes host memory."""
+    """A device that reads and writes slots in host memory."""
 
     def map_ranges(self, arena: NativeArena, ranges: Sequence[tuple[int, int]]) -> None:
         """Let the device use these ranges (address, bytes) of an arena, which stays mapped until ``unmap``.
@@ -124,7 +136,7 @@ class PolledSlots(Protocol):
         Raises TransportError if it cannot."""
 
     def unmap(self, arena: NativeArena) -> None:
-        """The device uses this arena no more; no stream may be waiting. Nothing happens if it was not mapped."""
+        """End the device's use of an arena, if it was mapped. No stream may be waiting."""
 
     def stream(self, records: int) -> SlotStream:
-        """Another stream, with so many records."""
+        """Return a new stream with so many records."""

@@ -1,4 +1,4 @@
-"""Slots served by threads of the host in place of a device's streams: for tests."""
+"""Slots served by threads of the host instead of a device's streams: for tests."""
 
 import collections
 import ctypes
@@ -32,7 +32,7 @@ _PLACE = 0xFF << PLACE_SHIFT
 
 
 class _NotReceivedError(Exception):
-    """The stream does nothing any more."""
+    """A wait has ended without a message: the stream does nothing any more."""
 
 
 class ThreadSlots:
@@ -73,7 +73,7 @@ class ThreadStream:
                 work()
             except _NotReceivedError:
                 pass
-            except BaseException as error:  # reported by ``check``
+            except BaseException as error:  # raised by ``raise_failure``
                 self._error, self._outcome = error, Outcome.ABORTED
             self._done.append(work)
             del work
@@ -156,7 +156,7 @@ class ThreadStream:
 
 
 def expired(silence_s: float) -> DeadlineError:
-    """Return the error after a wait that has ended by itself."""
+    """Return the error after a wait that has expired."""
     return DeadlineError(
         f"the device stopped waiting for a message: this process had done nothing for {silence_s:g} s; it hung, or "
         "was stopped"

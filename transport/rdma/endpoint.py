@@ -1,7 +1,7 @@
 """The RDMA transport between machines, with pyverbs (rdma-core). Implements ``transport.base.Endpoint``.
 
 Every connection is a reliable queue pair of its own. It is set up over an authenticated TCP connection
-(``transport.handshake``), the only one that carries keys to the arena. That connection stays open: when it closes, the
+(``transport.listener``), the only one that carries keys to the arena. That connection stays open: when it closes, the
 peer has exited. A message is one post of two writes, data then doorbell, which a reliable queue pair executes in order.
 It is sent from registered memory, which is reused after its completion. The receiver's processor is not involved: a
 wait polls the doorbells in its memory, and sleeps if none is ready. Doorbells are written with immediate data, so that
@@ -20,7 +20,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 import msgspec
@@ -35,19 +35,29 @@ from lamina.transport.base import (
     Fetch,
     Part,
     Peer,
-    Refusal,
+    Target,
     check_doorbell,
     check_fetch,
     check_range,
     deadline_error,
     part_nbytes,
 )
-from lamina.transport.endpoint import ListeningEndpoint, Options
-from lamina.transport.listener import Descriptor, Listener
+from lamina.transport.endpoint import ListeningEndpoint, ListeningOwn, Options
+from lamina.transport.listener import Descriptor
 from lamina.transport.rdma import events as rdma_events
 from lamina.transport.rdma.events import Events
 from lamina.transport.rdma.ports import SelectedPort, choose, inventory, own_numa_node
-from lamina.transport.rdma.queue import Device, Granted, Pair, QueuePair, Reader, Sender, Target, register_memory
+from lamina.transport.rdma.queue import (
+    Device,
+    Granted,
+    Pair,
+    QueuePair,
+    Reader,
+    RemoteMemory,
+    Sender,
+    refusal,
+    register_memory,
+)
 
 SLICE_S = 0.02  # between checks whether peers are alive
 READ_SLICE_S = 100e-6  # between checks whether a read is done, while spinning
@@ -87,7 +97,6 @@ class RdmaPeer:
         self.lost_at = 0.0
 
     def close(self) -> None:
-        """Release all memory."""
         self.sender.close()
         self.connection.close()
         if self.reader is not None and self.reader_connection is not None:
@@ -96,7 +105,7 @@ class RdmaPeer:
 
 
 class _Request(msgspec.Struct, array_like=True, frozen=True):
-    """What a peer sends to get a queue pair here: the identity of its arena, and its own end."""
+    """What a peer sends to get a queue pair here: the identity of its arena, and its end of the pair."""
 
     identity: int
     pair: Pair
@@ -104,43 +113,29 @@ class _Request(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True)
 class _Incoming:
-    """A queue pair through which the peer of that identity writes or reads here."""
+    """A queue pair through which the peer whose arena has this identity writes or reads here."""
 
     connection: socket.socket
     pair: QueuePair
     identity: int
 
     def close(self) -> None:
-        """The peer cannot write from now on."""
         self.pair.close()
         self.connection.close()
 
 
-@dataclass
-class _Accepted:
-    """The queue pairs of peers, and the identities of those that get none any more."""
-
-    incoming: list[_Incoming] = field(default_factory=list)
-    refused: set[int] = field(default_factory=set)
-
-    def refuse_identity(self, identity: int) -> None:
-        """Close all queue pairs of a peer, and refuse it from now on."""
-        self.refused.add(identity)
-        self.close([one for one in self.incoming if one.identity == identity])
-
-    def close(self, closing: list[_Incoming]) -> None:
-        """Close these queue pairs."""
-        for one in closing:
-            self.incoming.remove(one)
-            one.close()
-
-
 @dataclass(frozen=True)
-class _Own:
-    arena: OwnArena
+class _Own(ListeningOwn):
+    """``refused``: identities of peers that get no queue pair any more."""
+
     device: Device
-    listener: Listener
-    accepted: _Accepted
+    incoming: list[_Incoming]
+    refused: set[int]
+
+    def close_incoming(self, closing: list[_Incoming]) -> None:
+        for pair in closing:
+            self.incoming.remove(pair)
+            pair.close()
 
 
 class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
@@ -162,12 +157,11 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return self._registered().device.selected.reason
 
     def share(self, memory: DeviceMemory) -> bytes:
-        device = self._registered().device
-        enums = device.verbs.enums
+        device, enums = self._registered().device, self._registered().device.verbs.enums
         access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE
         nic = device.selected.port.device
         region, address = register_memory(device.verbs, device.domain, nic, memory, access)
-        key = msgspec.msgpack.encode(Target(region.rkey, address))
+        key = msgspec.msgpack.encode(RemoteMemory(region.rkey, address))
         self._shared[key] = region
         return key
 
@@ -175,14 +169,13 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         self._shared.pop(key).close()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
-        """Open a peer's arena for writing. Raises TransportError, PeerLostError, RefusedError."""
         where = listener.decode(descriptor, "rdma")
         with contextlib.ExitStack() as undo:
             connection, pair, granted = self._join(where, timeout_s, undo)
             sender = Sender(self._registered().device, pair, granted, where.name)
             undo.pop_all()
         peer = RdmaPeer(where, connection, sender)
-        self._peers.append(peer)
+        self._peers[id(peer)] = peer
         return peer
 
     def _join(
@@ -198,31 +191,27 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return connection, pair, granted
 
     def disconnect(self, peer: Peer) -> None:
-        """Forget a peer; from now on its loss does not interrupt waits."""
         known = self._connected(peer)
-        self._peers.remove(known)
+        del self._peers[id(known)]
         known.close()
 
     def disconnect_for_good(self, peer: Peer) -> None:
-        """``disconnect``, and destroy the queue pairs that the peer writes through: nothing of it arrives any more."""
-        known = self._connected(peer)
-        self.disconnect(known)
-        self._registered().accepted.refuse_identity(known.where.identity)
+        own, identity = self._registered(), self._connected(peer).where.identity
+        self.disconnect(peer)
+        own.refused.add(identity)
+        own.close_incoming([pair for pair in own.incoming if pair.identity == identity])
 
     def write(self, peer: Peer, offset: int, data: Part) -> None:
-        """Copy ``data`` into the peer's arena at ``offset``. Raises ValueError outside the arena, PeerLostError."""
         known, total = self._connected(peer), part_nbytes(data)
         check_range(offset, total, known.nbytes)
         self._living(known).write_and_ring(offset, [data], total, None, self._stall_s)
 
     def ring(self, peer: Peer, doorbell: int, sequence: int) -> None:
-        """Set the peer's doorbell to ``sequence`` after all earlier writes to that peer."""
         known = self._connected(peer)
         check_doorbell(doorbell, known.doorbells)
         self._living(known).write_and_ring(0, [], 0, (doorbell, sequence), self._stall_s)
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
-        """Write the parts one after another into the peer's [offset, offset + nbytes), then ring."""
         known = self._connected(peer)
         check_doorbell(doorbell, known.doorbells)
         check_range(offset, nbytes, known.nbytes)
@@ -242,19 +231,15 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         doorbell: int,
         sequence: int,
     ) -> None:
-        """Post a message whose header lies apart. Raises ValueError for a header outside the arena, PeerLostError."""
         known = self._connected(peer)
         total = sum(map(part_nbytes, parts))
-        self._living(known).write_and_ring(at, parts, total, None, self._stall_s, _target(key))
+        self._living(known).write_and_ring(at, parts, total, None, self._stall_s, _remote_memory(key))
         self.post(peer, offset, len(header), [header], doorbell, sequence)
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
-        """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
-
-        A one-sided read on a queue pair of its own, which the first fetch connects.
-        """
+        """Post a one-sided read on a queue pair of its own, which the first fetch connects."""
         own, known = self._registered(), self._connected(peer)
-        check_fetch(fetch, known, own.arena.native)
+        check_fetch(fetch, known.nbytes, own.arena.native.nbytes, own.arena.native.doorbells)
         self._living(known)
         if known.reader is None:
             with contextlib.ExitStack() as undo:
@@ -263,15 +248,14 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
                 undo.pop_all()
         known.reader.fetch(fetch, self._stall_s)
 
-    def wait(self, targets: Sequence[tuple[int, int]], timeout_s: float) -> int:
-        """Wait until one of this endpoint's doorbells has reached its target; ``targets`` are (doorbell, sequence)."""
+    def wait(self, targets: Sequence[Target], timeout_s: float) -> int:
         own = self._registered()
         if not math.isfinite(timeout_s):
             raise ValueError("a wait needs a finite timeout")
         native = own.arena.native
         self._waits += 1
         if self._waits % WAITS == 0:
-            own.device.receiver.collect()
+            own.device.receiver.refill()
         begun = time.monotonic()
         deadline, awake_until = begun + timeout_s, begun + self.spin_s
         index = self._spin(native, targets, min(timeout_s, self.spin_s))
@@ -292,12 +276,12 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
                 index = self._sleep(own, targets, min(deadline - now, SLICE_S))
         return index
 
-    def _spin(self, native: NativeArena, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
+    def _spin(self, native: NativeArena, targets: Sequence[Target], seconds: float) -> int | None:
         """Busy-wait on the doorbells; only ``READ_SLICE_S`` at a time while reads are in flight."""
         at_most = min(seconds, READ_SLICE_S) if self._reads() else seconds
         return native.watch(targets, at_most, at_most)
 
-    def _sleep(self, own: _Own, targets: Sequence[tuple[int, int]], seconds: float) -> int | None:
+    def _sleep(self, own: _Own, targets: Sequence[Target], seconds: float) -> int | None:
         """Sleep until a message arrives or a read completes, at most ``seconds``; returns the target then ready."""
         native = own.arena.native
         reads = self._reads()
@@ -316,16 +300,15 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
 
     def _reads(self) -> list[Events]:
         """Event sources of reads in flight."""
-        return [
-            peer.reader.events for peer in self._peers if peer.reader is not None and peer.reader.events is not None
-        ]
+        readers = [peer.reader for peer in self._peers.values() if peer.reader is not None]
+        return [reader.events for reader in readers if reader.events is not None]
 
     def _collect(self, own: _Own) -> None:
         """Process completions of messages, and of reads, which ring doorbells."""
-        own.device.receiver.collect()
-        for peer in self._peers:
+        own.device.receiver.refill()
+        for peer in self._peers.values():
             if peer.reader is not None:
-                peer.reader.collect()
+                peer.reader.process_completions()
 
     def _open(self, arena: OwnArena) -> _Own:
         node = own_numa_node(os.sched_getaffinity(0))
@@ -334,26 +317,23 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         if host is None:
             raise TransportError(f"{selected.reason} has no IPv4 address for {self.name} to listen on; give a host")
         device = Device(_verbs(), selected, arena.native)
-        accepted = _Accepted()
+        incoming, refused = list[_Incoming](), set[int]()
         try:
-            return _Own(arena, device, self._listen(arena, host, _admit_to(device, accepted)), accepted)
+            return _Own(
+                arena, self._listen(arena, host, _admit_to(device, incoming, refused)), device, incoming, refused
+            )
         except TransportError:
             device.close()
             raise
 
     def _leave(self, own: _Own) -> None:
         own.listener.close()
-        for peer in self._peers:
+        for peer in self._peers.values():
             peer.close()
-        own.accepted.close(list(own.accepted.incoming))
+        own.close_incoming(list(own.incoming))
         for key in list(self._shared):
             self.unshare(key)
         own.device.close()
-
-    def _connected(self, peer: Peer) -> RdmaPeer:
-        if not isinstance(peer, RdmaPeer) or peer not in self._peers:
-            raise TransportError(f"endpoint {self.name} is not connected to {peer.name}")
-        return peer
 
     def _living(self, peer: RdmaPeer) -> Sender:
         lost = peer.lost or peer.sender.failure
@@ -362,27 +342,26 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return peer.sender
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
-        """Return a peer that exited long enough ago for all its writes to be here. Releases what exited peers held
-        here."""
-        incoming = own.accepted.incoming
-        ended = _ended([peer.connection for peer in self._peers] + [one.connection for one in incoming])
-        own.accepted.close([one for one in incoming if one.connection in ended])
+        """Return a peer that exited long enough ago for all its writes to have arrived. Closes exited peers' pairs."""
+        connections = [peer.connection for peer in self._peers.values()]
+        ended = _ended(connections + [pair.connection for pair in own.incoming])
+        own.close_incoming([pair for pair in own.incoming if pair.connection in ended])
         now = time.monotonic()
-        for peer in self._peers:
+        for peer in self._peers.values():
             if not peer.lost:
-                peer.sender.collect()
+                peer.sender.process_completions()
                 peer.lost = peer.sender.failure
                 if peer.reader is not None:
-                    peer.reader.collect()
+                    peer.reader.process_completions()
                     peer.lost = peer.lost or peer.reader.failure
                 if peer.connection in ended:
                     peer.lost = "its process has exited or closed its endpoint"
                 peer.lost_at = now
-        return next((peer for peer in self._peers if peer.lost and now - peer.lost_at > LAST_WORDS_S), None)
+        return next((peer for peer in self._peers.values() if peer.lost and now - peer.lost_at > LAST_WORDS_S), None)
 
 
 def dma_buf_obstacle(selected: SelectedPort) -> str:
-    """Why a port's driver cannot register GPU memory (``transport.base``); empty if it can.
+    """Return why a port's driver cannot register GPU memory; empty if it can.
 
     Asks it to register an invalid file descriptor: a driver that complains about the file (EBADF) supports dma-bufs.
     Raises TransportError if the port cannot be opened.
@@ -397,14 +376,13 @@ def dma_buf_obstacle(selected: SelectedPort) -> str:
             try:
                 verbs.mr.DmaBufMR(domain, mmap.PAGESIZE, access, dmabuf=-1).close()
             except verbs.error as error:
-                refusal = Refusal(getattr(error, "error_code", 0), str(error))
-                return "" if refusal.number == errno.EBADF else str(refusal)
+                return "" if getattr(error, "error_code", 0) == errno.EBADF else refusal(error)
     except verbs.error as error:
         raise TransportError(f"cannot open {port}: {error}") from error
     return ""
 
 
-def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
+def _admit_to(device: Device, incoming: list[_Incoming], refused: set[int]) -> listener.Admit:
     """Return the listener's ``admit``: gives every peer a queue pair of its own into the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
@@ -412,17 +390,16 @@ def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
             other = msgspec.msgpack.decode(request, type=_Request)
         except msgspec.DecodeError as error:
             raise TransportError(f"invalid request, not a queue pair: {error}") from error
-        if other.identity in accepted.refused:
+        if other.identity in refused:
             raise TransportError("this peer does not take part any more")
-        data, doorbells = device.data, device.doorbells
         pair = QueuePair(device, accepted=True)
         try:
             pair.join(other.pair)
         except TransportError:
             pair.close()
             raise
-        granted = Granted(pair.local, data.key, data.address, doorbells.key, doorbells.address)
-        return msgspec.msgpack.encode(granted), lambda connection: accepted.incoming.append(
+        granted = Granted(pair.local, device.data, device.doorbells)
+        return msgspec.msgpack.encode(granted), lambda connection: incoming.append(
             _Incoming(connection, pair, other.identity)
         )
 
@@ -430,8 +407,8 @@ def _admit_to(device: Device, accepted: _Accepted) -> listener.Admit:
 
 
 @functools.cache
-def _target(key: bytes) -> Target:
-    return msgspec.msgpack.decode(key, type=Target)
+def _remote_memory(key: bytes) -> RemoteMemory:
+    return msgspec.msgpack.decode(key, type=RemoteMemory)
 
 
 def _ended(connections: Sequence[socket.socket]) -> set[socket.socket]:

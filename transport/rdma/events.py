@@ -57,7 +57,7 @@ class Events:
         self._armed = False
 
     def close(self) -> None:
-        """Release the queue, which no queue pair may use any more, and the file."""
+        """Release the queue, which no queue pair may use any more."""
         self.completions.close()
         self._channel.close()
 
@@ -86,23 +86,19 @@ class Receiver:
             self._requests.append(verbs.wr.RecvWR(num_sge=1, sg=nothing, next_wr=before))
         self._taken = MESSAGES  # none has been handed to the device yet
         try:
-            self._refill()
+            self.refill()
         except BaseException:
             self.close()
             raise
 
-    def collect(self) -> None:
+    def refill(self) -> None:
         """Hand the receive requests that arrived messages used back to the device."""
         self._taken += self.events.completions.poll(MESSAGES)[0]
-        self._refill()
-
-    def _refill(self) -> None:
         while self._taken >= REFILL:
             self.queue.post_recv(self._requests[-1])
             self._taken -= REFILL
 
     def close(self) -> None:
-        """Release the queues, which no queue pair may use any more."""
         self.queue.close()
         self.events.close()
 

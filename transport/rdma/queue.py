@@ -1,12 +1,13 @@
 """Queue pairs of an RDMA device, and the memory they send from. ``verbs`` are the modules of pyverbs."""
 
 import contextlib
+import errno
 import os
 import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,7 +16,7 @@ from lamina._native import DOORBELL_NBYTES
 from lamina._native import Arena as NativeArena
 from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.arena import allocate
-from lamina.transport.base import DeviceMemory, Fetch, Part, Refusal, part_nbytes
+from lamina.transport.base import DeviceMemory, Fetch, Part, part_nbytes
 from lamina.transport.rdma.events import Events, Receiver
 from lamina.transport.rdma.ports import INFINIBAND, SelectedPort
 
@@ -34,6 +35,15 @@ REMEDIES = {
     13: "the peer has not received messages for too long: check whether its process still runs",
 }
 
+# Cause and remedy when a NIC's driver rejects a dma-buf, by the errno of ibv_reg_dmabuf_mr.
+REFUSALS = {
+    errno.EOPNOTSUPP: "its driver does not support dma-bufs; use a NIC whose driver does (mlx5 of Linux 5.12 or later)",
+    errno.EPROTONOSUPPORT: "the kernel does not support dma-bufs for RDMA; use Linux 5.12 or later",
+    errno.EBADF: "the device's driver did not export a valid dma-buf",
+    errno.EINVAL: "it cannot map the device's memory: both must be behind PCIe bridges that allow peer-to-peer access",
+    errno.ENOMEM: "it cannot map that much memory; raise the limit of locked memory (ulimit -l unlimited)",
+}
+
 
 class Pair(msgspec.Struct, array_like=True, frozen=True):
     """What the other side needs to connect its queue pair to this one."""
@@ -45,36 +55,28 @@ class Pair(msgspec.Struct, array_like=True, frozen=True):
     mtu: int  # ibv_mtu
 
 
+class RemoteMemory(msgspec.Struct, array_like=True, frozen=True):
+    """Memory that a peer may write: its key, and where it begins as its RDMA device sees it."""
+
+    key: int
+    address: int
+
+
 class Granted(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to a queue pair: its other end, and the keys and addresses of the arena."""
+    """The answer to a queue pair: its other end, and the two parts of the arena."""
 
     pair: Pair
-    data_key: int
-    data_address: int
-    doorbells_key: int
-    doorbells_address: int
-
-
-class Target(msgspec.Struct, array_like=True, frozen=True):
-    """Memory of a peer that may be written: its key and where it begins."""
-
-    key: int
-    address: int
-
-
-class Region(NamedTuple):
-    """Registered memory: keys for peers and for this process, and its address as the RDMA device sees it."""
-
-    key: int
-    local_key: int
-    address: int
+    data: RemoteMemory
+    doorbells: RemoteMemory
 
 
 class Device:
     """An open port, its protection domain, this process's registered arena, and the receiver of notifications.
 
     Attributes:
-        data, doorbells: of the arena.
+        local_key: of the arena, for this process.
+        data: of the arena, for peers.
+        doorbells: of the arena, for peers.
     """
 
     def __init__(self, verbs: Any, selected: SelectedPort, arena: NativeArena) -> None:
@@ -90,9 +92,10 @@ class Device:
             access = enums.IBV_ACCESS_LOCAL_WRITE | enums.IBV_ACCESS_REMOTE_WRITE | enums.IBV_ACCESS_REMOTE_READ
             nbytes = arena.data_address - arena.doorbells_address + arena.nbytes
             host = stack.enter_context(contextlib.closing(self.registered(arena.doorbells_address, nbytes, access)))
-            self.doorbells = Region(host.rkey, host.lkey, arena.doorbells_address)
-            self.data = Region(host.rkey, host.lkey, arena.data_address)
-            receiver = Receiver(verbs, self.context, self.domain, self.doorbells.address, self.doorbells.local_key)
+            self.local_key: int = host.lkey
+            self.doorbells = RemoteMemory(host.rkey, arena.doorbells_address)
+            self.data = RemoteMemory(host.rkey, arena.data_address)
+            receiver = Receiver(verbs, self.context, self.domain, self.doorbells.address, self.local_key)
             self.receiver = stack.enter_context(contextlib.closing(receiver))
             self._stack = stack.pop_all()
 
@@ -115,12 +118,11 @@ class Device:
             raise TransportError(f"{what}: {error}") from error
 
     def close(self) -> None:
-        """Release the memory and the device."""
         self._stack.close()
 
 
 def register_memory(verbs: Any, domain: Any, nic: str, memory: DeviceMemory, access: int) -> tuple[Any, int]:
-    """Register a device's memory with ``nic``: the region, and the address by which NICs know its first byte.
+    """Register a device's memory with ``nic``. Returns the region, and its address as NICs see it.
 
     Raises TransportError with the reason if one of the drivers refuses.
     """
@@ -131,11 +133,17 @@ def register_memory(verbs: Any, domain: Any, nic: str, memory: DeviceMemory, acc
         region = verbs.mr.DmaBufMR(domain, exported.nbytes, access, dmabuf=exported.fd, offset=exported.offset)
         return region, exported.offset  # with pyverbs, the NIC addresses the bytes of a dma-buf by their offset
     except verbs.error as error:
-        refusal = Refusal(getattr(error, "error_code", 0), str(error))
-        raise TransportError(f"{nic} rejected memory of {memory.name}: {refusal}") from error
+        raise TransportError(f"{nic} rejected memory of {memory.name}: {refusal(error)}") from error
     finally:
         if exported is not None:
             os.close(exported.fd)  # the registration keeps the memory
+
+
+def refusal(error: Exception) -> str:
+    """Return why a NIC's driver has rejected a dma-buf, given pyverbs' error, and the remedy."""
+    number = getattr(error, "error_code", 0)
+    why = REFUSALS.get(number, "the kernel's log may say more")
+    return f"{error} (errno {number}): {why}"
 
 
 class QueuePair:
@@ -192,7 +200,7 @@ class QueuePair:
             )
             self.queue.to_rts(attributes)
 
-    def collect(self, what: str) -> tuple[int, str]:
+    def poll_completions(self, what: str) -> tuple[int, str]:
         """Return the number of requests completed since the last call, and why the next one failed, if it did.
 
         ``what`` names a request in the reason.
@@ -208,7 +216,6 @@ class QueuePair:
         return count, ""
 
     def close(self) -> None:
-        """Destroy the queue pair."""
         self._stack.close()
 
 
@@ -217,8 +224,7 @@ class Sender:
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, peer: str) -> None:
         self._pair, self._peer = pair, peer
-        self._arena = Target(granted.data_key, granted.data_address)
-        self._doorbells = Target(granted.doorbells_key, granted.doorbells_address)
+        self._arena, self._doorbells = granted.data, granted.doorbells
         self._queue = pair.queue
         enums = device.verbs.enums
         self._signalled = enums.IBV_SEND_SIGNALED
@@ -241,10 +247,12 @@ class Sender:
         total: int,
         ring: tuple[int, int] | None,
         stall_s: float,
-        target: Target | None = None,
+        target: RemoteMemory | None = None,
     ) -> None:
-        """Write the parts of ``total`` bytes to ``offset`` of the peer's arena or of ``target``, then ring = (doorbell,
-        sequence)."""
+        """Write the parts of ``total`` bytes to ``offset`` of the peer's arena or of ``target``, then ring.
+
+        ``ring``: (doorbell, sequence).
+        """
         there = target or self._arena
         if total <= CHUNK_NBYTES:
             at = self._stage(parts, total, stall_s)
@@ -259,9 +267,9 @@ class Sender:
         if ring is not None:
             self._post(self._stage([], 0, stall_s), there, 0, 0, ring)
 
-    def collect(self) -> None:
+    def process_completions(self) -> None:
         """Process completions. Keeps the first failure."""
-        done, failure = self._pair.collect("a write to it")
+        done, failure = self._pair.poll_completions("a write to it")
         self.failure = self.failure or failure
         for _ in range(done):
             self._freed = self._ends.popleft()
@@ -271,7 +279,7 @@ class Sender:
         deadline = time.monotonic() + 1.0
         with contextlib.suppress(Exception):  # the device may have been removed
             while self._ends and not self.failure and time.monotonic() < deadline:
-                self.collect()
+                self.process_completions()
         self._pair.close()
         self._memory.close()
         self._staging_file.close()
@@ -296,20 +304,20 @@ class Sender:
         return self._written + space - self._freed > STAGING_NBYTES or len(self._ends) >= QUEUE_DEPTH // 2
 
     def _wait_for_space(self, space: int, stall_s: float) -> None:
-        self.collect()
+        self.process_completions()
         deadline = time.monotonic() + stall_s
         while self._is_full(space) and not self.failure:
             if time.monotonic() > deadline:
                 self.failure = f"it has accepted no bytes for {stall_s:g} s"
                 break
-            self._receiver.collect()  # otherwise two endpoints that only send to each other would block each other
+            self._receiver.refill()  # otherwise two endpoints that only send to each other would block each other
             time.sleep(0)
-            self.collect()
+            self.process_completions()
         if self.failure:
             raise PeerLostError(self._peer, self.failure)
 
-    def _post(self, at: int, there: Target, offset: int, nbytes: int, ring: tuple[int, int] | None) -> None:
-        """One post of the data, if any, and the doorbell, if any; the last of them reports its completion."""
+    def _post(self, at: int, there: RemoteMemory, offset: int, nbytes: int, ring: tuple[int, int] | None) -> None:
+        """Post a write of the data, if any, and of the doorbell, if any; the last write reports its completion."""
         queue, element, doorbells = self._queue, self._element, self._doorbells
         queue.wr_start()
         if nbytes or ring is None:
@@ -333,10 +341,10 @@ class Reader:
     """Reads from one peer's arena into this process's, and rings its own doorbells as reads complete."""
 
     def __init__(self, device: Device, pair: QueuePair, granted: Granted, own: NativeArena, peer: str) -> None:
-        self._pair, self._granted, self._own, self._peer = pair, granted, own, peer
+        self._pair, self._there, self._own, self._peer = pair, granted.data, own, peer
         self._signalled = device.verbs.enums.IBV_SEND_SIGNALED
         self._to = device.data.address
-        self._element = device.verbs.wr.SGE(self._to, 0, device.data.local_key)
+        self._element = device.verbs.wr.SGE(self._to, 0, device.local_key)
         self._rings: deque[tuple[int, int]] = deque()  # (doorbell, sequence) of every read in flight
         self.failure = ""
 
@@ -349,7 +357,7 @@ class Reader:
         """Post one read. Raises PeerLostError if none has ended for ``stall_s`` and there is no room for another."""
         deadline = time.monotonic() + stall_s
         while len(self._rings) == QUEUE_DEPTH and not self.failure:
-            self.collect()
+            self.process_completions()
             if time.monotonic() > deadline:
                 self.failure = f"no read from it has completed for {stall_s:g} s"
         if self.failure:
@@ -357,15 +365,15 @@ class Reader:
         queue, element = self._pair.queue, self._element
         queue.wr_start()
         queue.wr_flags = self._signalled
-        queue.wr_rdma_read(self._granted.data_key, self._granted.data_address + fetch.offset)
+        queue.wr_rdma_read(self._there.key, self._there.address + fetch.offset)
         element.addr, element.length = self._to + fetch.to, fetch.nbytes
         queue.wr_set_sge(element)
         queue.wr_complete()
         self._rings.append((fetch.doorbell, fetch.sequence))
 
-    def collect(self) -> None:
+    def process_completions(self) -> None:
         """Process completions. Keeps the first failure."""
-        done, failure = self._pair.collect("a read from it")
+        done, failure = self._pair.poll_completions("a read from it")
         self.failure = self.failure or failure
         for _ in range(done):
             self._own.ring(*self._rings.popleft())

@@ -16,8 +16,9 @@ from lamina.models.quantisation.codes import Form, Weight
 from lamina.splitter import Crossing, SliceOutput
 from lamina.splitter.collective import Reduce
 from lamina.splitter.parts import Rank
+from lamina.transport.endpoint import Wait
 from lamina.worker.device_slots import Mapper
-from lamina.worker.links import Links, Wait
+from lamina.worker.links import Links
 
 Array = npt.NDArray[np.generic]
 Floats = npt.NDArray[np.float32]

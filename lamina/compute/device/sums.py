@@ -17,7 +17,8 @@ from lamina.compute.device.kit import Kit
 from lamina.control.sockets import SETUP_TIMEOUT_S
 from lamina.core.errors import ConfigError
 from lamina.splitter.parts import Rank
-from lamina.worker.links import Links, Wait
+from lamina.transport.endpoint import Wait
+from lamina.worker.links import Links
 
 _ENVIRONMENT = {
     # All ranks are on one machine: nobody else should reach the sockets by which they find each other.

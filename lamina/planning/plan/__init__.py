@@ -1,7 +1,7 @@
 """Estimates how long slices and attention take on given hardware, and finds the pools that serve a model best.
 
-``hardware`` is the catalogue, ``models`` has the shapes of models, ``gemm`` and ``cost`` are the cost model, ``store``
-keeps its fits, ``planner`` searches. Nothing here runs a model or imports torch.
+``hardware`` is the catalogue, ``model_shapes`` has the sizes of models, ``kernel_times`` and ``cost`` are the cost
+model, ``fit_store`` keeps its fits, ``serving`` and ``planner`` search. Nothing here runs a model or imports torch.
 
 The cheapest way to serve Llama-3-8B on up to two H100 and two H20 under the default SLOs:
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lamina.core.errors import ConfigError
-from lamina.planning.plan import homogeneous
 from lamina.planning.plan.cost import MEMORY_SHARE_USABLE
-from lamina.planning.plan.planner import TENSOR_PARALLEL, Goals, Partition, Plan, Planner, Pools
+from lamina.planning.plan.planner import Plan, Planner, evaluate_group
+from lamina.planning.plan.ways import NO_LIMITS, TENSOR_PARALLEL, Partition, Way
 
 SAME_COST = 0.02
 """Plans whose cost differs by less than this share count as equally cheap; the smaller one is recommended."""
@@ -39,27 +39,22 @@ def recommend(plans: Sequence[Plan]) -> Plan:
 def beyond(planner: Planner, plan: Plan) -> list[str]:
     """Return what larger pools would gain, one line each: the answer to "why not more?"."""
     pools = plan.pools
-    variants = (
-        (f"{2 * pools.memory_workers} {pools.memory.kind} instead of {pools.memory_workers}", {"memory_workers": 2}),
-        (f"{2 * pools.compute_workers} {pools.compute.kind} instead of {pools.compute_workers}", {"replicas": 2}),
-        ("twice both pools", {"replicas": 2, "memory_workers": 2}),
-    )
+    memory, compute, replicas = 2 * pools.memory_workers, 2 * pools.compute_workers, 2 * pools.replicas
+    # A pool that no longer divides the heads is partitioned by requests.
+    divides = pools.partition is Partition.REQUEST or planner.shape.kv_heads % memory == 0
+    more_memory = replace(pools, memory_workers=memory, partition=pools.partition if divides else Partition.REQUEST)
+    variants = {
+        f"{memory} {pools.second.kind} instead of {pools.memory_workers}": more_memory,
+        f"{compute} {pools.compute.kind} instead of {pools.compute_workers}": replace(
+            pools, compute_workers=compute, lanes=replicas + 1
+        ),
+        "twice both pools": replace(more_memory, compute_workers=compute, lanes=replicas + 1),
+    }
     free = Planner(
-        planner.shape, planner.workload, planner.models, planner.prices, replace(planner.goals, usd_per_hour=None)
+        planner.shape, planner.workload, planner.models, planner.prices, replace(planner.goals, usd_per_hour=math.inf)
     )
     lines = []
-    for what, factors in variants:
-        replicas = pools.replicas * factors.get("replicas", 1)
-        workers = pools.memory_workers * factors.get("memory_workers", 1)
-        # A pool that no longer divides the heads is partitioned by requests.
-        divides = pools.partition is Partition.REQUEST or planner.shape.kv_heads % workers == 0
-        larger = replace(
-            pools,
-            replicas=replicas,
-            memory_workers=workers,
-            lanes=replicas + 1 if factors.get("replicas") else pools.lanes,
-            partition=pools.partition if divides else Partition.REQUEST,
-        )
+    for what, larger in variants.items():
         found = free.evaluate(larger)
         if found is not None:
             faster = found.tokens_s / plan.tokens_s - 1
@@ -97,52 +92,48 @@ def alone(planner: Planner, plan: Plan) -> Alone | None:
     """Return the cheapest conventional serving on devices of one kind of either pool, for about the plan's hourly cost:
     the answer to "compared with what?". None if the model fits neither or misses the SLO on both."""
     found = []
-    for kind in (plan.pools.compute, plan.pools.memory):
+    for kind in (plan.pools.compute, plan.pools.second):
         hourly, model = planner.prices.usd_per_hour(kind), planner.models[kind.kind]
         for degree in TENSOR_PARALLEL:
             if planner.shape.kv_heads % degree or not hourly:
                 continue
-            if group := homogeneous.evaluate(model, degree, planner.workload, planner.goals.tbt_s):
+            if group := evaluate_group(model, degree, planner.workload, planner.goals.tbt_s):
                 groups = max(1, round(plan.usd_per_hour / hourly / degree))
                 count = groups * degree
                 found.append(Alone(kind.kind, count, degree, groups * group.tokens_s, count * hourly))
     return min(found, key=lambda one: (one.usd_per_million_out, one.count), default=None)
 
 
-def refusal(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
+def refusal(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
     """Return the error that says why no candidate works and which goal is nearest. ``candidates`` is not empty."""
     shape, workload, goals, models = planner.shape, planner.workload, planner.goals, planner.models
     fitting = [pools for pools in candidates if models[pools.compute.kind].weights_fit(pools.tensor_parallel)]
     if not fitting:
         return _too_heavy(planner, candidates)
-    free = Planner(shape, workload, models, planner.prices, Goals())
+    free = Planner(shape, workload, models, planner.prices, NO_LIMITS)
     plans = [plan for pools in fitting if (plan := free.evaluate(pools)) is not None]
     if not plans:
         return _too_long(planner, fitting)
     cheapest = min(plans, key=lambda plan: plan.usd_per_hour)
-    if goals.usd_per_hour is not None and not goals.affords(cheapest.usd_per_hour):
+    if not goals.affords(cheapest.usd_per_hour):
         return _unreachable(
             "--budget", f"${goals.usd_per_hour:.2f}/h", f"${_up(cheapest.usd_per_hour, 2)}/h", cheapest.pools
         )
     first = min(plans, key=lambda plan: plan.ttft_s)
-    if goals.ttft_s is not None and first.ttft_s > goals.ttft_s:
+    if first.ttft_s > goals.ttft_s:
         return _unreachable("--slo-ttft", f"{goals.ttft_s * 1e3:g}ms", f"{_up(first.ttft_s * 1e3)}ms", first.pools)
     affordable = [p for p in plans if goals.affords(p.usd_per_hour)]
-    prompt = [p for p in affordable if goals.ttft_s is None or p.ttft_s <= goals.ttft_s]
+    prompt = [p for p in affordable if p.ttft_s <= goals.ttft_s]
     if not prompt:
         first = min(affordable, key=lambda plan: plan.ttft_s)
-        return _unreachable(
-            "--slo-ttft within --budget",
-            f"{(goals.ttft_s or 0) * 1e3:g}ms",
-            f"{_up(first.ttft_s * 1e3)}ms",
-            first.pools,
-        )
+        flag, nearest = "--slo-ttft within --budget", f"{_up(first.ttft_s * 1e3)}ms"
+        return _unreachable(flag, f"{goals.ttft_s * 1e3:g}ms", nearest, first.pools)
     fastest = min((p.pools for p in prompt), key=free.least_tbt)
-    target = f"{(goals.tbt_s or 0) * 1e3:g}ms"
-    return _unreachable("--slo-tbt", target, f"{_up(free.least_tbt(fastest) * 1e3, 1)}ms", fastest)
+    nearest = f"{_up(free.least_tbt(fastest) * 1e3, 1)}ms"
+    return _unreachable("--slo-tbt", f"{goals.tbt_s * 1e3:g}ms", nearest, fastest)
 
 
-def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
+def _too_heavy(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
     """Return the error if the weights fit no candidate's compute workers."""
     shape, models = planner.shape, planner.models
     most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
@@ -160,13 +151,13 @@ def _too_heavy(planner: Planner, candidates: Sequence[Pools]) -> ConfigError:
     )
 
 
-def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
+def _too_long(planner: Planner, fitting: Sequence[Way]) -> ConfigError:
     """Return the error if no candidate's memory pool holds a sequence for each lane."""
     shape, workload = planner.shape, planner.workload
-    room = {pools.memory.kind: planner.models[pools.memory.kind].kv_tokens for pools in fitting}
+    room = {pools.second.kind: planner.models[pools.second.kind].kv_tokens for pools in fitting}
     enough = {kind: _workers(planner, fitting, kind) for kind in room}
     kind, workers = min(enough.items(), key=lambda pair: pair[1])
-    most = max(pools.memory_workers for pools in fitting if pools.memory.kind == kind)
+    most = max(pools.memory_workers for pools in fitting if pools.second.kind == kind)
     remedy = (
         f"--memory {kind}:{workers:.0f}, or hardware with more memory"
         if workers < math.inf
@@ -179,7 +170,7 @@ def _too_long(planner: Planner, fitting: Sequence[Pools]) -> ConfigError:
     )
 
 
-def _workers(planner: Planner, fitting: Sequence[Pools], kind: str) -> float:
+def _workers(planner: Planner, fitting: Sequence[Way], kind: str) -> float:
     """Fewest memory workers of a kind that hold one sequence per lane; infinite if no number of them does."""
     each, live = planner.models[kind].kv_tokens, planner.workload.live
     lanes, heads = min(pools.lanes for pools in fitting), planner.shape.kv_heads
@@ -193,9 +184,9 @@ def _up(number: float, digits: int = 0) -> str:
     return f"{math.ceil(round(number * 10**digits, 6)) / 10**digits:.{digits}f}"
 
 
-def _unreachable(flag: str, target: str, nearest: str, pools: Pools) -> ConfigError:
+def _unreachable(flag: str, target: str, nearest: str, pools: Way) -> ConfigError:
     return ConfigError(
         f"no plan meets {flag} {target}; the nearest is {nearest}, with --compute {pools.compute.kind}:"
-        f"{pools.compute_workers} --memory {pools.memory.kind}:{pools.memory_workers}. Give that value, or "
+        f"{pools.compute_workers} --memory {pools.second.kind}:{pools.memory_workers}. Give that value, or "
         "allow other hardware or more workers"
     )

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from lamina.core.errors import ConfigError
-from lamina.planning.plan.experts import Experts
 from lamina.planning.plan.fit_store import Fit, ProfileStore, packaged_fit
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import (
@@ -30,10 +29,11 @@ from lamina.planning.plan.kernel_times import (
     PeerReadFit,
     PrefillAttentionFit,
     RingFit,
+    SliceCurve,
     gemm_seconds,
 )
-from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.profile_curves import AS_PUBLISHED, ROUND_TRIP_S, RuntimeFit, SliceCurve
+from lamina.planning.plan.model_shapes import Experts, ModelShape
+from lamina.planning.plan.overheads import AS_PUBLISHED, ROUND_TRIP_S, RuntimeFit
 
 NETWORK_SHARE = 0.914
 """Share of the NIC's line rate that is reached (second Lamina paper: 45.7 of 50 GB/s; the first: 96.8% of 25)."""

@@ -21,19 +21,21 @@ ALIASES = {"a100": "a100-80g"}
 """Names accepted in pools and users' files for one of several catalogue entries."""
 
 _NUMBERS = {
-    "processors": 1.0,
-    "bfloat16_tflops": 1e12,
-    "float16_tflops": 1e12,
-    "float32_tflops": 1e12,
-    "memory_gb_s": 1e9,
-    "memory_gib": 2.0**30,
-    "link_gb_s": 1e9,
-    "nic_gb_s": 1e9,
-    "watts": 1.0,
+    "processors": ("processors", 1.0),
+    "bfloat16_tflops": ("", 1e12),
+    "float16_tflops": ("", 1e12),
+    "float32_tflops": ("", 1e12),
+    "memory_gb_s": ("memory_bytes_s", 1e9),
+    "memory_gib": ("memory_bytes", 2.0**30),
+    "link_gb_s": ("link_bytes_s", 1e9),
+    "nic_gb_s": ("nic_bytes_s", 1e9),
+    "watts": ("watts", 1.0),
 }
+"""Numbers of an entry -> attribute of ``Hardware`` and unit; FLOP/s are by element type."""
+
+_OPTIONAL = {"clock_ghz": ("clock_hz", 1e9), "cache_mib": ("cache_bytes", 2.0**20), "fp8_tflops": ("fp8_flops", 1e12)}
 _NAME = re.compile(r"[a-z0-9_-]+")  # as in the grammar of pools
 _TEXTS = ("device", "link")
-_OPTIONAL = ("clock_ghz", "cache_mib", "fp8_tflops", "like")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +62,13 @@ class Hardware:
     device: str
     link: str
     processors: int
-    clock_hz: float
     flops: Mapping[DType, float] = field(hash=False)
     memory_bytes_s: float
     memory_bytes: float
     link_bytes_s: float
     nic_bytes_s: float
     watts: float
+    clock_hz: float = math.inf
     cache_bytes: float = 0.0
     fp8_flops: float = 0.0
     like: str = ""
@@ -143,29 +145,22 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _entry(kind: str, table: Mapping[str, Any], file: Path) -> Hardware:
-    allowed = (*_NUMBERS, *_TEXTS, *_OPTIONAL, "sources")
+    allowed = (*_NUMBERS, *_TEXTS, *_OPTIONAL, "like", "sources")
     if unknown := [name for name in table if name not in allowed]:
         raise ConfigError(f"{file}: [{kind}] has the unknown key {unknown[0]!r}; known: {', '.join(allowed)}")
     if missing := [name for name in (*_NUMBERS, *_TEXTS) if name not in table]:
         raise ConfigError(f"{file}: [{kind}] lacks {', '.join(missing)}")
-    value = {name: _number(kind, name, table[name], file) * unit for name, unit in _NUMBERS.items()}
-    clock = _number(kind, "clock_ghz", table["clock_ghz"], file) * 1e9 if "clock_ghz" in table else math.inf
+    given = {name: into for name, into in (_NUMBERS | _OPTIONAL).items() if name in table}
+    numbers = {name: _number(kind, name, table[name], file) * unit for name, (_, unit) in given.items()}
+    values: dict[str, Any] = {attribute: numbers[name] for name, (attribute, _) in given.items() if attribute}
     return Hardware(
         kind=kind,
         device=str(table["device"]),
         link=str(table["link"]),
-        processors=int(value["processors"]),
-        clock_hz=clock,
-        flops={dtype: value[f"{dtype.value}_tflops"] for dtype in DType},
-        memory_bytes_s=value["memory_gb_s"],
-        memory_bytes=value["memory_gib"],
-        link_bytes_s=value["link_gb_s"],
-        nic_bytes_s=value["nic_gb_s"],
-        watts=value["watts"],
-        cache_bytes=_number(kind, "cache_mib", table["cache_mib"], file) * 2**20 if "cache_mib" in table else 0.0,
-        fp8_flops=_number(kind, "fp8_tflops", table["fp8_tflops"], file) * 1e12 if "fp8_tflops" in table else 0.0,
+        flops={dtype: numbers[f"{dtype.value}_tflops"] for dtype in DType},
         like=str(table.get("like", "")),
         sources=dict(table.get("sources", {})),
+        **values | {"processors": int(values["processors"])},
     )
 
 

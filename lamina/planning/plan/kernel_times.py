@@ -1,5 +1,6 @@
-"""Predicts the time of kernels from shapes: matrix products, attention, all-reduce."""
+"""Predicts the time of kernels from shapes (matrix products, attention, all-reduce) or from a profile's curves."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -273,3 +274,83 @@ class PeerReadFit:
         twice = 2 * (devices - 1) / devices * sizes / rate + self.phase_s
         found = self.latency_s + (devices - 1) * self.hop_s + np.minimum(once, twice)
         return np.where((sizes < CUSTOM_BYTES) & (devices <= CUSTOM_DEVICES), found, np.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceCurve:
+    """Times of whole slices, measured instead of predicted from operators: seconds per slice and per weight, by rows.
+
+    Interpolates logarithms between the measured rows and extrapolates them beyond the last.
+    """
+
+    rows: Sequence[float]
+    slice_s: Sequence[float]
+    weight_s: Sequence[float]
+
+    @classmethod
+    def fit(cls, rows: Sequence[float], weights: Sequence[int], seconds: Sequence[Sequence[float]]) -> "SliceCurve":
+        """Fit to the slices of two models: one of ``weights[i]`` weights takes ``seconds[i][j]`` at ``rows[j]``."""
+        small, large = (np.array(own) for own in seconds)
+        per_weight = np.maximum((large - small) / (weights[1] - weights[0]), 1e-18)
+        # Where noise makes the constant vanish, all time is attributed to the weights.
+        constant = np.maximum(small - per_weight * weights[0], 1e-7)
+        per_weight = np.maximum(per_weight, (large - constant) / weights[1])
+        return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
+
+    def predict_slice(self, rows: ArrayLike, weights: ArrayLike) -> Floats:
+        """Seconds of a slice, or of the output head, with so many weights."""
+        at = np.log(np.asarray(rows, dtype=np.float64))
+        return self._at(at, self.slice_s) + np.asarray(weights) * self._at(at, self.weight_s)
+
+    def _at(self, at: Floats, values: Sequence[float]) -> Floats:
+        known, logarithms = np.log(self.rows), np.log(values)
+        slope = max(0.0, (logarithms[-1] - logarithms[-2]) / (known[-1] - known[-2]))
+        return np.asarray(np.exp(np.interp(at, known, logarithms) + slope * np.maximum(0.0, at - known[-1])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttendCurve:
+    """Time of a memory worker per layer besides reading KV, by rows, as measured with ``heads`` query heads.
+
+    ``seconds[0]``, at the fewest rows, counts as the fixed cost of a call; what further rows add grows with the heads.
+    """
+
+    rows: Sequence[float]
+    seconds: Sequence[float]
+    heads: int
+
+    def predict(self, rows: ArrayLike, heads: float) -> Floats:
+        """Seconds for ``rows`` sequences with ``heads`` query heads; proportional beyond the last measured row."""
+        count = np.asarray(rows, dtype=np.float64)
+        beyond = np.maximum(1.0, count / self.rows[-1])
+        added = np.interp(count, self.rows, self.seconds) * beyond - self.seconds[0]
+        return np.asarray((self.seconds[0] + added * heads / self.heads) * (count > 0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkFit:
+    """Causal attention of a prompt chunk on a CPU, measured instead of predicted from peaks.
+
+    Attributes:
+        fixed_s: of a call.
+        row_s: per row of the chunk and query head.
+        flops_s: FLOP/s besides.
+    """
+
+    fixed_s: float
+    row_s: float
+    flops_s: float
+
+    def predict_chunk(self, chunk: ArrayLike, prefix: ArrayLike, query_heads: ArrayLike, head_size: int) -> Floats:
+        """Seconds of one chunk after ``prefix`` cached tokens."""
+        own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
+        rows = own * np.asarray(query_heads, dtype=np.float64)
+        return np.asarray(
+            self.fixed_s + rows * self.row_s + attention_flops(rows, own, before, head_size) / self.flops_s
+        )
+
+
+def attention_flops(rows: ArrayLike, chunk: ArrayLike, prefix: ArrayLike, head_size: int) -> Floats:
+    """FLOPs of causal attention of ``rows`` (tokens of the chunk x query heads)."""
+    seen = np.asarray(prefix) + (np.asarray(chunk) + 1) / 2  # keys, on average
+    return np.asarray(4 * head_size * np.asarray(rows) * seen, dtype=np.float64)

@@ -1,37 +1,33 @@
-"""The planner: enumerates the ways to serve a model on two pools and computes the speed and cost of each.
+"""Decoding alone, as in the Lamina papers: the speed and cost of offloaded attention, and of one pool.
 
-Pure: the catalogue, a model's shape and a workload go in, plans come out. A plan has compute workers of one kind in
-``replicas`` groups of ``tensor_parallel``, memory workers of one kind, ``lanes`` batches in flight and a partition of
-attention. Its steady state (``docs/cost-model.md``, Pipeline): let M and A be the seconds of one lane's slices and
-attention in a whole iteration, C and W the seconds for which its messages occupy the NICs of a replica and of a memory
-worker, and S the latency of the messages; then
+A plan has compute workers of one kind in ``replicas`` groups of ``tensor_parallel``, memory workers of one kind,
+``lanes`` batches in flight and a partition of attention. Its steady state (``docs/cost-model.md``, Pipeline): let M and
+A be the seconds of one lane's slices and attention in a whole iteration, C and W the seconds for which its messages
+occupy the NICs of a replica and of a memory worker, and S the latency of the messages; then
 
     TBT = max(lanes M / replicas, lanes A, max(lanes C / replicas, lanes W), M + A + S + max(C, W))
 
 where the last term is the path of one lane alone. The largest term is the bottleneck.
+
+The baseline, a tensor-parallel group with its share of the weights and, beside them, paged KV, takes TBT = M + A.
+Nothing overlaps, nothing crosses a network, and the engine's own time is not counted, which favours the baseline.
 """
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 import numpy as np
 
 from lamina.planning.plan.cost import CostModel
-from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.prices import Prices
+from lamina.planning.plan.ways import DEFAULT_CHUNK, Partition, Slo, Way
 from lamina.planning.plan.workload import Workload
 
-TENSOR_PARALLEL = (1, 2, 4, 8)
 MOST_ROWS = 4096
 """Most decode rows of one lane: beyond it a step takes longer without gaining efficiency."""
-
-PREFILL_CHUNK = 2048
-"""Prompt tokens per step, the runtime's default max_num_batched_tokens."""
 
 NETWORK_ALPHA = 0.2
 """Share of a step that messages may take in the minimum bandwidth (second Lamina paper)."""
@@ -41,13 +37,6 @@ _ROWS = np.union1d(np.round(np.geomspace(1, MOST_ROWS, 97)), np.arange(128, MOST
 more may take a third longer."""
 
 _EVERY_ROW = np.arange(1.0, MOST_ROWS + 1)
-
-
-class Partition(enum.Enum):
-    """How attention is divided over the memory workers (Lamina, section 5.2)."""
-
-    REQUEST = "request"
-    HEAD = "head"
 
 
 class Bottleneck(enum.Enum):
@@ -69,36 +58,6 @@ class Limit(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pools:
-    """One way to lay out the workers.
-
-    Attributes:
-        compute, memory: hardware of each pool's workers.
-        replicas: groups of ``tensor_parallel`` compute workers, each group with all weights.
-        memory_workers: workers that share every lane's attention.
-        lanes: batches in flight.
-    """
-
-    compute: Hardware
-    tensor_parallel: int
-    replicas: int
-    memory: Hardware
-    memory_workers: int
-    lanes: int
-    partition: Partition
-
-    @property
-    def compute_workers(self) -> int:
-        """Devices of the compute pool."""
-        return self.tensor_parallel * self.replicas
-
-    def usd_per_hour(self, prices: Prices) -> float:
-        """Cost of both pools and of the network between them."""
-        compute, memory = (prices.usd_per_hour(kind, networked=True) for kind in (self.compute, self.memory))
-        return compute * self.compute_workers + memory * self.memory_workers
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A layout at its best batch.
 
@@ -116,7 +75,7 @@ class Plan:
             NETWORK_ALPHA of a step.
     """
 
-    pools: Pools
+    pools: Way
     batch: int
     tbt_s: float
     tokens_s: float
@@ -133,24 +92,11 @@ class Plan:
     network_bytes_s: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Goals:
-    """Limits that a plan must keep; None: no limit."""
-
-    tbt_s: float | None = None
-    ttft_s: float | None = None
-    usd_per_hour: float | None = None
-
-    def affords(self, usd_per_hour: float) -> bool:
-        """Return whether a cost is within the budget, with a margin for rounding: 11.06 + 4.63 dollars are 15.69."""
-        return self.usd_per_hour is None or usd_per_hour <= self.usd_per_hour + 1e-6
-
-
 class Planner:
     """Evaluates layouts for one model and workload. Slice times are cached by kind and tensor parallelism."""
 
     def __init__(
-        self, shape: ModelShape, workload: Workload, models: dict[str, CostModel], prices: Prices, goals: Goals
+        self, shape: ModelShape, workload: Workload, models: dict[str, CostModel], prices: Prices, goals: Slo
     ) -> None:
         self.shape = shape
         self.workload = workload
@@ -160,32 +106,32 @@ class Planner:
         self._passes: dict[tuple[str, int], Floats] = {}
         self._prefills: dict[tuple[str, int], float] = {}
 
-    def evaluate(self, pools: Pools) -> Plan | None:
+    def evaluate(self, pools: Way) -> Plan | None:
         """Return the plan at the batch of highest throughput, or None if weights, KV or a goal rule out every batch."""
         goals = self.goals
-        hourly = pools.usd_per_hour(self.prices)
+        hourly = sum(pools.usd_per_hour(self.prices))
         if not goals.affords(hourly):
             return None
         rows = self._rows(pools)
         if not len(rows):
             return None
         ttft = self._prefill(self.models[pools.compute.kind], pools.tensor_parallel)
-        if goals.ttft_s is not None and ttft > goals.ttft_s:
+        if ttft > goals.ttft_s:
             return None
         terms = self._terms(pools, rows)
         tbt = terms.max(axis=0)
-        allowed = np.full(len(rows), True) if goals.tbt_s is None else tbt <= goals.tbt_s
+        allowed = tbt <= goals.tbt_s
         if not allowed.any():
             return None
         best = int(np.where(allowed, rows / tbt, 0).argmax())
         return self._plan(pools, rows, terms, best, bool(allowed.all()), ttft, hourly)
 
-    def least_tbt(self, pools: Pools) -> float:
+    def least_tbt(self, pools: Way) -> float:
         """Return the least seconds between tokens at any batch, ignoring the goals; infinite if nothing fits."""
         rows = self._rows(pools)
         return float(self._terms(pools, rows).max(axis=0).min()) if len(rows) else math.inf
 
-    def curve(self, pools: Pools) -> list[tuple[int, float]]:
+    def curve(self, pools: Way) -> list[tuple[int, float]]:
         """(batch, output tokens per second) of every batch that fits, ignoring the goals; empty if nothing fits."""
         rows = self._rows(pools)
         if not len(rows):
@@ -194,11 +140,11 @@ class Planner:
         speeds = batches / self.tbt(pools, rows)
         return [(int(batch), float(speed)) for batch, speed in zip(batches, speeds, strict=True)]
 
-    def tbt(self, pools: Pools, rows: Floats) -> Floats:
+    def tbt(self, pools: Way, rows: Floats) -> Floats:
         """Seconds between tokens with ``rows`` sequences in each lane, whether or not their KV fits."""
         return np.asarray(self._terms(pools, rows).max(axis=0))
 
-    def _rows(self, pools: Pools) -> Floats:
+    def _rows(self, pools: Way) -> Floats:
         """Batches per lane to try, up to the KV capacity of the memory pool; empty if weights or KV do not fit."""
         if not self.models[pools.compute.kind].weights_fit(pools.tensor_parallel):
             return _ROWS[:0]
@@ -206,16 +152,16 @@ class Planner:
         rows = _ROWS[: int(np.searchsorted(_ROWS, most, side="right"))]
         return np.append(rows, most) if len(rows) and rows[-1] < most else rows
 
-    def _sequences(self, pools: Pools) -> int:
+    def _sequences(self, pools: Way) -> int:
         """Sequences whose KV fits in the memory pool; partitioned by requests, each lies on one worker as a whole."""
-        each, live = self.models[pools.memory.kind].kv_tokens, self.workload.live
+        each, live = self.models[pools.second.kind].kv_tokens, self.workload.live
         if pools.partition is Partition.HEAD:
             return int(each * pools.memory_workers / live)
         return int(each / live) * pools.memory_workers
 
-    def _terms(self, pools: Pools, rows: Floats) -> Floats:
+    def _terms(self, pools: Way, rows: Floats) -> Floats:
         """``[4, rows]`` seconds: compute, memory, network and one lane's path, in the order of Bottleneck."""
-        compute, memory = self.models[pools.compute.kind], self.models[pools.memory.kind]
+        compute, memory = self.models[pools.compute.kind], self.models[pools.second.kind]
         layers = self.shape.layers
         dense = self._pass(compute, pools.tensor_parallel, rows)
         attention = layers * self._attention(pools, memory, rows)
@@ -228,7 +174,7 @@ class Planner:
         network = np.maximum(turns * here, pools.lanes * there)
         return np.stack([turns * dense, pools.lanes * attention, network, path])
 
-    def _attention(self, pools: Pools, memory: CostModel, rows: Floats) -> Floats:
+    def _attention(self, pools: Way, memory: CostModel, rows: Floats) -> Floats:
         """Seconds of one layer's attention of a lane, on the worker with the most work."""
         live, workers = self.workload.live, pools.memory_workers
         if pools.partition is Partition.HEAD:
@@ -247,11 +193,11 @@ class Planner:
         key = (model.hardware.kind, tensor_parallel)
         if key not in self._prefills:
             prompt = max(1, round(self.workload.prompt))
-            self._prefills[key] = model.prefill_seconds(prompt, PREFILL_CHUNK, tensor_parallel)
+            self._prefills[key] = model.prefill_seconds(prompt, DEFAULT_CHUNK, tensor_parallel)
         return self._prefills[key]
 
     def _plan(
-        self, pools: Pools, rows: Floats, terms: Floats, best: int, all_allowed: bool, ttft_s: float, hourly: float
+        self, pools: Way, rows: Floats, terms: Floats, best: int, all_allowed: bool, ttft_s: float, hourly: float
     ) -> Plan:
         busy = terms[:, best]
         tbt = float(busy.max())
@@ -290,33 +236,41 @@ def _limit(rows: Floats, best: int, all_allowed: bool) -> Limit:
     return Limit.NOTHING if all_allowed else Limit.TBT
 
 
-def layouts(
-    shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
-) -> Iterator[Pools]:
-    """Every layout with at most the given number of workers of each kind."""
-    for (kind, most), (memory_kind, most_memory) in product(compute, memory):
-        for tensor_parallel, replicas in _groups(shape, most):
-            for workers, lanes, partition in product(range(1, most_memory + 1), _lanes(replicas), Partition):
-                if partition is Partition.HEAD and (workers == 1 or shape.kv_heads % workers):
-                    continue
-                yield Pools(
-                    compute=kind,
-                    tensor_parallel=tensor_parallel,
-                    replicas=replicas,
-                    memory=memory_kind,
-                    memory_workers=workers,
-                    lanes=lanes,
-                    partition=partition,
-                )
+# -- one pool, for comparison ------------------------------------------------------------------------------------------
 
 
-def _lanes(replicas: int) -> list[int]:
-    """Numbers of lanes to try: one more than replicas, rotating, and one to three per replica, fixed."""
-    return sorted({replicas + 1, *(each * replicas for each in (1, 2, 3))})
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """One tensor-parallel group that serves alone, at its best batch."""
+
+    batch: int
+    tbt_s: float
+    tokens_s: float
 
 
-def _groups(shape: ModelShape, most: int) -> Iterator[tuple[int, int]]:
-    """(tensor parallelism, replicas): degrees that divide the heads, with the replicas that fit on ``most`` devices."""
-    for tensor_parallel in TENSOR_PARALLEL:
-        if shape.kv_heads % tensor_parallel == 0:
-            yield from ((tensor_parallel, replicas) for replicas in range(1, most // tensor_parallel + 1))
+def group_capacity(model: CostModel, devices: int, workload: Workload) -> int:
+    """Sequences whose KV fits beside the weights of one tensor-parallel group; 0 if the weights do not fit."""
+    free = devices * model.usable_bytes - model.shape.weight_bytes
+    return max(0, math.floor(free / (workload.live * model.shape.kv_bytes_per_token)))
+
+
+def group_step_seconds(model: CostModel, devices: int, batch: int, live: float) -> float:
+    """Seconds of one decode step of ``batch`` sequences of ``live`` cached tokens on a group of ``devices``."""
+    attention = model.attention_seconds(batch * live, batch, 1 / devices)
+    return float(model.pass_seconds(batch, devices) + model.shape.layers * attention)
+
+
+def _batches(most: int) -> list[int]:
+    spread = np.round(np.geomspace(1, max(1, most), 64))
+    return [int(batch) for batch in np.union1d(spread, np.arange(128, most, 128)) if batch <= most]
+
+
+def evaluate_group(model: CostModel, devices: int, workload: Workload, longest_tbt_s: float = math.inf) -> Group | None:
+    """Return a group of ``devices`` at its fastest batch within ``longest_tbt_s``; None if no batch is."""
+    most = min(group_capacity(model, devices, workload), MOST_ROWS)
+    best: Group | None = None
+    for batch in _batches(most):
+        seconds = group_step_seconds(model, devices, batch, workload.live)
+        if seconds <= longest_tbt_s and (best is None or batch / seconds > best.tokens_s):
+            best = Group(batch=batch, tbt_s=seconds, tokens_s=batch / seconds)
+    return best

@@ -20,14 +20,13 @@ import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
 from lamina.planning.plan.cost import CostModel
-from lamina.planning.plan.engines import NO_OVERHEAD, Engine
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.offloaded import OffloadedSteps
+from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
-from lamina.planning.plan.profile_curves import AS_PUBLISHED
 from lamina.planning.plan.prompts import PERCENTILE, Prompts
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.plan.workload import Workload
@@ -76,10 +75,7 @@ class Server:
 
     def evaluate(self, way: Way) -> Capacity | None:
         """Return the capacity of a way; None if weights, the longest request, an SLO or the budget rule it out."""
-        usd = sum(way.usd_per_hour(self.prices))
-        if self.slo.usd_per_hour is not None and usd > self.slo.usd_per_hour + 1e-6:
-            return None
-        if self.unfit(way) is not None:
+        if not self.slo.affords(sum(way.usd_per_hour(self.prices))) or self.unfit(way) is not None:
             return None
         if way.kind is Kind.OFFLOADED:
             return self._two_pools(way)
@@ -89,16 +85,15 @@ class Server:
         """Why the weights or the longest request of the workload do not fit; None if they do."""
         shape, longest = self.shape, self.workload.longest
         degree = way.tensor_parallel
-        holders = [way.compute] if way.kind is not Kind.APART or way.memory is None else [way.compute, way.memory]
+        holders = [way.compute, way.second] if way.kind is Kind.APART else [way.compute]
         for kind in holders:
             if not self.models[kind.kind].weights_fit(degree):
                 held = degree * self.models[kind.kind].usable_bytes / 1e9
                 return f"{shape.weight_bytes / 1e9:.0f} GB of weights do not fit {degree} {kind.kind} ({held:.0f} GB)"
         if way.kind is Kind.OFFLOADED:
-            assert way.memory is not None
-            room = self.models[way.memory.kind].kv_tokens * way.memory_workers
+            room = self.models[way.second.kind].kv_tokens * way.memory_workers
             if longest > room:
-                return f"the longest request has {longest} tokens; {way.memory_workers} {way.memory.kind} hold {room}"
+                return f"the longest request has {longest} tokens; {way.memory_workers} {way.second.kind} hold {room}"
             return None
         for kind in holders:
             room = int(0.98 * self._free(kind, degree, way.chunk))
@@ -115,8 +110,7 @@ class Server:
     # -- the three systems ---------------------------------------------------------------------------------------
 
     def _two_pools(self, way: Way) -> Capacity | None:
-        assert way.memory is not None
-        compute, memory = self.models[way.compute.kind], self.models[way.memory.kind]
+        compute, memory = self.models[way.compute.kind], self.models[way.second.kind]
         workers, lanes, degree = way.memory_workers, way.lanes, way.tensor_parallel
         # Requests are admitted with room for the tokens that they have, and slots left for all to grow. A sequence
         # whose worker is full goes on elsewhere, so that the pool is one.
@@ -175,11 +169,10 @@ class Server:
         return self._best(way, rows * way.replicas, share, steps, found, prompts, ones, ones)
 
     def _apart(self, way: Way) -> Capacity | None:
-        assert way.memory is not None
         degree, groups = way.tensor_parallel, way.memory_workers // way.tensor_parallel
-        prefill, decode = self.models[way.compute.kind], self.models[way.memory.kind]
+        prefill, decode = self.models[way.compute.kind], self.models[way.second.kind]
         rows, _ = self._rows(
-            self._free(way.memory, degree, way.chunk), 1, 2 * MOST_ROWS, copies=0
+            self._free(way.second, degree, way.chunk), 1, 2 * MOST_ROWS, copies=0
         )  # of what is sent, all is kept
         if not len(rows):
             return None

@@ -6,15 +6,19 @@ one of them.
 """
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.planner import TENSOR_PARALLEL, Partition, Pools, layouts
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.workload import Workload
+
+TENSOR_PARALLEL = (1, 2, 4, 8)
+DEFAULT_CHUNK = 2048
+"""The runtime's default max_num_batched_tokens."""
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 """Rows of a step (max_num_batched_tokens) to try: more prompts at once, or shorter steps."""
@@ -41,6 +45,13 @@ class Kind(enum.Enum):
         return Kind.OFFLOADED.value if self is Kind.LOCAL else self.value
 
 
+class Partition(enum.Enum):
+    """How attention is divided over the memory workers (Lamina, section 5.2)."""
+
+    REQUEST = "request"
+    HEAD = "head"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Way:
     """One way to serve.
@@ -53,10 +64,11 @@ class Way:
         tensor_parallel: devices of one copy of the weights, in both pools.
         lanes: with ``OFFLOADED``; else 1.
         segment: with ``OFFLOADED``, most tokens of a sequence on one memory worker, if several have room; None: any.
+        partition: with ``OFFLOADED``, how memory workers divide attention.
     """
 
-    kind: Kind
-    chunk: int
+    kind: Kind = Kind.OFFLOADED
+    chunk: int = DEFAULT_CHUNK
     compute: Hardware
     compute_workers: int
     memory: Hardware | None = None
@@ -64,6 +76,13 @@ class Way:
     tensor_parallel: int = 1
     lanes: int = 1
     segment: int | None = None
+    partition: Partition = Partition.REQUEST
+
+    @property
+    def second(self) -> Hardware:
+        """Hardware of the second pool, which the way must have."""
+        assert self.memory is not None
+        return self.memory
 
     @property
     def replicas(self) -> int:
@@ -79,7 +98,7 @@ class Way:
         """Cost of each pool, and of the network between two."""
         two = self.memory is not None
         compute = prices.usd_per_hour(self.compute, networked=two) * self.compute_workers
-        return compute, prices.usd_per_hour(self.memory, networked=True) * self.memory_workers if self.memory else 0.0
+        return compute, prices.usd_per_hour(self.second, networked=True) * self.memory_workers if two else 0.0
 
     def describe(self) -> str:
         """Return the pools in words."""
@@ -88,7 +107,7 @@ class Way:
             return f"{self.compute.kind}:{self.compute_workers} with local memory, TP{self.tensor_parallel}"
         if self.kind is Kind.ONE_POOL:
             return f"{self.compute.kind}:{self.compute_workers} alone, {copies}"
-        second = f"{self.memory.kind if self.memory else ''}:{self.memory_workers}"
+        second = f"{self.second.kind}:{self.memory_workers}"
         if self.kind is Kind.APART:
             return f"{self.compute.kind}:{self.compute_workers} prefill, {second} decode, TP{self.tensor_parallel}"
         order = "rotating" if self.rotates else "fixed"
@@ -136,11 +155,20 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """Limits on 99th percentiles, in seconds, and on dollars an hour."""
+    """Limits on 99th percentiles, in seconds, and on dollars an hour; infinite: no limit."""
 
     tbt_s: float = 0.2
     ttft_s: float = 10.0
-    usd_per_hour: float | None = None
+    usd_per_hour: float = math.inf
+
+    def affords(self, usd_per_hour: float) -> bool:
+        """Return whether a cost is within the budget, with a margin for rounding: 11.06 + 4.63 dollars are 15.69."""
+        return usd_per_hour <= self.usd_per_hour + 1e-6
+
+
+NO_LIMITS = Slo(tbt_s=math.inf, ttft_s=math.inf)
+INTERACTIVE = Slo(tbt_s=0.1, ttft_s=2.0)
+"""Targets that a person who waits would accept."""
 
 
 def segments(workload: Workload) -> tuple[int | None, ...]:
@@ -157,7 +185,10 @@ def ways(
     """Every way with at most the given number of devices of each kind. One pool takes as many as there are: half of
     them would serve half as much for half the money."""
     kinds = {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
-    yield from _two_pools(shape, compute, memory, segments)
+    for way in layouts(shape, compute, memory):
+        if way.partition is Partition.REQUEST:
+            for chunk, segment in product(CHUNKS, segments if way.memory_workers > 1 else (None,)):
+                yield replace(way, chunk=chunk, segment=segment)
     for kind, most in kinds.values():
         yield from _one_pool(shape, kind, most)
         yield from _local(shape, kind, most)
@@ -166,16 +197,29 @@ def ways(
             yield from _apart(shape, (kind, most), (other, most_other))
 
 
-def _two_pools(
-    shape: ModelShape,
-    compute: Sequence[tuple[Hardware, int]],
-    memory: Sequence[tuple[Hardware, int]],
-    segments: Sequence[int | None],
+def layouts(
+    shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> Iterator[Way]:
-    for pools in layouts(shape, compute, memory):
-        if pools.partition is Partition.REQUEST:
-            for chunk, segment in product(CHUNKS, segments if pools.memory_workers > 1 else (None,)):
-                yield _offloaded(pools, chunk, segment)
+    """Every way to offload attention with at most the given number of workers of each kind, at the default chunk."""
+    for (kind, most), (memory_kind, most_memory) in product(compute, memory):
+        for degree in _degrees(shape):
+            for replicas, workers in product(range(1, most // degree + 1), range(1, most_memory + 1)):
+                for lanes, partition in product(_lanes(replicas), Partition):
+                    if partition is Partition.REQUEST or (workers > 1 and shape.kv_heads % workers == 0):
+                        yield Way(
+                            compute=kind,
+                            compute_workers=replicas * degree,
+                            memory=memory_kind,
+                            memory_workers=workers,
+                            tensor_parallel=degree,
+                            lanes=lanes,
+                            partition=partition,
+                        )
+
+
+def _lanes(replicas: int) -> list[int]:
+    """Numbers of lanes to try: one more than replicas, rotating, and one to three per replica, fixed."""
+    return sorted({replicas + 1, *(each * replicas for each in (1, 2, 3))})
 
 
 def _one_pool(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
@@ -215,20 +259,6 @@ def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardwar
 
 def _degrees(shape: ModelShape) -> list[int]:
     return [degree for degree in TENSOR_PARALLEL if shape.kv_heads % degree == 0]
-
-
-def _offloaded(pools: Pools, chunk: int, segment: int | None) -> Way:
-    return Way(
-        kind=Kind.OFFLOADED,
-        chunk=chunk,
-        compute=pools.compute,
-        compute_workers=pools.compute_workers,
-        memory=pools.memory,
-        memory_workers=pools.memory_workers,
-        tensor_parallel=pools.tensor_parallel,
-        lanes=pools.lanes,
-        segment=segment,
-    )
 
 
 def shortlist(found: Sequence[Capacity], most: int = 10) -> list[Capacity]:

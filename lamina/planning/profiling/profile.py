@@ -26,9 +26,9 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import DType
 from lamina.planning.plan import model_shapes
 from lamina.planning.plan.fit_store import Fit, ProfileStore, Sample
-from lamina.planning.plan.kernel_times import Floats
+from lamina.planning.plan.kernel_times import AttendCurve, ChunkFit, Floats, SliceCurve, attention_flops
 from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.profile_curves import AttendCurve, ChunkFit, RuntimeFit, SliceCurve, attention_flops
+from lamina.planning.plan.overheads import RuntimeFit
 from lamina.planning.profiling.measure import Disturbance, Watch
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -54,54 +55,29 @@ class Result:
     gigabytes_per_s: float | None = None
 
 
-class Open(msgspec.Struct, tag=True, frozen=True):
-    """Open an endpoint; answered by Opened."""
+class Task(msgspec.Struct, frozen=True):
+    """A task for the far side.
 
-    transport: Transport
-    spin_s: float
+    Attributes:
+        name: open an endpoint of ``transport``, join that of ``descriptor``, echo or take ``count`` messages, or close.
+            Taking returns every slot by ringing the doorbell. Echoing and taking are not answered.
+        spin_s: how long waits of the endpoint spin.
+        nbytes: size of an echoed message.
+    """
 
-
-class Join(msgspec.Struct, tag=True, frozen=True):
-    """Connect to the endpoint with this descriptor; answered by Ready."""
-
-    descriptor: bytes
-
-
-class Echo(msgspec.Struct, tag=True, frozen=True):
-    """Echo ``count`` messages of ``nbytes``; not answered."""
-
-    nbytes: int
-    count: int
+    name: Literal["open", "join", "echo", "take", "close"]
+    transport: Transport = Transport.SHM
+    spin_s: float = 0.0
+    descriptor: bytes = b""
+    nbytes: int = 0
+    count: int = 0
 
 
-class Take(msgspec.Struct, tag=True, frozen=True):
-    """Receive ``count`` messages, returning every slot by ringing the doorbell; not answered."""
+class Answer(msgspec.Struct, frozen=True):
+    """What the far side answers: the descriptor of an opened endpoint, or why a task failed."""
 
-    count: int
-
-
-class Close(msgspec.Struct, tag=True, frozen=True):
-    """Close the endpoint; answered by Ready."""
-
-
-class Opened(msgspec.Struct, tag=True, frozen=True):
-    """The descriptor of the opened endpoint."""
-
-    descriptor: bytes
-
-
-class Ready(msgspec.Struct, tag=True, frozen=True):
-    """The task is done."""
-
-
-class Trouble(msgspec.Struct, tag=True, frozen=True):
-    """The task failed."""
-
-    reason: str
-
-
-Task = Open | Join | Echo | Take | Close
-Answer = Opened | Ready | Trouble
+    descriptor: bytes = b""
+    trouble: str = ""
 
 
 def slots_for(nbytes: int) -> int:
@@ -120,6 +96,14 @@ def make_endpoint(transport: Transport, name: str, spin_s: float, secret: Secret
             return RdmaEndpoint(name, spin_s=spin_s, secret=secret.data_plane)
 
 
+def _pair(context: zmq.Context[zmq.Socket[bytes]], secret: Secret, side: str) -> zmq.Socket[bytes]:
+    """Open a socket of one side, whose keys are derived from the shared secret."""
+    socket = context.socket(zmq.PAIR)
+    socket.linger = 0
+    socket.curve_publickey, socket.curve_secretkey = secret.curve_keys(side)
+    return socket
+
+
 class Far:
     """The side that runs tasks, for one near side after another. Port 0: any free port."""
 
@@ -127,11 +111,8 @@ class Far:
         self._secret, self._host = secret, host
         self._endpoint: Endpoint | None = None
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.linger = 0
-        # CURVE clients need this public key, which is derived from the shared secret.
+        self._socket = _pair(self._context, secret, FAR)
         self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = secret.curve_keys(FAR)
         try:
             self._socket.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -149,39 +130,34 @@ class Far:
         try:
             answer = self._do(self._decoder.decode(self._socket.recv()))
         except LaminaError as error:
-            answer = Trouble(str(error))
+            answer = Answer(trouble=str(error))
         if answer is not None:
             with contextlib.suppress(zmq.Again):  # the near side has left
                 self._socket.send(msgspec.msgpack.encode(answer), zmq.NOBLOCK)
 
     def _do(self, task: Task) -> Answer | None:
-        match task:
-            case Open(transport, spin_s):
+        match task.name:
+            case "open":
                 self._leave()
-                self._endpoint = make_endpoint(transport, "far", spin_s, self._secret, self._host)
+                self._endpoint = make_endpoint(task.transport, "far", task.spin_s, self._secret, self._host)
                 self._arena = self._endpoint.register(ARENA_NBYTES, 1)
                 self._sequence = 0
-                return Opened(self._endpoint.descriptor())
-            case Join(descriptor):
-                self._peer = self._opened().connect(descriptor, TIMEOUT_S)
-                return Ready()
-            case Echo(nbytes, count):
-                for _ in range(count):
-                    self._await_next()
-                    self._opened().post(self._peer, 0, nbytes, [self._arena.view(0, nbytes)], 0, self._sequence)
-                return None
-            case Take(count):
-                for _ in range(count):
-                    self._await_next()
-                    self._opened().ring(self._peer, 0, self._sequence)
-                return None
-            case Close():
+                return Answer(self._endpoint.descriptor())
+            case "join":
+                self._peer = self._opened().connect(task.descriptor, TIMEOUT_S)
+                return Answer()
+            case "close":
                 self._leave()
-                return Ready()
-
-    def _await_next(self) -> None:
-        self._sequence += 1
-        self._opened().wait([(0, self._sequence)], TIMEOUT_S)
+                return Answer()
+        for _ in range(task.count):
+            self._sequence += 1
+            self._opened().wait([(0, self._sequence)], TIMEOUT_S)
+            if task.name == "take":
+                self._opened().ring(self._peer, 0, self._sequence)
+            else:
+                message = [self._arena.view(0, task.nbytes)]
+                self._opened().post(self._peer, 0, task.nbytes, message, 0, self._sequence)
+        return None
 
     def _opened(self) -> Endpoint:
         if self._endpoint is None:
@@ -207,10 +183,8 @@ class Near:
         self._secret, self._address = secret, f"tcp://{host}:{port}"
         self._host = local_address(self._address)
         self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.linger = 0
+        self._socket = _pair(self._context, secret, NEAR)
         self._socket.curve_serverkey = secret.curve_keys(FAR)[0]
-        self._socket.curve_publickey, self._socket.curve_secretkey = secret.curve_keys(NEAR)
         self._socket.connect(self._address)
         self._decoder = msgspec.msgpack.Decoder(Answer)
 
@@ -225,8 +199,8 @@ class Near:
                 "same secret file?"
             )
         answer: Answer = self._decoder.decode(self._socket.recv())
-        if isinstance(answer, Trouble):
-            raise TransportError(f"the far side: {answer.reason}")
+        if answer.trouble:
+            raise TransportError(f"the far side: {answer.trouble}")
         return answer
 
     def measure(self, transport: Transport, wait: str, sizes: Sequence[int], seconds: float) -> Iterator[Result]:
@@ -234,11 +208,10 @@ class Near:
         endpoint = make_endpoint(transport, "near", SPINS[wait], self._secret, self._host)
         try:
             endpoint.register(ARENA_NBYTES, 1)
-            opened = self._ask(Open(transport, SPINS[wait]))
-            assert isinstance(opened, Opened)
+            opened = self._ask(Task("open", transport, SPINS[wait]))
             self._endpoint, self._sequence = endpoint, 0
             self._peer = endpoint.connect(opened.descriptor, TIMEOUT_S)
-            self._ask(Join(endpoint.descriptor()))
+            self._ask(Task("join", descriptor=endpoint.descriptor()))
             for nbytes in sizes:
                 once_s = self._round_trips(nbytes, 20)["p50"] * 1e-6
                 trips = self._round_trips(nbytes, max(20, min(50_000, int(seconds / once_s))))
@@ -246,13 +219,13 @@ class Near:
                 rate = self._stream(nbytes, max(20, min(200_000, int(seconds * pace * 1e9 / nbytes))))
                 yield Result(transport.value, wait, nbytes, trips, rate)
             endpoint.disconnect(self._peer)
-            self._ask(Close())
+            self._ask(Task("close"))
         finally:
             endpoint.close()
 
     def _round_trips(self, nbytes: int, rounds: int) -> dict[str, float]:
         """Percentiles of the round-trip time in microseconds; the first tenth is warm-up."""
-        self._tell(Echo(nbytes, rounds))
+        self._tell(Task("echo", nbytes=nbytes, count=rounds))
         message, times = [os.urandom(nbytes)], np.empty(rounds)
         for i in range(rounds):
             self._sequence += 1
@@ -265,7 +238,7 @@ class Near:
 
     def _stream(self, nbytes: int, messages: int) -> float:
         """Bandwidth of a stream of messages in gigabytes per second."""
-        self._tell(Take(messages))
+        self._tell(Task("take", count=messages))
         message, slots, first = [os.urandom(nbytes)], slots_for(nbytes), self._sequence
         start = time.perf_counter()
         for i in range(messages):

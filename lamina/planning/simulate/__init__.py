@@ -1,6 +1,6 @@
 """Simulates serving a trace by discrete events: the runtime's own decisions, or baselines, under a virtual clock.
 
-    deployment = Deployment(model=models.find("Llama-2-13B"), compute=catalogue["a100"], compute_workers=2,
+    deployment = Deployment(model=model_shapes.find("Llama-2-13B"), compute=catalogue["a100"], compute_workers=2,
                             memory=catalogue["rtx3090"], memory_workers=6)
     result = simulate(deployment, replay(read_trace(file)))
     print(result.tokens_s, result.ttft_s.p50, result.usd_per_million_out)
@@ -11,29 +11,24 @@
 import gc
 from collections.abc import Callable, Sequence
 
-from lamina.planning.simulate.arrivals import Arrivals, draw, replay
 from lamina.planning.simulate.baselines import BaselineSimulation, System
-from lamina.planning.simulate.deployment import Deployment, Fault, check_faults, parse_failure, parse_slowdown
-from lamina.planning.simulate.result import (
-    Decisions,
-    Percentiles,
-    PoolUse,
-    RequestLog,
-    Result,
-    State,
-    check_requests_file,
-    write_requests,
+from lamina.planning.simulate.result import Result, State, check_requests_file, write_requests
+from lamina.planning.simulate.scenario import (
+    Arrivals,
+    Deployment,
+    Fault,
+    check_faults,
+    draw,
+    parse_failure,
+    parse_slowdown,
+    replay,
 )
 from lamina.planning.simulate.virtual_runtime import Simulation
 
 __all__ = [
     "Arrivals",
-    "Decisions",
     "Deployment",
     "Fault",
-    "Percentiles",
-    "PoolUse",
-    "RequestLog",
     "Result",
     "State",
     "System",

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina.planning.plan.cost import CostModel
-from lamina.planning.plan.engines import NO_OVERHEAD, Engine
 from lamina.planning.plan.kernel_times import Floats
-from lamina.planning.plan.reuse import Content
+from lamina.planning.plan.overheads import NO_OVERHEAD, Engine
+from lamina.planning.plan.workload import Content
 from lamina.planning.simulate.step_times import slice_times
 
 BLOCK = 16  # tokens of KV per block
@@ -33,8 +33,8 @@ class _Unit:
 class Prefixes:
     """The prefixes that have KV in an engine: blocks of equal prefixes are shared, and idle ones evicted.
 
-    Blocks are counted by *unit*: a run of tokens of a trace (``lamina.planning.plan.reuse``) without its last token, or
-    that token. A unit owns the blocks that end in it. Idle units count as free blocks; the least recently used are
+    Blocks are counted by *unit*: a run of tokens of a trace (``lamina.planning.plan.workload``) without its last token,
+    or that token. A unit owns the blocks that end in it. Idle units count as free blocks; the least recently used are
     evicted when blocks are needed.
 
     Attributes:

@@ -21,11 +21,10 @@ import numpy as np
 
 from lamina.core.errors import ConfigError
 from lamina.planning.plan.cost import CostModel
-from lamina.planning.plan.reuse import Content
-from lamina.planning.simulate.arrivals import Arrivals
+from lamina.planning.plan.workload import Content
 from lamina.planning.simulate.baseline_instance import BLOCK, Batch, Instance, Running
-from lamina.planning.simulate.deployment import Deployment, Fault
 from lamina.planning.simulate.result import PoolUse, RequestLog, Result, State
+from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault
 
 AFFINITY, SLACK = 1.5, 4
 """A request goes where its prefix is unless so many times as many requests, and so many more, are there."""

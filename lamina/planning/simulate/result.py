@@ -16,7 +16,7 @@ from lamina import _native
 from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError
 from lamina.planning.plan.kernel_times import Floats
-from lamina.planning.simulate.arrivals import Arrivals, Ints
+from lamina.planning.simulate.scenario import Arrivals, Ints
 
 
 class State(enum.Enum):

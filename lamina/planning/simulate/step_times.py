@@ -9,8 +9,7 @@ from lamina import _native
 from lamina.core.steps import StepPlan
 from lamina.dataplane.wire import attends_locally
 from lamina.planning.plan.cost import GEMMS, POINTWISE, CostModel
-from lamina.planning.simulate.arrivals import Ints
-from lamina.planning.simulate.deployment import Deployment
+from lamina.planning.simulate.scenario import Deployment, Ints
 
 Places = Sequence[tuple[int, int, int | None]]
 """The memory worker, first token and end of each segment of a sequence, by ascending token."""

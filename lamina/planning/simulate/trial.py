@@ -6,16 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lamina.planning.plan.engines import NO_OVERHEAD, Engine
 from lamina.planning.plan.fit_store import ProfileStore
 from lamina.planning.plan.model_shapes import ModelShape
+from lamina.planning.plan.overheads import NO_OVERHEAD, Engine
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.plan.workload import TracedRequest, Workload
 from lamina.planning.simulate import System, simulate
-from lamina.planning.simulate.arrivals import Arrivals, draw, replay
-from lamina.planning.simulate.deployment import Deployment
 from lamina.planning.simulate.result import Result, State
+from lamina.planning.simulate.scenario import Arrivals, Deployment, draw, replay
 
 FEWEST, MOST = 400, 12_000
 TURNOVERS = 10

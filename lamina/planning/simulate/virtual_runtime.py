@@ -27,9 +27,8 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import Request, SamplingParams, Segment
 from lamina.kv.placement import Placement
 from lamina.kv.preemption import POLICIES
-from lamina.planning.simulate.arrivals import Arrivals, Ints
-from lamina.planning.simulate.deployment import Deployment, Fault
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
+from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
 from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn

@@ -139,7 +139,9 @@ def test_a_market_of_one_s_own(priced: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--model Llama-3-70B", "give --compute and --memory"),
+        ("--model Llama-3-70B", "give --compute, and --memory"),
+        ("--model Llama-3-70B --compute h100 --context 9", "are about two pools; give --memory too"),
+        ("--model Llama-3-70B --compute h100 --map x.svg", "are about two pools; give --memory too"),
         (f"{PAIR} --slo-tbt 50", r"--slo-tbt '50' is not a duration.*did you mean 50ms"),
         (f"{PAIR} --slo-ttft 0s", "--slo-ttft '0s' is not a duration"),
         (f"{PAIR} --slo-ttft 2minutes", "--slo-ttft '2minutes' is not a duration"),

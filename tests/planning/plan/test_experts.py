@@ -9,8 +9,8 @@ import pytest
 from lamina.core.errors import ConfigError, ModelError, UnsupportedModelError
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.cost import CostModel, Fits
-from lamina.planning.plan.experts import Experts
-from lamina.planning.plan.profile_curves import SliceCurve
+from lamina.planning.plan.kernel_times import SliceCurve
+from lamina.planning.plan.model_shapes import Experts
 
 CATALOGUE = hardware.load()
 QWEN = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import cast
 from xml.etree import ElementTree
@@ -10,16 +11,16 @@ import pytest
 from typer.testing import CliRunner
 
 from lamina.cli import app
-from lamina.cli.plan_map import svg
+from lamina.cli.plan_map import LEGEND, svg
 from lamina.core.errors import UserError
-from lamina.planning.plan import crossover_map as plan_map
+from lamina.planning import crossover_map as plan_map
+from lamina.planning import crossover_map as simulated
+from lamina.planning.crossover_map import Cell, Grid, cells, crossover
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
-from lamina.planning.plan.crossover_map import Cell, Grid, cells, crossover
-from lamina.planning.plan.reuse import Sessions
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, ways
-from lamina.planning.simulate import cells as simulated
+from lamina.planning.plan.workload import Sessions
 
 CATALOGUE = hardware.load()
 RENTS = prices.load("paper")
@@ -106,7 +107,12 @@ def test_the_command_prints_and_draws(tmp_path: Path, monkeypatch: pytest.Monkey
     )
     drawn = ElementTree.fromstring(picture.read_text())
     cells = len(plan_map.PROMPTS) * (len(plan_map.OUTPUTS) + len(plan_map.IDLE) + len(plan_map.SHARED))
-    assert len(drawn.findall("{http://www.w3.org/2000/svg}rect")) == cells
+    svg = "{http://www.w3.org/2000/svg}"
+    assert len(drawn.findall(f"{svg}rect[@class='cell']")) == cells
+    texts = [label.text or "" for label in drawn.findall(f"{svg}text")]
+    winners = [text for text in texts if re.fullmatch("offload|apart|(h100|h20) alone", text)]
+    assert len(winners) == cells and all(meaning in texts for _, meaning in LEGEND)
+    assert all(winner in output for winner in winners)
     assert "idle | prompt" in output and "shared | prompt" in output
     with pytest.raises(UserError, match="--map has a grid"):
         CliRunner().invoke(app, [*line, "--map", str(picture), "--prompt", "5"], catch_exceptions=False)
@@ -162,6 +168,6 @@ def test_the_picture_says_which_side_serves_alone() -> None:
     labels = [label.text for label in ElementTree.fromstring(text).iter("{http://www.w3.org/2000/svg}text")]
     assert (
         labels[0] == "a & b: two kinds (offloading) against one"
-        and labels[-2:] == ["neither", "(-)"]
+        and labels[-2 - len(LEGEND) : -len(LEGEND)] == ["neither", "(-)"]
         and {"one only", "two only"} <= set(labels)
     )

@@ -10,8 +10,8 @@ from bench.cost import measured
     [
         ("rtx4090", 1, 0.25, 0.18, 0.17),  # nearly full: most of what it holds are weights
         ("rtxpro6000", 1, 0.15, 0.06, 0.07),
-        ("qwen3_32b", 12, 0.35, 0.08, 0.08),
-        ("gpt_oss", 24, 0.35, 0.10, 0.10),
+        ("qwen3_32b", 12, 0.20, 0.06, 0.06),
+        ("gpt_oss", 24, 0.20, 0.06, 0.06),
     ],
 )
 def test_median_errors_on_rows_held_out(name: str, every: int, ttft: float, tpot: float, tokens: float) -> None:

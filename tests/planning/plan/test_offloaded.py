@@ -5,16 +5,15 @@ import dataclasses
 import numpy as np
 import pytest
 
+from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.offloaded import OffloadedSteps
 from lamina.planning.plan.prompts import Prompts
-from lamina.planning.plan.reuse import Sessions
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Kind, Slo, Way
-from lamina.planning.plan.workload import TracedRequest
+from lamina.planning.plan.workload import Sessions, TracedRequest
 from lamina.planning.simulate import Deployment, replay, simulate
-from lamina.planning.simulate.cells import trace
 from lamina.planning.simulate.trial import Course
 
 CATALOGUE = hardware.load()

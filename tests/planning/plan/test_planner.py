@@ -14,11 +14,20 @@ import pytest
 from lamina import _native
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
-from lamina.planning.plan import hardware, homogeneous, model_shapes, prices, workload
+from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.advice import alone, beyond, pareto, recommend, refusal
 from lamina.planning.plan.cost import CostModel, Fits
-from lamina.planning.plan.planner import Bottleneck, Goals, Limit, Partition, Plan, Planner, Pools, layouts
-from lamina.planning.plan.profile_curves import ROUND_TRIP_S
+from lamina.planning.plan.overheads import ROUND_TRIP_S
+from lamina.planning.plan.planner import (
+    Bottleneck,
+    Limit,
+    Plan,
+    Planner,
+    evaluate_group,
+    group_capacity,
+    group_step_seconds,
+)
+from lamina.planning.plan.ways import NO_LIMITS, Partition, Slo, Way, layouts
 
 CATALOGUE = hardware.load()
 RENTS = prices.Prices(
@@ -33,18 +42,18 @@ CHAT = workload.Workload(name="chat", prompt=1155, output=211, live=1227, longes
 def planner(
     shape: model_shapes.ModelShape = LLAMA3,
     served: workload.Workload = CHAT,
-    goals: Goals | None = None,
+    goals: Slo = NO_LIMITS,
     market: prices.Prices = RENTS,
 ) -> Planner:
     costs = {kind: CostModel(shape, entry, Fits.load(entry)) for kind, entry in CATALOGUE.kinds.items()}
-    return Planner(shape, served, costs, market, goals or Goals())
+    return Planner(shape, served, costs, market, goals)
 
 
-def pools(**changes: Any) -> Pools:
-    base = Pools(
+def pools(replicas: int = 1, tensor_parallel: int = 2, **changes: Any) -> Way:
+    base = Way(
         compute=CATALOGUE["h100"],
-        tensor_parallel=2,
-        replicas=1,
+        compute_workers=replicas * tensor_parallel,
+        tensor_parallel=tensor_parallel,
         memory=CATALOGUE["h20"],
         memory_workers=4,
         lanes=2,
@@ -73,7 +82,7 @@ def rotate(lanes: int, replicas: int, slice_s: float, attention_s: float, messag
     return end / layers
 
 
-def drawn(seed: int) -> tuple[Pools, int]:
+def drawn(seed: int) -> tuple[Way, int]:
     """Any layout and context."""
     draw = random.Random(seed)
     replicas = draw.randint(1, 4)
@@ -112,7 +121,7 @@ def test_time_between_tokens_is_what_a_rotation_takes(seed: int) -> None:
     assert found.tbt_s / LLAMA3.layers == pytest.approx(expected, rel=0.03)
 
 
-def played(seen: Pools, model: Planner, rows: int, live: int, steps: int = 5) -> float:
+def played(seen: Way, model: Planner, rows: int, live: int, steps: int = 5) -> float:
     """Seconds of a decode step when the simulator's cluster runs its slices, attentions and messages."""
     compute, memory, shape = model.models[seen.compute.kind], model.models[seen.memory.kind], model.shape
     pipeline = Pipeline(seen.lanes, seen.replicas, seen.lanes == seen.replicas + 1)
@@ -214,7 +223,7 @@ def test_no_other_plan_beats_one_of_the_front() -> None:
 
 def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
     """The second Lamina paper serves Llama-3-70B with (2 H100, 4 H20) against 4 H100 at $11.06 an hour."""
-    model = planner(goals=Goals(usd_per_hour=4 * 11.06))
+    model = planner(goals=replace(NO_LIMITS, usd_per_hour=4 * 11.06))
     candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 16)]))
     best = recommend([plan for one in candidates if (plan := model.evaluate(one)) is not None])
     assert best.pools.compute_workers == 2 and best.pools.tensor_parallel == 2
@@ -230,7 +239,7 @@ def test_at_the_cost_of_four_h100_two_with_a_few_h20_are_recommended() -> None:
 
 
 def test_a_plan_keeps_its_goals() -> None:
-    goals = Goals(tbt_s=0.06, ttft_s=0.2, usd_per_hour=90)
+    goals = replace(NO_LIMITS, tbt_s=0.06, ttft_s=0.2, usd_per_hour=90)
     model = planner(goals=goals)
     candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 8)]))
     plans = [plan for one in candidates if (plan := model.evaluate(one)) is not None]
@@ -244,18 +253,18 @@ def test_a_plan_keeps_its_goals() -> None:
 @pytest.mark.parametrize(
     ("goals", "served", "compute", "message"),
     [
-        (Goals(tbt_s=0.001), CHAT, 8, r"--slo-tbt 1ms; the nearest is [\d.]+ms, with --compute h100:"),
-        (Goals(ttft_s=0.001), CHAT, 8, r"--slo-ttft 1ms; the nearest is \d+ms, with --compute h100:8"),
+        (replace(NO_LIMITS, tbt_s=0.001), CHAT, 8, r"--slo-tbt 1ms; the nearest is [\d.]+ms, with --compute h100:"),
+        (replace(NO_LIMITS, ttft_s=0.001), CHAT, 8, r"--slo-ttft 1ms; the nearest is \d+ms, with --compute h100:8"),
         (
-            Goals(usd_per_hour=5),
+            replace(NO_LIMITS, usd_per_hour=5),
             CHAT,
             8,
             r"--budget \$5.00/h; the nearest is \$26.75/h, with --compute h100:2 --memory h20:1",
         ),
-        (Goals(ttft_s=0.1, usd_per_hour=30), CHAT, 8, "--slo-ttft within --budget"),
-        (Goals(), CHAT, 1, "141 GB of weights; tensor parallelism over 1 x h100 holds 77 GB; give --compute h100:2,"),
+        (replace(NO_LIMITS, ttft_s=0.1, usd_per_hour=30), CHAT, 8, "--slo-ttft within --budget"),
+        (NO_LIMITS, CHAT, 1, "141 GB of weights; tensor parallelism over 1 x h100 holds 77 GB; give --compute h100:2,"),
         (
-            Goals(),
+            NO_LIMITS,
             workload.of_context(10**7),
             8,
             r"needs 10000000 tokens.*a h20 holds \d+, .*has at most 4.*8 KV heads.*give hardware with more",
@@ -263,7 +272,7 @@ def test_a_plan_keeps_its_goals() -> None:
     ],
 )
 def test_what_cannot_be_is_refused_with_the_nearest(
-    goals: Goals, served: workload.Workload, compute: int, message: str
+    goals: Slo, served: workload.Workload, compute: int, message: str
 ) -> None:
     model = planner(served=served, goals=goals)
     candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], compute)], [(CATALOGUE["h20"], 4)]))
@@ -278,9 +287,9 @@ def test_the_nearest_is_within_reach() -> None:
     """The nearest value named by an error yields a plan."""
     candidates = list(layouts(LLAMA3, [(CATALOGUE["h100"], 8)], [(CATALOGUE["h20"], 4)]))
     for goals, name, unit, scale in (
-        (Goals(tbt_s=0.001), "tbt_s", "ms", 1e-3),
-        (Goals(ttft_s=0.001), "ttft_s", "ms", 1e-3),
-        (Goals(usd_per_hour=1), "usd_per_hour", "/h", 1.0),
+        (replace(NO_LIMITS, tbt_s=0.001), "tbt_s", "ms", 1e-3),
+        (replace(NO_LIMITS, ttft_s=0.001), "ttft_s", "ms", 1e-3),
+        (replace(NO_LIMITS, usd_per_hour=1), "usd_per_hour", "/h", 1.0),
     ):
         found = re.search(rf"nearest is \$?([\d.]+){unit}", str(refusal(planner(goals=goals), candidates)))
         assert found is not None
@@ -292,8 +301,8 @@ def test_a_budget_of_what_the_cheapest_pools_cost_is_enough() -> None:
     """Added up in floating point, $11.06 and $4.63 an hour are above $15.69."""
     shape = model_shapes.find("Llama-3-8B")
     candidates = list(layouts(shape, [(CATALOGUE["h100"], 1)], [(CATALOGUE["h20"], 1)]))
-    assert all(planner(shape, goals=Goals(usd_per_hour=15.68)).evaluate(one) is None for one in candidates)
-    assert any(planner(shape, goals=Goals(usd_per_hour=15.69)).evaluate(one) for one in candidates)
+    assert all(planner(shape, goals=replace(NO_LIMITS, usd_per_hour=15.68)).evaluate(one) is None for one in candidates)
+    assert any(planner(shape, goals=replace(NO_LIMITS, usd_per_hour=15.69)).evaluate(one) for one in candidates)
 
 
 def test_a_group_that_could_hold_the_weights_is_named_or_the_memory_it_takes() -> None:
@@ -322,13 +331,13 @@ def test_traces(tmp_path: Path) -> None:
     )
     first, second = workload.read_trace(azure)
     assert (first.arrival_s, second.arrival_s, second.prompt, second.output) == (0, 4, 200, 3)
-    means = workload.of_trace(azure)
+    means = workload.of_requests("a trace", workload.read_trace(azure))
     assert (means.prompt, means.output, means.longest) == (150, 2, 203)
     # Four decode steps: one with a prompt of 100, three with one of 200.
     assert means.live == pytest.approx((1 * 100.5 + 3 * 201.5) / 4)
     mooncake = tmp_path / "mooncake.jsonl"
     mooncake.write_text('{"timestamp": 0, "input_length": 7, "output_length": 2, "hash_ids": []}\n')
-    assert workload.of_trace(mooncake).longest == 9
+    assert workload.of_requests("a trace", workload.read_trace(mooncake)).longest == 9
     # A part of a trace: time begins with the earliest request that is kept.
     rows = [(9000, 5, 5), (7000, 8, 3), (6000, 0, 3)]
     mooncake.write_text(
@@ -341,7 +350,7 @@ def test_traces(tmp_path: Path) -> None:
     assert [request.arrival_s for request in workload.read_trace(azure)] == [pytest.approx(1.00993), 0]
     azure.write_text("a,b\n1,2\n")
     with pytest.raises(ConfigError, match=r"is not a trace \(KeyError: 'TIMESTAMP'\)"):
-        workload.of_trace(azure)
+        workload.of_requests("a trace", workload.read_trace(azure))
 
 
 @pytest.mark.parametrize(
@@ -366,7 +375,7 @@ def test_what_is_no_trace_is_refused(row: str, tmp_path: Path) -> None:
 
 def test_what_the_same_money_buys_alone() -> None:
     """Four H100 in one group, by hand: weights and KV share their memory, steps add up."""
-    model = planner(goals=Goals(usd_per_hour=4 * 11.06))
+    model = planner(goals=replace(NO_LIMITS, usd_per_hour=4 * 11.06))
     plan = model.evaluate(pools())
     assert plan is not None
     printed = alone(model, plan)
@@ -374,13 +383,13 @@ def test_what_the_same_money_buys_alone() -> None:
     assert printed.against(plan).startswith("4 h100 alone ($44.24/h, tensor parallelism 4): ")
     cost = model.models["h100"]
     batch = math.floor((4 * 0.9 * 80 * 2**30 - LLAMA3.weight_bytes) / (CHAT.live * LLAMA3.kv_bytes_per_token))
-    assert homogeneous.capacity(cost, 4, CHAT) == batch
+    assert group_capacity(cost, 4, CHAT) == batch
     attention = 80 * float(cost.attention_seconds(batch * CHAT.live, batch, 1 / 4))
     seconds = float(cost.pass_seconds(batch, 4)) + attention
-    assert homogeneous.step_seconds(cost, 4, batch, CHAT.live) == pytest.approx(seconds)
-    found = homogeneous.evaluate(cost, 4, CHAT)
+    assert group_step_seconds(cost, 4, batch, CHAT.live) == pytest.approx(seconds)
+    found = evaluate_group(cost, 4, CHAT)
     assert found is not None and found.tokens_s == pytest.approx(batch / seconds, rel=0.02)
     assert printed.tokens_s == found.tokens_s
-    strict = homogeneous.evaluate(cost, 4, CHAT, longest_tbt_s=0.03)
+    strict = evaluate_group(cost, 4, CHAT, longest_tbt_s=0.03)
     assert strict is not None and strict.tbt_s <= 0.03 and strict.batch < batch
-    assert homogeneous.evaluate(cost, 1, CHAT) is None  # 141 GB of weights on 80 GB
+    assert evaluate_group(cost, 1, CHAT) is None  # 141 GB of weights on 80 GB

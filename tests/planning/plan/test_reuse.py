@@ -10,7 +10,7 @@ import pytest
 from bench.cost import traces
 from lamina.core.errors import ConfigError
 from lamina.planning.plan import workload
-from lamina.planning.plan.reuse import FromTrace, Sessions
+from lamina.planning.plan.workload import FromTrace, Sessions
 
 
 def played(trace: list[workload.TracedRequest], size: float) -> float:

@@ -13,14 +13,13 @@ from typer.testing import CliRunner
 from lamina.cli import app
 from lamina.cli import plan_ways as table
 from lamina.core.errors import UserError
+from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
-from lamina.planning.plan.reuse import Sessions
 from lamina.planning.plan.serving import Server
 from lamina.planning.plan.ways import Kind, Slo, Way, shortlist, ways
-from lamina.planning.plan.workload import TracedRequest
+from lamina.planning.plan.workload import Sessions, TracedRequest
 from lamina.planning.simulate import Arrivals, State, System, draw, simulate
-from lamina.planning.simulate.cells import trace
 from lamina.planning.simulate.result import RequestLog
 from lamina.planning.simulate.trial import Course, Trial
 

@@ -9,9 +9,11 @@ import pytest
 from lamina.planning.plan import hardware, model_shapes, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.fit_store import Fit, ProfileStore
-from lamina.planning.plan.planner import Goals, Partition, Planner, Pools
+from lamina.planning.plan.kernel_times import AttendCurve, ChunkFit, SliceCurve
+from lamina.planning.plan.overheads import RuntimeFit
+from lamina.planning.plan.planner import Planner
 from lamina.planning.plan.prices import UNPRICED
-from lamina.planning.plan.profile_curves import AttendCurve, ChunkFit, RuntimeFit, SliceCurve
+from lamina.planning.plan.ways import NO_LIMITS, Way
 from lamina.planning.profiling import profile
 from lamina.planning.profiling.profile import DRAWN, Run
 from lamina.planning.simulate import Arrivals, Deployment, simulate
@@ -93,17 +95,9 @@ def test_slices_of_a_third_width_follow_from_two() -> None:
     assert np.all(noisy.predict_slice(np.array(rows), 9_000_000) >= 1e-4 * 0.99)
 
 
-def one_of_each(kind: hardware.Hardware, lanes: int) -> Pools:
+def one_of_each(kind: hardware.Hardware, lanes: int) -> Way:
     """A compute and a memory worker of a kind."""
-    return Pools(
-        compute=kind,
-        tensor_parallel=1,
-        replicas=1,
-        memory=kind,
-        memory_workers=1,
-        lanes=lanes,
-        partition=Partition.REQUEST,
-    )
+    return Way(compute=kind, compute_workers=1, memory=kind, memory_workers=1, lanes=lanes)
 
 
 def test_pools_that_share_a_memory_slow_each_other() -> None:
@@ -114,7 +108,7 @@ def test_pools_that_share_a_memory_slow_each_other() -> None:
     def tbt(contention: float, lanes: int) -> float:
         runtime = RuntimeFit(**{**vars(TRUTH), "contention": contention})
         fits = Fits(**{**vars(Fits.load(entry)), "slices": CURVE, "runtime": runtime})
-        planner = Planner(SHAPE, served, {"epyc": CostModel(SHAPE, entry, fits)}, UNPRICED, Goals())
+        planner = Planner(SHAPE, served, {"epyc": CostModel(SHAPE, entry, fits)}, UNPRICED, NO_LIMITS)
         pools = one_of_each(entry, lanes)
         return float(planner.tbt(pools, np.array([8.0]))[0])
 
@@ -161,7 +155,7 @@ def test_the_simulator_takes_what_was_measured(tmp_path: Path) -> None:
     expected = []
     for cached in range(64, 68):
         served = workload.of_context(cached + 1)
-        planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, UNPRICED, Goals())
+        planner = Planner(SHAPE, served, {"cpu": deployment.compute_cost}, UNPRICED, NO_LIMITS)
         pools = one_of_each(entry, 1)
         expected.append(float(planner.tbt(pools, np.ones(1))[0]))
     assert np.repeat(times, counts) == pytest.approx(expected, rel=1e-6)

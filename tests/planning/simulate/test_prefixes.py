@@ -7,9 +7,9 @@ from bench.cost import traces
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.plan.workload import TracedRequest
 from lamina.planning.simulate import Deployment, Result, State, System, simulate
-from lamina.planning.simulate.arrivals import replay
 from lamina.planning.simulate.baseline_instance import BLOCK
 from lamina.planning.simulate.baselines import BaselineSimulation
+from lamina.planning.simulate.scenario import replay
 
 CATALOGUE = hardware.load()
 SMALL = model_shapes.find("Llama-2-7B")

@@ -14,7 +14,7 @@ from lamina.core.steps import StepPlan
 from lamina.core.types import Pipelining, Request
 from lamina.kv.placement import WATERMARK, Placement
 from lamina.planning.plan import hardware, model_shapes
-from lamina.planning.plan.profile_curves import ROUND_TRIP_S
+from lamina.planning.plan.overheads import ROUND_TRIP_S
 from lamina.planning.plan.workload import TracedRequest
 from lamina.planning.simulate import (
     Arrivals,

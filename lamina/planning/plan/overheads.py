@@ -1,6 +1,47 @@
-"""Time and memory that a serving engine needs besides its kernels, by engine and version."""
+"""Time and memory that serving needs besides kernels: in Lamina's runtime, published or measured, and in engines."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
+
+from lamina.planning.plan.kernel_times import AttendCurve, ChunkFit
+
+ROUND_TRIP_S = 33e-6
+"""Round trip of a small message by RDMA with device polling (Lamina, section 6.3; second paper: 33.0 us)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeFit:
+    """Time the runtime spends besides slices and attention; as published for GPUs and RDMA, or measured.
+
+    Attributes:
+        exchange_s, exchange_row_s: on a compute worker, per layer and per row of it: messages, merging, and the
+            slowdown of slices that alternate with messages.
+        step_s, step_row_s: on a compute worker, per step and per row of it: sampling.
+        attend, kv_bytes_s: on a memory worker, per layer besides reading KV, and the bandwidth of reading it.
+        chunks: attention of prompt chunks, on either. None, like the two before: as the attention kernels of the fits.
+        round_trip_s: per layer, time in which neither worker is busy.
+        contention: where workers share one memory, the relative slowdown of each while both pools work.
+    """
+
+    exchange_s: float = 0.0
+    exchange_row_s: float = 0.0
+    step_s: float = 0.0
+    step_row_s: float = 0.0
+    attend: AttendCurve | None = None
+    kv_bytes_s: float | None = None
+    chunks: ChunkFit | None = None
+    round_trip_s: float = ROUND_TRIP_S
+    contention: float = 0.0
+
+    @classmethod
+    def stored(cls, *, attend: Mapping[str, Any], chunks: Mapping[str, float], **parameters: float) -> "RuntimeFit":
+        """Build from the parameters of a measured fit."""
+        return cls(attend=AttendCurve(**attend), chunks=ChunkFit(**chunks), **parameters)
+
+
+AS_PUBLISHED = RuntimeFit()
+"""The figures of the papers, for devices without a profile."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,334 @@
+"""Commands that ask a running server: `lamina status`, `lamina scale`, `lamina down`, and `lamina chat --url`."""
+
+import http.client
+import json
+import socket
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Generator, Mapping, Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, cast
+
+import typer
+
+from lamina.cluster.pool import parse_change
+from lamina.config.environment import environment
+from lamina.core.errors import ConfigError, EngineDeadError, RequestError, TransportError, UserError
+
+STATUS_S = 5.0
+ADMINISTER_S = 1800.0  # compute workers load weights first
+TOKEN_S = 600.0
+"""Longest wait for the next token, and so for a place in the queue and the prompt."""
+
+END_S = 180.0  # open answers may finish, workers exit by themselves
+POLL_S = 0.2
+BAR = 20  # characters of a memory worker's slots
+
+Url = Annotated[str, typer.Option(help="Address of the server.")]
+LOCAL_URL = "http://127.0.0.1:8000"
+
+Sample = tuple[Mapping[str, str], float]
+
+
+def open_url(
+    server: str, path: str, timeout_s: float, body: Any = None, headers: Mapping[str, str] | None = None
+) -> http.client.HTTPResponse:
+    """Return the answer of a server, whatever its status. ``body``: sent as JSON with POST.
+
+    Raises ConfigError if ``server`` is not the URL of an HTTP server, TransportError if none answers there.
+    """
+    if not server.startswith(("http://", "https://")):
+        raise ConfigError(f"{server!r} is not the URL of a server; give --url http://HOST:PORT")
+    url = server.rstrip("/") + path
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **(headers or {})})
+    try:
+        return cast(http.client.HTTPResponse, urllib.request.urlopen(request, timeout=timeout_s))
+    except urllib.error.HTTPError as error:
+        return cast(http.client.HTTPResponse, error)
+    except (http.client.HTTPException, ValueError) as error:
+        raise not_a_server(url, error) from error
+    except OSError as error:  # URLError and TimeoutError too
+        reason = getattr(error, "reason", error)
+        raise TransportError(
+            f"no server answers at {url}: {reason}; start one with `lamina launch`, or give --url its address"
+        ) from error
+
+
+def not_a_server(url: str, why: object) -> ConfigError:
+    """Return the error for a URL where something other than Lamina answers."""
+    return ConfigError(f"{url} is not a Lamina server: {why}; give --url the address that `lamina launch` printed")
+
+
+def status(
+    url: Url = LOCAL_URL,
+    placement: Annotated[
+        bool, typer.Option(help="Show the KV on each memory worker by request, and moves under way.")
+    ] = False,
+) -> None:
+    """Show the state of a running server.
+
+    Lists requests, KV in use, and which transport links its workers and why. Exit status 1 if the server cannot be
+    reached, its engine has stopped, or a worker does not respond.
+    """
+    from lamina.cli.console import print_text
+
+    if placement:
+        _, answer = _fetch(url, "/placement")
+        print_text("\n".join(placement_lines(answer)) + "\n")
+        return
+    _, metrics = _fetch(url, "/metrics")
+    print_text("\n".join(lines(metrics)) + "\n")
+    code, health = _fetch(url, "/health")
+    if code != HTTPStatus.OK:
+        raise EngineDeadError(_unhealthy(health))
+
+
+def _unhealthy(health: str) -> str:
+    try:
+        answer = json.loads(health)
+        if "error" in answer:
+            return str(answer["error"]["message"])
+        return ", ".join(f"worker {worker} has not answered for {s} s" for worker, s in answer["silent_s"].items())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"the server is unhealthy: {health}"
+
+
+def _fetch(server: str, path: str) -> tuple[int, str]:
+    """Return status (200 or 503) and body. Raises ConfigError for any other answer."""
+    try:
+        with open_url(server, path, STATUS_S) as response:
+            if response.status not in (HTTPStatus.OK, HTTPStatus.SERVICE_UNAVAILABLE):
+                raise not_a_server(server, f"{response.status} {response.reason}")
+            return response.status, response.read().decode()
+    except (http.client.HTTPException, UnicodeDecodeError) as error:
+        raise not_a_server(server, error) from error
+
+
+def placement_lines(answer: str) -> list[str]:
+    """Show the answer to ``GET /placement``: each memory worker's slots and largest requests, and the moves.
+
+    Raises ConfigError if the answer is not Lamina's.
+    """
+    try:
+        found = json.loads(answer)
+        shown = [line for worker, one in found["workers"].items() for line in _worker_lines(worker, one)]
+        moves, cache = found["moves"], found["prefix_cache"]
+        going = [f"{one['tokens']} tokens {one['source']} -> {one['target']}" for one in moves["in_progress"]]
+        share = f" ({cache['hit'] / cache['queried']:.0%})" if cache["queried"] else ""
+        return [
+            *shown,
+            f"imbalance {found['imbalance']:.2f} (fullest over mean)",
+            f"moves     {moves['completed']} completed, {moves['refused']} refused, {moves['cancelled']} cancelled"
+            + (f"; now {', '.join(going)}" if going else ""),
+            f"prefixes  {cache['hit']} of {cache['queried']} tokens found{share}",
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the answer is not a placement ({error!r}); is this a Lamina server of this release?"
+        ) from error
+
+
+def _worker_lines(worker: str, one: Mapping[str, Any]) -> list[str]:
+    capacity, used, cached = max(one["capacity"], 1), one["used"], one["cached"]
+    full = -(-BAR * used // capacity)
+    bar = "#" * full + "+" * min(-(-BAR * cached // capacity), BAR - full)
+    largest = ", ".join(f"{request} {tokens}" for request, tokens in list(one["largest_requests"].items())[:4])
+    return [
+        f"{worker:<9} [{bar:.<{BAR}}] {used} used, {cached} cached of {one['capacity']} slots",
+        *([f"{'':<9} {largest}"] if largest else []),
+    ]
+
+
+def lines(metrics: str) -> list[str]:
+    """Report on a scrape of metrics. Raises ConfigError if the metrics are not Lamina's."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    samples: dict[str, list[Sample]] = {}
+    try:
+        for family in text_string_to_metric_families(metrics):
+            for sample in family.samples:
+                samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+    except ValueError as error:
+        raise ConfigError(f"the answer is not Prometheus metrics ({error}); is this a Lamina server?") from error
+    try:
+        running, waiting, steps = (
+            samples[f"lamina_{name}"][0][1] for name in ("requests_running", "requests_waiting", "steps_total")
+        )
+        states = {labels["worker"]: labels["state"] for labels, _ in samples.get("lamina_workers", [])}
+        used = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots_used", [])}
+        totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
+        return [
+            f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
+            *(
+                f"{worker:<8}  {state}"
+                + (f", {used[worker]:.0f} of {totals[worker]:.0f} token slots in use" if worker in used else "")
+                for worker, state in (dict.fromkeys(used, "serving") | states).items()
+            ),
+            *_scaling_lines(samples),
+            *(
+                f"network   {labels['transport']} between {pairs:.0f} pair{'s' * (pairs > 1)} of workers "
+                f"({labels['reason']})"
+                for labels, pairs in samples.get("lamina_links", [])
+            ),
+        ]
+    except KeyError as error:
+        raise ConfigError(f"these metrics lack {error}; is this a Lamina server?") from error
+
+
+def _scaling_lines(samples: Mapping[str, list[Sample]]) -> list[str]:
+    bounds = {(one["pool"], one["bound"]): value for one, value in samples.get("lamina_autoscale_bound", [])}
+    latest = {one["pool"]: (one["why"], at) for one, at in samples.get("lamina_autoscale_latest_seconds", [])}
+    lines = []
+    for labels, load in samples.get("lamina_autoscale_load", []):
+        pool = labels["pool"]
+        why, at = latest.get(pool, ("", 0.0))
+        last = f"; {time.strftime('%H:%M:%S', time.localtime(at))}: {why}" if why else ""
+        least, most = bounds[pool, "least"], bounds[pool, "most"]
+        lines.append(f"autoscale {pool} {least:.0f} to {most:.0f} workers, load of {load:.2f}{last}")
+    return lines
+
+
+def administer(server: str, path: str, body: Any) -> list[str]:
+    """POST ``body`` with the key in LAMINA_ADMIN_KEY. Returns the names of the workers concerned.
+
+    Raises ConfigError, TransportError.
+    """
+    key = environment().admin_key
+    if not key:
+        raise ConfigError("LAMINA_ADMIN_KEY is not set; set it to the key that the server was started with")
+    try:
+        with open_url(server, path, ADMINISTER_S, body, {"Authorization": f"Bearer {key}"}) as response:
+            answer = json.load(response)
+            refusal = str(answer["error"]["message"]) if response.status != HTTPStatus.OK else ""
+            workers: list[str] = [] if refusal else answer["workers"]
+    except UserError:
+        raise
+    except (http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        raise not_a_server(server, error) from error
+    if refusal:
+        failed = response.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        raise TransportError(refusal) if failed else ConfigError(refusal)
+    return workers
+
+
+def scale(
+    memory: Annotated[
+        str | None, typer.Option(help="Memory workers to add or remove: +2, -1, or with a kind rtx3090:+2.")
+    ] = None,
+    compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove.")] = None,
+    url: Url = LOCAL_URL,
+) -> None:
+    """Let workers join a running server, or leave it, while it answers requests.
+
+    Returns once they have. A memory worker that leaves is emptied first: what it holds moves to others, or is computed
+    again. On a Ray cluster, Ray finds a place for those that join, for which its autoscaler may start nodes. The server
+    and this command need the same key in LAMINA_ADMIN_KEY.
+    """
+    from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
+
+    wanted = {"memory": memory, "compute": compute}
+    changes = {pool: change for pool, change in wanted.items() if change is not None}
+    if not changes:
+        raise ConfigError("nothing to change; give --memory or --compute, such as --memory +2")
+    for pool, change in changes.items():
+        parse_change(pool, change)
+    with waiting("Waiting for workers to join or leave"):
+        workers = administer(url, "/admin/scale", changes)
+    print_text(f"done: {', '.join(workers)}\n")
+
+
+def down(
+    url: Url = LOCAL_URL,
+) -> None:
+    """Stop a running server: its engine, its frontends and all its workers.
+
+    Open answers have a few seconds to finish. Workers on other machines end too: each `lamina worker` exits, and on a
+    Ray cluster the workers' actors end and their places are freed; the Ray cluster itself goes on. Returns once
+    the server does not listen any more. The server and this command need the same key in LAMINA_ADMIN_KEY.
+    """
+    from lamina.cli.console import print_text
+    from lamina.observe.progress import waiting
+
+    with waiting("Waiting for open answers and workers to end"):
+        workers = administer(url, "/admin/stop", {})
+        where = urllib.parse.urlsplit(url)
+        address = where.hostname or "", where.port or (443 if where.scheme == "https" else 80)
+        deadline = time.monotonic() + END_S
+        while _listens(address):
+            if time.monotonic() > deadline:
+                raise TransportError(f"the server at {url} was told to stop, but still listens after {END_S:.0f} s")
+            time.sleep(POLL_S)
+    print_text(f"stopped: {', '.join(workers)}\n")
+
+
+def _listens(address: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(address, 5.0).close()
+    except OSError:
+        return False
+    return True
+
+
+class RemoteModel:
+    """The model that a server has.
+
+    Args:
+        url: The address of the server.
+        sampling: Fields of each request; the server has defaults for all others.
+
+    Raises:
+        ConfigError: ``url`` is not that of a server with an OpenAI-compatible API.
+        TransportError: nobody answers.
+    """
+
+    def __init__(self, url: str, sampling: Mapping[str, float]) -> None:
+        self._url, self._sampling = url.rstrip("/").removesuffix("/v1"), sampling
+        with open_url(self._url, "/v1/models", TOKEN_S) as response:
+            try:
+                self.name = str(json.load(response)["data"][0]["id"])
+            except (http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+                raise self._no_server(error) from error
+
+    def answer(self, messages: Sequence[Mapping[str, str]]) -> Generator[str, None, None]:
+        """Yield the answer in pieces; closing the iterator cancels it.
+
+        Raises:
+            RequestError: the server refuses the conversation or fails to answer it.
+            TransportError: the server is gone.
+        """
+        body = {"model": self.name, "messages": list(messages), "stream": True, **self._sampling}
+        with open_url(self._url, "/v1/chat/completions", TOKEN_S, body) as response:
+            try:
+                if response.status != HTTPStatus.OK:
+                    raise _refusal(response)
+                for line in response:
+                    if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                        yield self._text(data)
+            except (OSError, http.client.HTTPException) as error:
+                raise TransportError(f"the server at {self._url} ended in mid-answer: {error}") from error
+
+    def _text(self, data: bytes) -> str:
+        """Return the piece of the answer in an event of the stream. Raises RequestError for an error."""
+        try:
+            event = json.loads(data)
+            failed = str(event["error"]["message"]) if "error" in event else ""
+            text = "".join(choice["delta"].get("content") or "" for choice in event.get("choices", []))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise self._no_server(error) from error
+        if failed:
+            raise RequestError(failed)
+        return text
+
+    def _no_server(self, error: Exception) -> ConfigError:
+        return ConfigError(f"{self._url} has no OpenAI-compatible API: {error!r}; give --url a server's address")
+
+
+def _refusal(response: http.client.HTTPResponse) -> RequestError:
+    try:
+        return RequestError(str(json.load(response)["error"]["message"]))
+    except (ValueError, LookupError, TypeError):
+        return RequestError(f"the server answers with status {response.status}")

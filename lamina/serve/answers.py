@@ -1,0 +1,270 @@
+"""What the answers of all APIs are made of: pieces of choices, token counts, and blocks for APIs that list them."""
+
+import uuid
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from lamina.core.types import Logprob
+from lamina.engine.updates import RequestUpdate
+from lamina.serve.http_errors import APIError
+from lamina.text.logprobs import named
+from lamina.text.tokenizer import Tokenizer
+from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Event, Reasoning
+
+Json = dict[str, Any]
+
+MOST_POSITIONS = 64
+"""Most tokens of one event or piece: encoding one must not delay other clients."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The new part of one choice since its previous piece.
+
+    Attributes:
+        first: the text of the first token of an echoed prompt, which has no log-probability; None in all other pieces.
+        stop_reason: the stop string or stop token that has ended the choice.
+        text_offsets: where each token with logprobs begins in the text of the choice.
+    """
+
+    choice: int
+    text: str
+    logprobs: list[list[Logprob]] | None
+    text_offsets: list[int]
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+    first: str | None = None
+
+
+class Sent:
+    """Tracks what has been sent of each choice of one HTTP request. Choice = prompt * n + completion.
+
+    Args:
+        tokenizer: gives the text of tokens in logprobs.
+        n: completions per prompt.
+        echo: for each prompt, the text to put before its completions; empty for none.
+        scored: that text is the first token of each prompt, and the completions repeat the others.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, n: int, echo: Sequence[str] = (), scored: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._n = n
+        self._echo = echo
+        self._scored = scored
+        self._offsets: dict[int, int] = {}  # characters of the token texts sent so far, if logprobs are reported
+        self._ended = set[int]()
+
+    def advance(self, prompt: int, update: RequestUpdate, most: int = MOST_POSITIONS) -> Iterator[Piece]:
+        """Yield the pieces of ``update``, each of at most ``most`` tokens of one completion; they count as sent."""
+        for completion in update.completions:
+            choice = prompt * self._n + completion.index
+            ends = completion.finish_reason is not None and choice not in self._ended
+            begins = bool(self._echo) and choice not in self._offsets
+            prefix = self._echo[prompt] if begins else ""
+            first = prefix if begins and self._scored else None
+            self._offsets.setdefault(choice, 0 if first is None else len(first))
+            for start in range(0, max(1, len(completion.token_ids)), most):
+                stop = start + most
+                last = stop >= len(completion.token_ids)
+                text = prefix + "".join(completion.texts[start:stop]) + (completion.rest if last else "")
+                logprobs, offsets = None, list[int]()
+                if completion.logprobs is not None:
+                    logprobs = [named(position, self._tokenizer) for position in completion.logprobs[start:stop]]
+                    for position in completion.logprobs[start:stop]:
+                        offsets.append(self._offsets[choice])
+                        self._offsets[choice] += len(position.text)
+                if text or logprobs or (ends and last):
+                    reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
+                    yield Piece(
+                        choice, text, logprobs, offsets, reason, completion.stop_reason if last else None, first
+                    )
+                prefix, first = "", None
+            if ends:
+                self._ended.add(choice)
+
+
+@dataclass
+class Usage:
+    """Token counts and finish reasons of one HTTP request."""
+
+    prompts: dict[int, int] = field(default_factory=dict)
+    cached: dict[int, int] = field(default_factory=dict)
+    drawn: int = 0
+    forced: int = 0  # tokens of prompts that the engine has still to draw
+    ends: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and completion
+
+    def count(self, prompt: int, update: RequestUpdate) -> None:
+        """Count the tokens of an update."""
+        self.cached[prompt] = update.cached_tokens
+        drawn = update.tokens
+        skipped = min(drawn, self.forced)
+        self.forced -= skipped
+        self.drawn += drawn - skipped
+        for completion in update.completions:
+            if completion.finish_reason is not None:
+                self.ends[prompt, completion.index] = completion.finish_reason.value
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts together."""
+        return sum(self.prompts.values())
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of all prompts that were found in the prefix cache."""
+        return sum(self.cached.values())
+
+    def figures(self) -> str:
+        """Return tokens and finish reasons, for a log."""
+        reasons = Counter(self.ends.values())
+        ends = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items())) or "client left"
+        return f"{self.prompt_tokens} prompt tokens, {self.drawn} generated, {ends}"
+
+
+class AnswerWriter(ABC):
+    """Writes the answer of one HTTP request in the form of its API, whole or as events of a stream."""
+
+    def begin_stream(self, usage: Usage) -> bytes:
+        """Return the events before the first token."""
+        return b""
+
+    @abstractmethod
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        """Return the events of new pieces; empty if they add nothing yet."""
+
+    @abstractmethod
+    def end_stream(self, usage: Usage) -> bytes:
+        """Return the events after the last token."""
+
+    @abstractmethod
+    def fail_stream(self, error: APIError) -> bytes:
+        """Return the events of a stream that an error ends."""
+
+    def begin_answer(self) -> bytes:
+        """Return the beginning of a whole answer."""
+        return b""
+
+    @abstractmethod
+    def write_choice(self, piece: Piece) -> bytes:
+        """Return one choice of a whole answer. ``piece``: all of the choice."""
+
+    @abstractmethod
+    def end_answer(self, usage: Usage) -> bytes:
+        """Return the end of a whole answer."""
+
+
+def event(data: Any, name: str = "") -> bytes:
+    """Return one server-sent event."""
+    return (f"event: {name}\n".encode() if name else b"") + b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def new_call_id() -> str:
+    """Return an id for a tool call."""
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+@dataclass(eq=False)
+class Block:
+    """One part of an answer.
+
+    Attributes:
+        index: Its place among the blocks.
+        kind: What it is.
+        name: The function of a call.
+        text: The text so far; of a call, its arguments.
+    """
+
+    index: int
+    kind: Literal["text", "reasoning", "call"]
+    name: str = ""
+    text: str = ""
+
+
+Change = tuple[Literal["open", "add", "close"], Block, str]
+"""What happens to a block: it opens, text is added to it, or it is complete."""
+
+
+class Blocks:
+    """Makes blocks of the events of one answer. Each is complete before the next one opens."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self._open: Block | None = None
+
+    def append(self, events: Iterable[Event]) -> Iterator[Change]:
+        """Yield what further events change."""
+        for event in events:
+            match event:
+                case CallBegins(_, name):
+                    yield from self._begin("call", name)
+                case Content(text):
+                    yield from self._add("text", text)
+                case Reasoning(text):
+                    yield from self._add("reasoning", text)
+                case CallArguments(_, text):
+                    yield from self._add("call", text)
+
+    def close(self) -> Iterator[Change]:
+        """Yield what the end of the answer changes."""
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield "close", block, ""
+
+    def _begin(self, kind: Literal["text", "reasoning", "call"], name: str = "") -> Iterator[Change]:
+        yield from self.close()
+        self._open = Block(len(self.blocks), kind, name)
+        self.blocks.append(self._open)
+        yield "open", self._open, ""
+
+    def _add(self, kind: Literal["text", "reasoning", "call"], text: str) -> Iterator[Change]:
+        if self._open is None or self._open.kind != kind:
+            yield from self._begin(kind)
+        if self._open is not None:
+            self._open.text += text
+            yield "add", self._open, text
+
+
+class BlockWriter(AnswerWriter):
+    """Writes the one choice of an answer as a list of blocks. Subclasses give blocks and events their form.
+
+    Attributes:
+        blocks: The blocks so far.
+        last: The piece that has ended the choice.
+    """
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+        self._made = Blocks()
+        self.blocks = self._made.blocks
+        self.last: Piece | None = None
+
+    @abstractmethod
+    def write_change(self, change: Change) -> bytes:
+        """Return the events of a block that opens, grows or closes."""
+
+    @abstractmethod
+    def whole(self, usage: Usage) -> Json:
+        """Return the whole answer."""
+
+    def write_events(self, pieces: Sequence[Piece], usage: Usage) -> bytes:
+        return b"".join(self.write_change(change) for piece in pieces for change in self._read(piece))
+
+    def write_choice(self, piece: Piece) -> bytes:
+        for _ in self._read(piece):  # the answer is written at its end
+            pass
+        return b""
+
+    def end_answer(self, usage: Usage) -> bytes:
+        return msgspec.json.encode(self.whole(usage))
+
+    def _read(self, piece: Piece) -> Iterator[Change]:
+        yield from self._made.append(self._parser.append(piece.text))
+        if piece.finish_reason is not None:
+            self.last = piece
+            yield from self._made.append(self._parser.flush())
+            yield from self._made.close()
