@@ -13,21 +13,21 @@ LOG_FORMAT = "LAMINA_LOG_FORMAT"
 
 @dataclass(frozen=True)
 class Environment:
-    """Values of the ``LAMINA_*`` variables: the variable of ``log_level`` is ``LAMINA_LOG_LEVEL``.
+    """Values of the ``LAMINA_*`` variables.
 
     Attributes:
-        log_level: The log level of all processes.
-        rdma_device: The RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1``; empty: ``transport.rdma.ports``
-            chooses one.
-        admin_key: The key that allows to scale a running server; empty: nobody may.
-        api_key: Keys that clients of a server must send, joined by commas; empty: none.
-        metrics_key: The key for a server's metrics; empty: anybody may read them.
-        log_format: text or json, the format of log lines of all processes.
-        emulated_gpus: The GPUs that this machine pretends to have instead of its own, as a pool,
-            ``a100:2,rtx3090:6``; workers on them run the code for GPUs on the CPU (for tests).
-        secret: The cluster's secret, 64 hex digits, where no file of it is given; empty: none.
-        cache_dir: The directory of files kept between starts (default: ``lamina`` in ``XDG_CACHE_HOME`` or in
-            ``~/.cache``; None: the user has no home directory, nothing is kept).
+        log_level: ``LAMINA_LOG_LEVEL``, the log level of all processes (default WARNING).
+        rdma_device: ``LAMINA_RDMA_DEVICE``, the RDMA device and port to use, as ``mlx5_0`` or ``mlx5_0:1`` (default:
+            ``transport.rdma.ports`` chooses one).
+        admin_key: ``LAMINA_ADMIN_KEY``, the key that allows to scale a running server (default: nobody may).
+        api_key: ``LAMINA_API_KEY``, keys that clients of a server must send, joined by commas (default: none).
+        metrics_key: ``LAMINA_METRICS_KEY``, the key for a server's metrics (default: anybody may read them).
+        log_format: ``LAMINA_LOG_FORMAT``, text or json, the format of log lines of all processes (default text).
+        emulated_gpus: ``LAMINA_EMULATED_GPUS``, the GPUs that this machine pretends to have instead of its own, as a
+            pool, ``a100:2,rtx3090:6``; workers on them run the code for GPUs on the CPU (for tests).
+        secret: ``LAMINA_SECRET``, the cluster's secret, 64 hex digits, where no file of it is given (default: none).
+        cache_dir: ``LAMINA_CACHE_DIR``, the directory of files kept between starts (default: ``lamina`` in
+            ``XDG_CACHE_HOME`` or in ``~/.cache``; None: the user has no home directory, nothing is kept).
     """
 
     log_level: str = "WARNING"
