@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -47,9 +47,9 @@ class Where:
     """Addresses of this machine.
 
     Attributes:
-        bind: to listen on.
-        address: at which other machines reach it; empty: ``bind``.
-        port: for workers of other machines to come to; None: there are none.
+        bind: The address to listen on.
+        address: The address at which other machines reach this machine; empty: ``bind``.
+        port: The port that workers of other machines connect to; None: there are no such workers.
     """
 
     bind: str = LOOPBACK
@@ -59,15 +59,15 @@ class Where:
 
 @dataclasses.dataclass(frozen=True)
 class Home:
-    """What outlives an engine: see ``serve.supervisor``.
+    """What outlives an engine and belongs to its supervisor (``serve.supervisor``).
 
     Attributes:
-        supervisor_pid: the process that workers end with.
-        secret: of the cluster.
-        listener: descriptor of a socket for the control plane.
-        workers: belong to that process.
-        saved: by the engine before this one, whose workers are taken over; None: they are started.
-        save: called with what another engine would need, whenever that changes.
+        supervisor_pid: The supervisor's process, with which workers end.
+        secret: The secret of the cluster.
+        listener: The descriptor of a socket for the control plane.
+        workers: The supervisor's workers.
+        saved: What an earlier engine has saved, whose workers are taken over; None: workers are started.
+        save: Called with what the next engine would need, whenever that changes.
     """
 
     supervisor_pid: int
@@ -91,7 +91,7 @@ def launch(
 
     ``on_trace`` receives the recorded spans of every worker when the engine closes; without it and ``config.trace``
     nothing is recorded. ``workers`` starts the processes; ``host`` is the address of this machine they connect to.
-    ``home``: the workers belong to another process, and may be there already.
+    ``home``: a supervisor owns the workers, which may run already.
 
     Raises:
         ConfigError, ModelError: invalid settings or model; raised before anything is started where possible.
@@ -116,62 +116,70 @@ def launch(
         receivers.append(partial(write_trace, Path(config.trace)))
     find_policy(config.policy, config.slo_ttft_ms)  # raises before anything is started
     sizing.check(config, model, len(pools["compute"]))
+    trace = bool(receivers)
     if home is not None and home.saved is not None:
-        control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace=bool(receivers))
-        return _engine(config, model, tokenizer, plan, control, home.workers, cluster, receivers, home)
-    names = [*pools["compute"], *pools["memory"]]
-    control = ControlServer(
-        names,
+        launcher: Workers = home.workers
+        control, plan, cluster = _take_over(config, model, tokenizer, home, home.saved, trace)
+    else:
+        local = any(entry.kind == LOCAL for entry in memory)
+        own = home.workers if home is not None else workers or LocalWorkers()
+        control = _control(pools, where, secret, home)
+        launcher, plan, cluster = _start(
+            config, model, tokenizer, pools, local, where, control, own, on_progress or (lambda *_: None), trace
+        )
+    save = partial(_save, home, cluster, plan.limits.max_model_len)
+    return Engine(config, model, tokenizer, plan.limits, control, launcher, cluster, receivers, save)
+
+
+def _control(pools: Pools, where: Where, secret: Secret | None, home: Home | None) -> ControlServer:
+    return ControlServer(
+        [*pools["compute"], *pools["memory"]],
         None if home is None else home.supervisor_pid,
         secret=secret if home is None else Secret(home.secret),
         host=where.bind,
         advertised=where.address,
         listener=None if home is None or where.port is not None else home.listener,
     )
-    launcher: Launcher | None = None
+
+
+def _start(
+    config: EngineConfig,
+    model: ModelDirectory,
+    tokenizer: Tokenizer,
+    pools: Pools,
+    local: bool,
+    where: Where,
+    control: ControlServer,
+    own: LocalWorkers | SupervisedWorkers,
+    on_progress: OnProgress,
+    trace: bool,
+) -> tuple[Launcher, ClusterPlan, Cluster]:
+    """Start all workers and bring them up. If that fails, nothing is left running."""
+    launcher: Launcher = own
     try:
-        launcher = home.workers if home is not None else workers or LocalWorkers()
-        launcher = _launcher(config, pools, launcher, where, control)
+        launcher = _launcher(config, pools, own, where, control)
         for worker in _workers(config, pools, control):
             launcher.start(worker)
-        on_progress = on_progress or (lambda worker, progress: None)
-        local = any(entry.kind == LOCAL for entry in memory)
-        plan = _plan(config, model, tokenizer, pools, local, control, launcher, on_progress, trace=bool(receivers))
+        plan = _plan(config, model, tokenizer, pools, local, control, launcher, on_progress, trace)
         cluster = bring_up(control, launcher, plan, on_progress)
     except BaseException as error:
-        if launcher is not None:
-            launcher.kill(f"the cluster does not start: {error}")
+        launcher.kill(f"the cluster does not start: {error}")
         control.close()
         raise
     if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
         plan = _limited(plan, min(plan.limits.max_model_len, sum(cluster.capacities.values())))
-    return _engine(config, model, tokenizer, plan, control, launcher, cluster, receivers, home)
+    return launcher, plan, cluster
 
 
 def _limited(plan: ClusterPlan, max_model_len: int) -> ClusterPlan:
     return dataclasses.replace(plan, limits=dataclasses.replace(plan.limits, max_model_len=max_model_len))
 
 
-def _engine(
-    config: EngineConfig,
-    model: ModelDirectory,
-    tokenizer: Tokenizer,
-    plan: ClusterPlan,
-    control: ControlServer,
-    workers: Workers,
-    cluster: Cluster,
-    on_trace: Sequence[OnTrace],
-    home: Home | None,
-) -> Engine:
-    limits = plan.limits
-
-    def save(topology: Topology, wanted: Mapping[Role, int]) -> None:
-        if home is not None and cluster.fabric is not None:
-            home.save(
-                msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, limits.max_model_len))
-            )
-
-    return Engine(config, model, tokenizer, limits, control, workers, cluster, on_trace, save)
+def _save(
+    home: Home | None, cluster: Cluster, max_model_len: int, topology: Topology, wanted: Mapping[Role, int]
+) -> None:
+    if home is not None and cluster.fabric is not None:
+        home.save(msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, max_model_len)))
 
 
 def _chat_settings(config: EngineConfig) -> ChatSettings:
@@ -188,7 +196,7 @@ def _chat_settings(config: EngineConfig) -> ChatSettings:
 def _take_over(
     config: EngineConfig, model: ModelDirectory, tokenizer: Tokenizer, home: Home, state: bytes, trace: bool
 ) -> tuple[ControlServer, ClusterPlan, Cluster]:
-    """Go on with the workers of an earlier engine.
+    """Take over the workers of an earlier engine.
 
     Raises TransportError, or ConfigError if they are of another release because files were upgraded meanwhile.
     """
@@ -233,7 +241,7 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:
-    """Return the workers of both pools, by name, with their devices. Those of other machines come last."""
+    """Return the workers of both pools, by name, with their devices. Workers of other machines come last."""
     if config.ray is not None:
         return {
             role: {f"{role}{index}": Assigned(kind, pool.ray_device(kind)) for index, kind in enumerate(kinds)}
@@ -339,7 +347,7 @@ def _launcher(
 
 
 def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list[Start]:
-    """Return the workers to start, those of this machine first."""
+    """Return the workers to start, the workers of this machine first."""
     cores = {role: _cores(config, role, each) for role, each in pools.items()}
     used = [frozenset[int]().union(*each.values()) for each in cores.values()]
     shared = bool(frozenset.intersection(*used))
@@ -358,7 +366,7 @@ def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list
 
 
 def _cores(config: EngineConfig, role: Role, workers: Mapping[str, Assigned]) -> dict[str, frozenset[int]]:
-    """Return the cores of each of a pool's workers on this machine: those that are configured, or else near its GPU."""
+    """Return the cores of each of a pool's workers on this machine: the configured cores, or cores near its GPU."""
     here = {name: one.device for name, one in workers.items() if one.kind != REMOTE and config.ray is None}
     text = config.compute_cores if role == "compute" else config.memory_cores
     available = frozenset(os.sched_getaffinity(0))

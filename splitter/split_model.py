@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -123,15 +123,6 @@ def as_numpy(tensor: Tensor) -> Array:
     return array
 
 
-OnQuery = Callable[[Tensor], None]
-
-
-def call_hook(hook: OnQuery | None, query: Tensor) -> None:
-    """Call ``hook`` with q, if it is given."""
-    if hook is not None:
-        hook(query)
-
-
 @dataclass(frozen=True)
 class Slice:
     """The part of the model between attention ``index - 1`` and attention ``index``.
@@ -141,7 +132,7 @@ class Slice:
             returns (q, k, v, *context), or (logits,) from the last slice. Equal slices share one graph.
         weights: checkpoint names of its weights, in the graph's input order.
         constants: names of the ``SplitModel.constants`` it uses, in the graph's input order.
-        linears_before_q: (linear layers that run before q exists, all linear layers): the gain of sending q first.
+        linears_before_q: (linear layers that run before q exists, all linear layers).
     """
 
     index: int

@@ -29,11 +29,11 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 from lamina.core.types import Client, CompletionOutput, DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.launch import launch
 from tests.support.commands import END_S, start
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
+from tests.support.whole_outputs import whole
 
 SLOTS = 300  # of a memory worker: three or four of the longest requests
 TOKEN_NBYTES = 3 * 2 * 2 * 16 * 4  # K and V of the layers and heads of the model

@@ -29,11 +29,11 @@ from lamina import (
     RequestOutput,
     SamplingParams,
 )
-from lamina.engine.updates import whole
 from lamina.models.directory import BUNDLED, find
 from lamina.serve.engine_process import describe
 from lamina.text.defaults import sampling_defaults
 from lamina.text.tokenizer import Tokenizer
+from tests.support.whole_outputs import whole
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)

@@ -42,9 +42,9 @@ Part = bytes | bytearray | memoryview | npt.NDArray[Any]  # anything C-contiguou
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """Bytes [offset, offset + nbytes) of a peer's arena, read to ``to`` of one's own.
+    """Reads bytes [offset, offset + nbytes) of a peer's arena to offset ``to`` of the reader's arena.
 
-    ``doorbell`` of one's own arena is set to ``sequence`` once all of them have arrived.
+    ``doorbell`` of the reader's arena is set to ``sequence`` once all bytes have arrived.
     """
 
     offset: int
@@ -134,7 +134,7 @@ class Endpoint(Protocol):
         """
 
     def fetch(self, peer: Peer, fetch: Fetch) -> None:
-        """Read bytes of the peer's arena into one's own, then ring one's own doorbell.
+        """Read bytes of the peer's arena into this endpoint's, then ring a doorbell of this endpoint.
 
         Returns before that: ``wait`` sees the doorbell once all bytes have arrived. The peer need not take part, and
         must not change these bytes until it hears that they have been read. Fetches from one peer arrive in the order

@@ -153,7 +153,7 @@ class ListeningEndpoint(ArenaEndpoint[ListeningOwnT, PeerT]):
     def descriptor(self) -> bytes:
         own = self._registered()
         native, listens = own.arena.native, own.listener
-        where = (self._advertised or listens.host, listens.port, own.arena.identity, native.nbytes, native.doorbells)
+        where = own.arena.identity, self._advertised or listens.host, listens.port, native.nbytes, native.doorbells
         return msgspec.msgpack.encode(Descriptor(self.transport, PROTOCOL, self.name, *where))
 
     @property

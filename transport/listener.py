@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
+from typing import TypeVar
 
 import msgspec
 
@@ -80,23 +81,31 @@ class Refusals:
             logger.warning("%s rejected a connection: %s (more of this kind are only counted)", self._name, reason)
 
 
-class Descriptor(msgspec.Struct, array_like=True, frozen=True):
-    """Where to connect to an arena. The random ``identity`` tells an endpoint from a later one on the same port."""
+class ArenaDescriptor(msgspec.Struct, array_like=True, frozen=True):
+    """What peers need to reach an arena. The random ``identity`` tells an arena from a later one at the same place."""
 
     transport: str
     protocol: int
     name: str
+    identity: int
+
+
+class Descriptor(ArenaDescriptor, array_like=True, frozen=True):
+    """Where to connect to an arena."""
+
     host: str
     port: int
-    identity: int
     nbytes: int
     doorbells: int
 
 
-def decode(descriptor: bytes, transport: str) -> Descriptor:
+DescriptorT = TypeVar("DescriptorT", bound=ArenaDescriptor)
+
+
+def decode(descriptor: bytes, transport: str, kind: type[DescriptorT]) -> DescriptorT:
     """Decode a descriptor of ``transport``. Raises TransportError for any other bytes."""
     try:
-        where = msgspec.msgpack.decode(descriptor, type=Descriptor)
+        where = msgspec.msgpack.decode(descriptor, type=kind)
     except msgspec.DecodeError as error:
         raise TransportError(f"not the descriptor of a {transport} endpoint: {error}") from error
     if where.transport != transport:

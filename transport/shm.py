@@ -17,23 +17,18 @@ from lamina.core.errors import PeerLostError, TransportError
 from lamina.transport.arena import MEMFD_NAME, OwnArena
 from lamina.transport.base import Fetch, Part, Peer, Target, check_fetch, deadline_error
 from lamina.transport.endpoint import SPIN_S, ArenaEndpoint, Own
+from lamina.transport.listener import PROTOCOL, ArenaDescriptor, decode
 
-PROTOCOL = 1
 
-
-class Descriptor(msgspec.Struct, array_like=True, frozen=True):
+class Descriptor(ArenaDescriptor, array_like=True, frozen=True):
     """Where to find an arena.
 
-    Process ids and file descriptors are reused: ``start_time`` (clock ticks since boot) tells a process from a later
-    one with its id, and the random ``identity`` an arena from a later one with its file descriptor.
+    Process ids are reused: ``start_time`` (clock ticks since boot) tells a process from a later one with its id.
     """
 
-    protocol: int
-    name: str
     pid: int
     start_time: int
     fd: int
-    identity: int
 
 
 def _start_time(pid: int) -> int:
@@ -73,22 +68,13 @@ class ShmEndpoint(ArenaEndpoint[_Own, ShmPeer]):
         self.spin_s = spin_s
 
     def descriptor(self) -> bytes:
-        arena = self._registered().arena
-        pid = os.getpid()
-        return msgspec.msgpack.encode(Descriptor(PROTOCOL, self.name, pid, _start_time(pid), arena.fd, arena.identity))
+        arena, pid = self._registered().arena, os.getpid()
+        where = arena.identity, pid, _start_time(pid), arena.fd
+        return msgspec.msgpack.encode(Descriptor("shm", PROTOCOL, self.name, *where))
 
     def connect(self, descriptor: bytes, timeout_s: float) -> ShmPeer:
         own = self._registered()
-        try:
-            where = msgspec.msgpack.decode(descriptor, type=Descriptor)
-        except msgspec.DecodeError as error:
-            raise TransportError(f"not the descriptor of a shared-memory endpoint: {error}") from error
-        if where.protocol != PROTOCOL:
-            raise TransportError(
-                f"{where.name} speaks version {where.protocol} of shared memory, this process {PROTOCOL}; "
-                "run the same release of lamina in all workers"
-            )
-        peer = _open(where)
+        peer = _open(decode(descriptor, "shm", Descriptor))
         self._peers[id(peer)] = peer
         own.waiter.watch(peer.native, peer.pidfd)
         return peer

@@ -85,7 +85,7 @@ class TcpEndpoint(ListeningEndpoint[_Own, TcpPeer]):
 
     def connect(self, descriptor: bytes, timeout_s: float) -> TcpPeer:
         own = self._registered()
-        where = listener.decode(descriptor, "tcp")
+        where = listener.decode(descriptor, "tcp", Descriptor)
         stream = secrets.randbits(64)
         request = _REQUEST.pack(stream, own.arena.identity, _Purpose.STREAM, self._opener.encrypts)
         opened = self._connect(where, request, timeout_s)

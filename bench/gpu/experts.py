@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lamina.compute.device.cuda import Cuda
-from lamina.compute.device.kit import Cut
 from lamina.core.types import Quantization
 from lamina.lowering.expert_operators import TORCHS, experts_stacked, multiply
 from lamina.models.quantisation.codes import StackedCodes, quantise_experts
@@ -46,11 +45,7 @@ def products(weights: Tensor) -> dict[str, tuple[Product, float]]:
 
 def recorded_s(kit: Cuda, call: Callable[[], object]) -> float:
     """Seconds of a call, recorded."""
-
-    def work(_: Cut) -> None:
-        call()
-
-    return kit.time_replays(kit.capture(work))
+    return kit.time_replay(kit.capture(call))
 
 
 def experts(index: int) -> list[dict[str, Any]]:

@@ -107,7 +107,7 @@ class Unsplit:
         attention: torch.Tensor | None = None  # output of the previous one
         context: tuple[torch.Tensor, ...] = ()
         for index, (spec, sinks) in enumerate(zip(self._runner.attentions, self._runner.sinks, strict=True)):
-            output = self._runner.run(index, rows, attention, context, None)
+            output = self._runner.run(index, rows, attention, context)
             assert (
                 output.q is not None and output.k is not None and output.v is not None
             )  # all but the last slice have them

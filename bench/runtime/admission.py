@@ -6,10 +6,10 @@ The same requests are served several times: their clients ask for exactly the to
 and, on the runtime, for the rest of the context, as chats without a limit do. Requests hold the KV that they have, so
 all should serve the same tokens per second: target 0.97 of the first.
 
-Simulated: lengths and arrivals of a trace (an Azure CSV or Mooncake .jsonl) on Llama-2-13B, a100:2 and rtx3090:6, also
-with other victims when a memory worker runs out of slots. Measured: lengths of the same trace divided by 16, on the
-bundled model with one compute and two memory workers, which hold a tenth of the requests at a time; all arrive at once.
-What clients ask for is divided too. Rounds alternate; the median counts.
+Simulated: lengths and arrivals of a trace (an Azure CSV or Mooncake .jsonl) on Llama-2-13B, a100:2 and rtx3090:6.
+Measured: lengths of the same trace divided by 16, on the bundled model with one compute and two memory workers, which
+hold a tenth of the requests at a time; all arrive at once. What clients ask for is divided too. Rounds alternate; the
+median counts.
 """
 
 import argparse
@@ -30,7 +30,6 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
-from lamina.kv.preemption import POLICIES
 from lamina.launch import launch
 from lamina.planning import simulate
 from lamina.planning.plan import hardware, model_shapes
@@ -59,7 +58,7 @@ class Figures:
     preempted: int
 
 
-def simulated(trace: list[TracedRequest], asked: int, victim: str) -> Figures:
+def simulated(trace: list[TracedRequest], asked: int) -> Figures:
     """The trace on two pools, if clients ask for ``asked`` tokens."""
     catalogue = hardware.load(None)
     deployment = simulate.Deployment(
@@ -68,7 +67,6 @@ def simulated(trace: list[TracedRequest], asked: int, victim: str) -> Figures:
         compute_workers=2,
         memory=catalogue["rtx3090"],
         memory_workers=6,
-        victim=victim,
     )
     result = simulate.simulate(deployment, simulate.replay(trace, max_tokens=asked))
     return Figures(result.tokens_s, result.tokens / result.steps, result.ttft_s.p50, result.preempted)
@@ -176,9 +174,7 @@ def main() -> None:
     arguments = parser.parse_args()
     trace = list(read_trace(arguments.trace))
     part, console = trace[: arguments.simulated], Console()
-    default, *others = POLICIES
-    in_simulator = {name: simulated(part, asked, default) for name, asked in ASKED.items()}
-    in_simulator |= {f"4,096; the {victim} is dropped": simulated(part, 4096, victim) for victim in others}
+    in_simulator = {name: simulated(part, asked) for name, asked in ASKED.items()}
     console.print(table("Simulated: Llama-2-13B on a100:2 and rtx3090:6", in_simulator))
     on_machine = on_runtime(trace, arguments.rounds)
     console.print(table(f"Measured: the bundled model, lengths / {SCALE}", on_machine))

@@ -40,9 +40,9 @@ from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import SamplingParams
 from lamina.engine.engine import Engine
+from lamina.engine.scaling import WINDOWS
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
-from lamina.schedule.autoscale import WINDOWS
 
 MEMORIES, MOST_MEMORIES = 2, 6
 SHORT, SHORT_PROMPT, SHORT_ANSWER = 2, 64, 400

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
-from lamina.compute.device.kit import Cut, Replay
+from lamina.compute.device.kit import Replay
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.runner import NativeRunner
@@ -121,7 +121,7 @@ class Case:
         times: list[float] = []
         for layer in range(layers):
             begun = time.perf_counter()
-            exchange.send_kv(layer, SPEC, self.output)
+            exchange.send_requests(layer, SPEC, self.output)
             self.mail.expect(0, exchange.peers)
             sending_s = time.perf_counter() - begun
             for memory in self.memories:
@@ -139,9 +139,9 @@ class Case:
 class Idle(Emulated):
     """A ``Kit`` whose kernels and copies do nothing."""
 
-    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+    def capture(self, work: Callable[[], object]) -> Replay:
         """See ``Kit``."""
-        return [lambda: None]
+        return lambda: None
 
     def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
         """See ``Kit``."""

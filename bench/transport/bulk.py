@@ -26,6 +26,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from lamina.control.messages import MemorySetup
 from lamina.control.secret import Secret, new
 from lamina.core.errors import DeadlineError
 from lamina.core.steps import Admission, DecodeRows, Migration, SequenceStep, StepPlan
@@ -106,7 +107,7 @@ class Store(KvStore):
     """A memory worker's that counts the bytes it keeps of what is pulled."""
 
     def __init__(self, worker: str, tokens: int) -> None:
-        super().__init__(worker, SPECS, DTYPE, tokens, 1, Overlap())
+        super().__init__(worker, MemorySetup(SPECS, DTYPE, tokens, 1, Overlap(), trace=False))
         self.device: Slabs = Slabs(tokens)
         self._pulled = 0
 
@@ -245,10 +246,7 @@ def hold_memory(transport: Transport, bulk: str, secret: Secret, pipe: Connectio
             if told == "beside":
                 work.go_on()
                 work.help()
-            try:
-                ready, _ = puller.wait(endpoint.wait, [(BELL, number + 1)], TIMEOUT_S, gaps)
-            except DeadlineError:
-                continue
+            ready, _ = puller.wait(endpoint.wait, [(BELL, number + 1)], TIMEOUT_S, gaps)
             if ready is not None:
                 number += 1
                 outbox.write_and_ring([answer], number)

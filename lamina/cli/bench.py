@@ -100,17 +100,15 @@ def bench(
 
 
 def _show(spans: "Mapping[str, list[Span]]", window: "Window") -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from lamina.cli.console import output, print_table
     from lamina.observe.step_trace import shares, turnarounds
 
     parts = shares(spans, window.begin_ns, window.end_ns)
-    table = Table(title=f"Where {window.seconds:.2f} s of decoding went", title_justify="left", title_style="bold")
-    for name in ("worker", "stage"):
-        table.add_column(name)
-    for name in ("seconds", "share"):
-        table.add_column(name, justify="right")
+    title = f"Where {window.seconds:.2f} s of decoding went"
+    columns = "worker", "stage", Column("seconds", justify="right"), Column("share", justify="right")
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for part in parts:
         table.add_row(part.worker, part.stage, f"{part.seconds:.3f}", f"{part.share:.0%}")
     print_table(table)

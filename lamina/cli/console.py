@@ -105,3 +105,12 @@ def print_text(text: str, style: str = "", end: str = "", console: Console | Non
     """Print text verbatim: not wrapped, not parsed as markup, tabs kept."""
     console = console or output()
     console.print(Segments([Segment(text + end, Style.parse(style))]), soft_wrap=True, end="")
+
+
+def show_size(nbytes: float) -> str:
+    """Return a number of bytes for people: "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"

@@ -148,17 +148,12 @@ def _native() -> Finding:
 
 
 def _cpu(flags: frozenset[str]) -> Finding:
-    cores = len(os.sched_getaffinity(0))
-    found = f"{cores} cores for this process"
-    for flag, name in (("avx512_bf16", "AVX-512 with bf16"), ("avx2", "AVX2")):
-        if flag in flags:
-            status, remedy = Status.OK, ""
-            if flag == "avx2":
-                status, remedy = (
-                    Status.NOTE,
-                    "bf16 attention is fastest on a CPU with AVX-512 bf16 (Cooper Lake, Zen 4 or later)",
-                )
-            return Finding("CPU", f"{found}, {name}", status, remedy)
+    found = f"{len(os.sched_getaffinity(0))} cores for this process"
+    if "avx512_bf16" in flags:
+        return Finding("CPU", f"{found}, AVX-512 with bf16")
+    if "avx2" in flags:
+        remedy = "bf16 attention is fastest on a CPU with AVX-512 bf16 (Cooper Lake, Zen 4 or later)"
+        return Finding("CPU", f"{found}, AVX2", Status.NOTE, remedy)
     remedy = "attention runs as portable code, several times slower; use a CPU with AVX2 or better"
     return Finding("CPU", f"{found}, no AVX2", Status.NOTE, remedy)
 
@@ -193,14 +188,11 @@ def _memory() -> Iterator[Finding]:
 
 def _kernel() -> Finding:
     missing = []
-    try:
-        os.close(os.memfd_create("lamina-doctor"))
-    except (AttributeError, OSError) as error:
-        missing.append(f"memfd_create ({error})")
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (AttributeError, OSError) as error:
-        missing.append(f"pidfd_open ({error})")
+    for name, argument in (("memfd_create", "lamina-doctor"), ("pidfd_open", os.getpid())):
+        try:
+            os.close(getattr(os, name)(argument))
+        except (AttributeError, OSError) as error:
+            missing.append(f"{name} ({error})")
     if missing:
         remedy = "Linux 5.3 or later, and a container profile that allows these calls"
         return Finding("kernel", f"lacks {', '.join(missing)}", Status.PROBLEM, remedy)
@@ -211,10 +203,7 @@ def _gpus() -> Finding:
     from lamina.cluster.pool import find_devices
 
     gpus = find_devices().gpus
-    if not gpus:
-        return Finding("GPUs", "none")
-    names = ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
-    return Finding("GPUs", names)
+    return Finding("GPUs", ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none")
 
 
 def _model() -> Finding:
@@ -287,20 +276,12 @@ def _interfaces() -> Finding:
         return Finding(
             "network", "no interface is up", Status.NOTE, "workers on other machines need one: ip link set DEV up"
         )
-    interfaces = [
-        f"{name} ({stats.speed} Mbit/s, MTU {stats.mtu}, {_address(addresses.get(name, []))})"
-        if stats.speed
-        else f"{name} (MTU {stats.mtu}, {_address(addresses.get(name, []))})"
-        for name, stats in sorted(up.items())
-    ]
+    interfaces = []
+    for name, stats in sorted(up.items()):
+        speed = f"{stats.speed} Mbit/s, " if stats.speed else ""
+        own = [entry.address for entry in addresses.get(name, []) if entry.family == socket.AF_INET]
+        interfaces.append(f"{name} ({speed}MTU {stats.mtu}, {own[0] if own else 'no IPv4 address'})")
     return Finding("network", ", ".join(interfaces))
-
-
-def _address(entries: Sequence[object]) -> str:
-    found = [
-        str(getattr(entry, "address", "")) for entry in entries if getattr(entry, "family", None) == socket.AF_INET
-    ]
-    return found[0] if found else "no IPv4 address"
 
 
 def rdma(ports: "Sequence[Port]", modules: frozenset[str]) -> Finding:

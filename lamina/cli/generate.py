@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 import typer
 
 from lamina.cli import options
-from lamina.cli.console import notes, output, print_error, print_table, print_text
+from lamina.cli.console import notes, output, print_error, print_table, print_text, show_size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError
 from lamina.core.types import KvElement, RequestOutput, SamplingParams
@@ -118,16 +118,15 @@ def _show_figures(outputs: list[RequestOutput], params: SamplingParams, *, load_
 
 
 def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
-    from rich.table import Table
+    from rich.table import Column, Table
 
     loaded = engine.cluster.loaded
     element = KvElement.from_setting(engine.config.kv_cache_dtype, loaded.dtype)
     per_token = sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
     heads = max(spec.kv_heads for spec in loaded.attentions)
-    table = Table(title="Where each request's KV was kept", title_justify="left", title_style="bold")
-    for name, justify in (("request", "right"), ("memory worker", "left"), ("KV heads", "left"), ("tokens", "left")):
-        table.add_column(name, justify="right" if justify == "right" else "left")
-    table.add_column("KV", justify="right")
+    title = "Where each request's KV was kept"
+    columns = Column("request", justify="right"), "memory worker", "KV heads", "tokens", Column("KV", justify="right")
+    table = Table(*columns, title=title, title_justify="left", title_style="bold")
     for number, request in enumerate(outputs):
         for segment in request.placement:
             start, stop = segment.tokens
@@ -135,17 +134,9 @@ def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
             stop = start if stop is None else stop
             nbytes = (stop - start) * per_token * (high - low) / heads
             tokens = f"{start} to {stop - 1}" if start < stop else "none"
-            row = (str(number), segment.worker, f"{low} to {high - 1}", tokens, _size(nbytes))
+            row = (str(number), segment.worker, f"{low} to {high - 1}", tokens, show_size(nbytes))
             table.add_row(*row)
     print_table(table, notes())
-
-
-def _size(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 @options.engine_options

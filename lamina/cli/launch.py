@@ -103,7 +103,7 @@ def _invite(config: EngineConfig) -> None:
 
 
 def _ready(summary: str, url: str) -> None:
-    """Say where the server listens. ``summary``: of its engine."""
+    """Print where the server listens. ``summary``: the description of its engine."""
     from lamina.cli.console import output, print_text
 
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)

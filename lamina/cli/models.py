@@ -28,7 +28,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print the list 
         return
     from rich.table import Table
 
-    from lamina.cli.console import print_table, print_text
+    from lamina.cli.console import print_table, print_text, show_size
 
     if not rows:
         print_text("No models are in the Hugging Face cache. --model OWNER/NAME downloads one.\n")
@@ -38,14 +38,15 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print the list 
         table.add_column(heading, justify="left" if heading in ("model", "revision") else "right")
     for row in rows:
         fits = row["why_not"] or f"{row['kv_tokens']:,}"
-        weights = "-" if row["weight_bytes"] is None else _size(row["weight_bytes"])
-        table.add_row(row["model"], row["revision"][:8], _size(row["bytes"]), weights, fits)
+        weights = "-" if row["weight_bytes"] is None else show_size(row["weight_bytes"])
+        table.add_row(row["model"], row["revision"][:8], show_size(row["bytes"]), weights, fits)
     print_table(table)
 
 
 def _describe(name: str, commit: str, place: Path, nbytes: int, free: int) -> dict[str, Any]:
     """Return one row: what the model takes, how many tokens of KV memory workers hold beside it, or why it does not
     run."""
+    from lamina.cli.console import show_size
     from lamina.cluster.slabs import KV_SHARE
     from lamina.models.directory import find
     from lamina.planning.plan.model_shapes import find as shape_of
@@ -59,12 +60,8 @@ def _describe(name: str, commit: str, place: Path, nbytes: int, free: int) -> di
         return row | {"why_not": "weights are not downloaded" if incomplete else str(error).partition(";")[0]}
     left = free - weights
     if left <= 0:
-        return row | {"why_not": f"needs {_size(-left)} more"}
+        return row | {"why_not": f"needs {show_size(-left)} more"}
     return row | {"kv_tokens": int(left * KV_SHARE) // per_token, "why_not": ""}
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 class Format(enum.Enum):

@@ -1,7 +1,6 @@
 """`lamina plan --context`: plans for decoding alone, as in the papers, whose prompts cost nothing."""
 
 import json
-import shlex
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
         print(json.dumps(_as_dict(planner, front, best, model), indent=2))
         return
     from lamina.cli.console import output, print_table, print_text
-    from lamina.cli.plan_ways import unquantised, untried
+    from lamina.cli.plan_commands import missing, untried
 
     narrow = output().is_terminal and output().width < ONE_LINE_COLUMNS
     print_table(_table(planner, front, best, len(plans), two_lines=narrow))
@@ -79,11 +78,10 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
             f"  Rent one pool: {against.count} {against.kind}, tensor parallelism {against.tensor_parallel}. The best "
             "two pools cost more for each token:\n"
         )
-    print_text(f"  {launch_line(best, planner.shape, model)}\n")
-    kind, _ = _typed_kinds(best)
-    if missing := [*_not_launched(best), *unquantised(planner.shape, model, kind)]:
-        print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(missing)}.)\n", style="dim")
-    for note in untried(planner.shape, kind):
+    print_text(f"  {_launch_line(best, planner.shape, model)}\n")
+    if lacking := missing(best.pools, planner.shape, model):
+        print_text(f"  (That line leaves out what lamina launch lacks yet: {', '.join(lacking)}.)\n", style="dim")
+    for note in untried(planner.shape, best.pools.compute.kind):
         print_text(f"  {note}\n", style="dim")
     print_text(
         f"  {best.pools.replicas} x tensor parallelism {best.pools.tensor_parallel}, {best.pools.lanes} lanes; an "
@@ -100,26 +98,10 @@ def _print(planner: "Planner", candidates: "list[Way]", model: str, as_json: boo
         print_text(f"  {line}\n", style="dim")
 
 
-def launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
-    """Return the `lamina launch` command that starts these pools."""
-    from lamina.cli.plan_ways import kv_option, quantization_option
-    from lamina.planning.plan.model_shapes import directory_to_launch
-    from lamina.planning.plan.ways import Partition
+def _launch_line(plan: "Plan", shape: "ModelShape", model: str) -> str:
+    from lamina.cli.plan_commands import launch_command
 
-    compute, memory = _typed_kinds(plan)
-    pools = plan.pools
-    pipelining = "rotational" if pools.rotates else "fixed"
-    order = f"--lanes {pools.lanes} --pipelining {pipelining}"
-    if pools.tensor_parallel > 1:
-        order += f" --tensor-parallel {pools.tensor_parallel}"
-    return (
-        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{pools.compute_workers} "
-        f"--memory {memory}:{pools.memory_workers} {order}"
-        + (" --partition head" if pools.partition is Partition.HEAD else "")
-        + _batch_options(plan)
-        + kv_option(shape)
-        + quantization_option(shape, model, compute)
-    )
+    return launch_command(plan.pools, shape, model, _batch_options(plan))
 
 
 def _batch_options(plan: "Plan") -> str:
@@ -133,21 +115,6 @@ def _batch_options(plan: "Plan") -> str:
     rows = max(sequences, plan.batch if moves else -(-plan.batch // pools.lanes))
     options = f" --max-num-seqs {sequences}" if sequences > defaults.max_num_seqs else ""
     return options + (f" --max-num-batched-tokens {rows}" if rows > defaults.max_num_batched_tokens else "")
-
-
-def _not_launched(plan: "Plan") -> list[str]:
-    from lamina.cluster.pool import RUNNABLE
-
-    return [f"{kind} workers" for kind in dict.fromkeys(_typed_kinds(plan)) if kind not in RUNNABLE]
-
-
-def _typed_kinds(plan: "Plan") -> tuple[str, str]:
-    """Return the kinds of both pools by the names that `lamina launch` takes."""
-    from lamina.planning.plan.hardware import ALIASES
-
-    names = {entry: name for name, entry in ALIASES.items()}
-    pools = plan.pools
-    return names.get(pools.compute.kind, pools.compute.kind), names.get(pools.second.kind, pools.second.kind)
 
 
 def _table(planner: "Planner", front: "list[Plan]", best: "Plan", count: int, *, two_lines: bool) -> "Table":
@@ -231,5 +198,5 @@ def _plan_dict(plan: "Plan", shape: "ModelShape", model: str) -> dict[str, Any]:
         **values,
         "bottleneck": plan.bottleneck.value,
         "limit": plan.limit.value,
-        "launch": launch_line(plan, shape, model),
+        "launch": _launch_line(plan, shape, model),
     }

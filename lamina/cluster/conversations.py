@@ -48,7 +48,7 @@ class Ask:
 Conversation = Generator[Ask, dict[str, Any], ResultT]
 """Talks with workers: sends something, yields whose answers it needs, and is sent them by the worker's name.
 
-``converse`` waits for them. An engine that serves goes on serving meanwhile: see ``engine.joins``.
+``converse`` waits for them. An engine that serves goes on serving meanwhile: see ``engine.changes``.
 """
 
 

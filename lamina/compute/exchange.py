@@ -35,32 +35,17 @@ from lamina.splitter.parts import ONLY, Rank
 
 
 @dataclass(frozen=True)
-class Source:
-    """A source of partials: a memory worker, local memory, or prompt chunks. Its partial i is for the shard ``rows[i]``
-    of the step's rows (numbered as in ``MessageRows``), and is number ``part[i]`` of the partials of that shard."""
-
-    rows: npt.NDArray[np.int64]
-    part: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class RemoteShare:
     """The part of a step that one memory worker does."""
 
     channel: Channel
     rows: MessageRows
     pieces: tuple[Piece, ...]
-    source: Source
 
     @functools.cached_property
     def is_whole(self) -> bool:
         """True if the request is sent in one piece."""
         return len(self.pieces) == 1 and not self.rows.pulled
-
-    @property
-    def queries_first(self) -> bool:
-        """True if k and v are the last piece, sent without queries. Otherwise they are in the first piece."""
-        return not self.pieces[0].keeps
 
 
 @dataclass(frozen=True)
@@ -72,7 +57,6 @@ class LocalChunks:
 
     segments: SegmentTable
     rows: npt.NDArray[np.int64]
-    source: Source
 
 
 class StepExchange:
@@ -82,7 +66,6 @@ class StepExchange:
 
     Attributes:
         peers: names of the memory workers that reply to every attention.
-        sends_queries_first: True if ``send_queries`` has anything to send.
     """
 
     def __init__(
@@ -103,7 +86,7 @@ class StepExchange:
             plan: the step.
             segments: by sequence, where its KV is.
             mail: messages from memory workers.
-            overlap: whether to send queries first, and in how many mini-batches.
+            overlap: in how many mini-batches queries are sent.
             carrier: of the device that holds the rows.
             rows: rows of each tensor.
             shards: the heads' shards, over all ranks of the replica.
@@ -112,134 +95,81 @@ class StepExchange:
         """
         self.rows = rows
         self._shards = own = shards.of_rank(rank.count)
-        self._specs: dict[AttentionSpec, AttentionSpec] = {}
         self._carrier = carrier
         self._mail = mail
         self._lane, self._turn = plan.lane, plan.turn
         self._message_lane = plan.lane * rank.count + rank.number  # to memory workers, each rank is a lane of its own
         self._dtype = carrier.dtype
         self._total = sum(len(step.tokens) for step in plan.sequences)
-        self._parts = np.zeros(self._total * own.count, np.int64)  # number of partials of each shard so far
-        self._chunks = self._plan_chunks(plan)
+        self._chunks = _plan_chunks(plan)
         self._share = share
-        self._share_source = self._source(share.queries) if share is not None else None
         self._share_arrays: tuple[Array, Array] | None = None
         self._share_partial: Partial | None = None  # the same as tensors
         workers = sorted({segment.worker for step in plan.sequences for segment in segments[step.sequence]})
         workers = [worker for worker in workers if share is None or worker != share.worker]
         messages = {worker: message_rows(plan, segments, worker, shards, rank.number, rank.count) for worker in workers}
         self._remotes = [
-            RemoteShare(mail.channels[worker], message, pieces(message, overlap), self._source(message.queries))
+            RemoteShare(mail.channels[worker], message, pieces(message, overlap))
             for worker, message in messages.items()
             if not message.empty
         ]
         self.peers = [remote.channel.name for remote in self._remotes]
         self._sizes: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # by shape of heads
-        self._begun: list[Message] = []  # requests whose queries have been sent and whose k and v follow
         self._unread: list[Arrival] = []  # replies that the device may still read
-        self._lays_out = any(remote.rows.pulled for remote in self._remotes)
-        self.sends_queries_first = any(remote.queries_first for remote in self._remotes)
-        local = [] if self._chunks is None else [self._chunks.source]
-        if self._share_source is not None and len(self._share_source.rows):
-            local.append(self._share_source)
+        here = [] if self._chunks is None else [_shards_of(self._chunks.rows, own.count)]
+        if share is not None and len(share.queries):
+            here.append(share.queries)
+        found = np.zeros(self._total * own.count, np.int64)  # number of partials of each shard so far
+
+        def number(shards: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            parts = found[shards].copy()
+            np.add.at(found, shards, 1)
+            return parts
+
+        queries = [remote.rows.queries for remote in self._remotes]
+        here_parts = list(map(number, here))
         self._transfers = carrier.transfers(
             Moves(
                 self._total,
                 rows,
                 own.count,
-                queries=[remote.rows.queries for remote in self._remotes],
+                queries,
                 appends=[remote.rows.appends for remote in self._remotes],
-                parts=[remote.source.part for remote in self._remotes],
-                here=[source.rows for source in local],
-                here_parts=[source.part for source in local],
+                parts=list(map(number, queries)),
+                here=here,
+                here_parts=here_parts,
             )
         )
-
-    def _source(self, rows: npt.NDArray[np.int64]) -> Source:
-        part = self._parts[rows].copy()
-        np.add.at(self._parts, rows, 1)
-        return Source(rows, part)
-
-    def _plan_chunks(self, plan: StepPlan) -> LocalChunks | None:
-        offsets, starts, rows = [0], [], []
-        row = 0
-        for step in plan.sequences:
-            count = len(step.tokens)
-            if attends_locally(step):
-                rows.append(np.arange(row, row + count, dtype=np.int64))
-                starts.append(step.start)
-                offsets.append(offsets[-1] + count)
-            row += count
-        if not rows:
-            return None
-        indices = np.concatenate(rows)
-        bounds, start = np.array(offsets, np.int32), np.array(starts, np.int32)
-        # The chunk's own k and v serve as its slab: row r of the step is slot r.
-        table = SegmentTable(
-            query_offsets=bounds, query_start=start, kv_offsets=bounds, kv_start=start, slots=indices.astype(np.int32)
-        )
-        count = self._shards.count
-        return LocalChunks(table, indices, self._source((indices[:, None] * count + np.arange(count)).ravel()))
-
-    def _of_shard(self, spec: AttentionSpec) -> AttentionSpec:
-        """``spec`` with the heads of one shard."""
-        if self._shards.count == 1:
-            return spec
-        if spec not in self._specs:
-            self._specs[spec] = self._shards.spec(spec)
-        return self._specs[spec]
 
     @property
     def local_rows(self) -> int:
         """Rows of prompt chunks, for which ``attend_chunks`` computes partials."""
         return 0 if self._chunks is None else len(self._chunks.rows)
 
-    def send_queries(self, index: int, spec: AttentionSpec, q: torch.Tensor) -> None:
-        """Send the queries of attention ``index`` before its k and v, to the workers for which the overlap says so.
-
-        q is [rows, Hq, D]. Raises PeerLostError.
-        """
-        queries, sizes = self._transfers.queries(q), self._sizes_of(spec)
-        self._free_replies()
-        for remote, rows, nbytes in zip(self._remotes, queries, sizes, strict=True):
-            if remote.queries_first:
-                message = remote.channel.begin(self._message_lane, self._turn + index, *nbytes)
-                self._begun.append(message)
-                for piece in remote.pieces[:-1]:
-                    message.send_piece([rows[piece.start : piece.stop]])
-
-    def send_kv(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
-        """Send k, v and the queries that ``send_queries`` has not sent. Raises PeerLostError."""
+    def send_requests(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
+        """Send q, k and v of attention ``index`` to all memory workers. Raises PeerLostError."""
         if not self._remotes:
             return
-        begun, self._begun = iter(self._begun), []
         lane, turn, sizes = self._message_lane, self._turn + index, self._sizes_of(spec)
-        slots: list[int | None] = [None] * len(self._remotes)
-        if len(self._remotes) == sum(remote.queries_first for remote in self._remotes):
-            keys, values = self._transfers.keys_values(output.k, output.v)
-            queries: Sequence[Array] = keys  # not sent
-        else:
-            slots = [
-                remote.channel.place(nbytes[0]) if remote.is_whole else None
-                for remote, nbytes in zip(self._remotes, sizes, strict=True)
-            ]
-            bodies = [
-                0 if slot is None else remote.channel.bodies[slot].address
-                for remote, slot in zip(self._remotes, slots, strict=True)
-            ]
-            queries, keys, values = self._transfers.all(output.q, output.k, output.v, bodies)
+        slots = [
+            remote.channel.place(nbytes[0]) if remote.is_whole else None
+            for remote, nbytes in zip(self._remotes, sizes, strict=True)
+        ]
+        bodies = [
+            0 if slot is None else remote.channel.bodies[slot].address
+            for remote, slot in zip(self._remotes, slots, strict=True)
+        ]
+        queries, keys, values = self._transfers.fill_messages(output.q, output.k, output.v, bodies)
         self._free_replies()
-        bulk = self._transfers.bulk(output.k, output.v) if self._lays_out else None
+        pulls = any(remote.rows.pulled for remote in self._remotes)
+        bulk = self._transfers.bulk(output.k, output.v) if pulls else None
         for remote, nbytes, slot, rows, k, v in zip(self._remotes, sizes, slots, queries, keys, values, strict=True):
             if remote.is_whole:
                 remote.channel.send_message(lane, turn, nbytes[0], (k, v, rows) if slot is None else (), slot)
                 continue
-            message = next(begun) if remote.queries_first else remote.channel.begin(lane, turn, *nbytes)
+            message = remote.channel.begin(lane, turn, *nbytes)
             if bulk is not None and remote.rows.pulled:
                 self._lay_out(remote, message, spec, bulk)
-            if remote.queries_first:
-                message.send_piece([k, v])
-                continue
             for piece in remote.pieces:
                 message.send_piece([*((k, v) if piece.keeps else ()), rows[piece.start : piece.stop]])
 
@@ -248,7 +178,7 @@ class StepExchange:
         shape = spec.query_heads, spec.kv_heads, spec.qk_dim, spec.v_dim
         sizes = self._sizes.get(shape)
         if sizes is None:
-            shard, dtype = self._of_shard(spec), self._dtype
+            shard, dtype = self._shards.spec(spec), self._dtype
             token = shard.kv_bytes_per_token(dtype)
             sizes = self._sizes[shape] = [
                 (body_nbytes(shard, dtype, remote.rows), token * sum(rows.rows for rows in remote.rows.pulled))
@@ -259,7 +189,7 @@ class StepExchange:
     def _lay_out(self, remote: RemoteShare, message: Message, spec: AttentionSpec, bulk: tuple[Array, Array]) -> None:
         """Put k and v of prompt chunks beside the request, from where the memory worker fetches them."""
         k, v = bulk
-        nbytes, at = self._of_shard(spec).kv_bytes_per_token(self._dtype), 0
+        nbytes, at = self._shards.spec(spec).kv_bytes_per_token(self._dtype), 0
         count = self._shards.count
         for piece in pulled_pieces(remote.rows.pulled, self._mail.landing_nbytes // nbytes):
             rows = slice(piece.row, piece.row + piece.rows)
@@ -316,6 +246,29 @@ class StepExchange:
         for arrival in self._unread:
             arrival.free()
         self._unread = []
+
+
+def _plan_chunks(plan: StepPlan) -> LocalChunks | None:
+    offsets, starts, rows = [0], [], []
+    row = 0
+    for step in plan.sequences:
+        count = len(step.tokens)
+        if attends_locally(step):
+            rows.append(np.arange(row, row + count, dtype=np.int64))
+            starts.append(step.start)
+            offsets.append(offsets[-1] + count)
+        row += count
+    if not rows:
+        return None
+    indices = np.concatenate(rows)
+    bounds, start = np.array(offsets, np.int32), np.array(starts, np.int32)
+    # The chunk's own k and v serve as its slab: row r of the step is slot r.
+    return LocalChunks(SegmentTable(bounds, start, bounds, start, indices.astype(np.int32)), indices)
+
+
+def _shards_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of all shards of rows, as ``MessageRows`` counts them."""
+    return (rows[:, None] * count + np.arange(count)).ravel()
 
 
 def _sharded(array: Array, count: int) -> Array:

@@ -6,7 +6,7 @@ device. There is no transport: K and V of prompt chunks need not be fetched, and
 
 import collections
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -14,8 +14,7 @@ from lamina.control.sockets import ControlClient
 from lamina.core.steps import StepPlan
 from lamina.memory.device.base import Array, New
 from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 
 Partial = tuple[Array, Array]  # (out [R, Hq, Dv], lse [R, Hq]), float32
 Index = slice | Array
@@ -23,39 +22,27 @@ Partials = dict[tuple[object, ...], Partial]
 
 
 class LocalMemory:
-    """The slab of a compute worker. Its thread owns it."""
+    """The slab of a compute worker. Its thread owns it.
 
-    def __init__(self, control: ControlClient, store: KvStore) -> None:
-        self._store = store
-        self._usage = UsageReports(control, store)
+    Attributes:
+        store: the slab.
+        usage: reports of its use to the engine.
+    """
+
+    def __init__(self, control: ControlClient) -> None:
+        """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
+        self.store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
+        self.usage = UsageReports(control, self.store)
         # By lane: other lanes attend between the attention of a step and the merge of its result.
         self._partials = collections.defaultdict[int, Partials](dict)
-
-    @classmethod
-    def set_up(cls, control: ControlClient) -> "LocalMemory":
-        """Make the slab as the engine directs. Raises ConfigError, WorkerError."""
-        store, _, _ = make_store(control, contextlib.ExitStack())  # it has no disk to close
-        return cls(control, store)
 
     def apply_plan(self, plan: StepPlan) -> "LocalShare | None":
         """Apply a plan's deltas, and assign slots to the tokens of its step. None if the step has nothing here.
 
         Raises the errors of ``KvStore.apply``.
         """
-        (tables,) = self._store.apply(plan)  # of a replica of one rank
-        return None if tables.rows.empty else LocalShare(self._store, tables, self._partials[plan.lane])
-
-    def release(self, sequences: Sequence[int]) -> None:
-        """Forget sequences and free their slots. Those not known here are ignored."""
-        self._store.release(sequences)
-
-    def truncate(self, kept: Mapping[int, int]) -> None:
-        """Keep only the first ``kept[sequence]`` tokens of these sequences, and forget all others."""
-        self._store.truncate(kept)
-
-    def report(self) -> None:
-        """Report the slab's usage to the engine, if a report is due."""
-        self._usage.tell()
+        (tables,) = self.store.apply(plan)  # of a replica of one rank
+        return None if tables.rows.empty else LocalShare(self.store, tables, self._partials[plan.lane])
 
 
 class LocalShare:

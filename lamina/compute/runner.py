@@ -1,6 +1,6 @@
 """Runs the slices of a split model with their weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,7 @@ class SliceRunner(NativeRunner):
         self.slices = model.slices
         self._slices = dict(zip(model.slices, model.with_weights(tensors, reduce), strict=True))
 
-    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
+    def reserve(self, rows: int, draws: int, shards: int) -> None:
         """Nothing: the system gives memory when it is written to."""
 
     def padded(self, rows: int) -> int:
@@ -77,14 +77,11 @@ class SliceRunner(NativeRunner):
         rows: "Rows",
         attention: torch.Tensor | None,
         context: tuple[torch.Tensor, ...],
-        on_query: Callable[[torch.Tensor], None] | None,
     ) -> SliceOutput:
-        """q, k, v and context of slice ``index``, not the last; ``on_query`` is called with q before k and v exist.
-
-        They are overwritten by the next slice but one that runs with the same ``rows``.
-        """
+        """Return q, k, v and context of slice ``index``, not the last. They stay valid until two more slices have run
+        with the same ``rows``."""
         piece = self._slices[index]
-        return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), on_query, rows.workspace)
+        return piece.run(rows.ids, rows.positions, attention, context, rows.prepared(piece), rows.workspace)
 
     def logits(
         self, rows: "Rows", attention: torch.Tensor, context: tuple[torch.Tensor, ...], chosen: torch.Tensor
@@ -97,5 +94,5 @@ class SliceRunner(NativeRunner):
             attention, context = attention[chosen], tuple(tensor[chosen] for tensor in context)
         last = self._slices[len(self.attentions)]
         prepared = rows.prepared(last)
-        output = last.run(rows.ids, rows.positions, attention, context, prepared, workspace=rows.workspace)
+        output = last.run(rows.ids, rows.positions, attention, context, prepared, rows.workspace)
         return output.logits[:count]

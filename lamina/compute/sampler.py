@@ -2,8 +2,8 @@
 
 The order of operations is vLLM's: penalties, minimum length, temperature, min-p, top-k, top-p. The last three keep the
 tokens whose score is at least some value, so each row needs that value alone. Every draw depends only on (seed,
-completion, position) and the logits, and hardly on their rounding (``lamina.compute.drawing``): the same tokens are
-drawn whatever else is in the batch. Shapes: R rows, V vocabulary.
+completion, position) and the logits, and hardly on their rounding (``draw``): the same tokens are drawn whatever else
+is in the batch. Shapes: R rows, V vocabulary.
 """
 
 import hashlib
@@ -16,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lamina import _native
 from lamina.compute.constraints import Constraint, forbid
-from lamina.compute.drawing import draw
 from lamina.control.logprobs import pack, pack_rows
 from lamina.control.messages import Draw
 from lamina.core.errors import LogitsError
 from lamina.core.types import Logprob, SamplingParams
-from lamina.lowering.native_operators import largest
+from lamina.kernels.gpu.expert_product import ELEMENTS
+from lamina.kernels.gpu.specialize import draw_program
+from lamina.lowering.native_operators import ELEMENT_TYPES, PATH, largest
 
 _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted
 _MIN_TEMPERATURE = 1e-6  # below it float32 cannot tell the distribution from its mode
@@ -207,6 +209,50 @@ def _nucleus(
             scores[beyond], highest[beyond], least[beyond], temperature[beyond], top_p[beyond], left
         )
     return result
+
+
+def draw(
+    logits: Tensor, places: Tensor, highest: Tensor, least: Tensor, temperature: Tensor, keys: Tensor, tokens: Tensor
+) -> None:
+    """Draw one token from each of rows ``places`` [R], int64, of ``logits`` [*, V], any float dtype, on one device.
+
+    The Gumbel-max trick: the token with the largest logit / temperature + noise is drawn, which has the probabilities
+    of the softmax. The noise is a hash of the row's key and the token id. So a small error in the logits, from another
+    batch or another order of sums, leaves every draw as it was unless the two best tokens are as close as the error:
+    drawing from cumulative probabilities would move the borders of all tokens.
+
+    Args:
+        highest: The largest logit of each row, float32 [R]; finite.
+        least: Tokens with a lower logit are not drawn, float32 [R]; at most ``highest``.
+        temperature: Positive, float32 [R].
+        keys: What the noise of each row depends on, int64 [R].
+        tokens: The first token with the largest logit, int64 [R], contiguous; replaced by the token drawn.
+    """
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    rows, width, stride = len(places), logits.shape[1], logits.stride(0)
+    if logits.device.type == "cpu":
+        _native.draw(
+            ELEMENT_TYPES[logits.dtype],
+            logits.data_ptr(),
+            stride,
+            places.data_ptr(),
+            highest.data_ptr(),
+            least.data_ptr(),
+            temperature.data_ptr(),
+            keys.data_ptr(),
+            tokens.data_ptr(),
+            rows,
+            width,
+            torch.get_num_threads(),
+            PATH,
+        )
+        return
+    from lamina.kernels.gpu import triton_draw  # needs Triton
+
+    program = draw_program(ELEMENTS[logits.dtype])
+    arrays = (places, highest, least, temperature, keys, tokens)
+    triton_draw.draw[(rows,)](logits, stride, *arrays, width, **dict(program.constants), num_warps=program.warps)
 
 
 def _key(row: Row) -> int:

@@ -1,7 +1,6 @@
 """One step of one lane on one replica, or on one stage of it: its own slices, one at a time, in order."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -181,11 +180,10 @@ class StepRun:
     def _run_inner(self, index: int, attention: torch.Tensor | None) -> None:
         spec, exchange, timeline, lane = self._runner.attentions[index], self._exchange, self._timeline, self.plan.lane
         begun = timeline.now()
-        on_query = functools.partial(exchange.send_queries, index, spec) if exchange.sends_queries_first else None
-        output = self._runner.run(index, self._rows, attention, self._context, on_query)
+        output = self._runner.run(index, self._rows, attention, self._context)
         timeline.record_span("slice", lane, begun)
         begun = timeline.now()
-        exchange.send_kv(index, spec, output)
+        exchange.send_requests(index, spec, output)
         timeline.record_span("send", lane, begun)
         self._context = output.context
         begun = timeline.now()

@@ -7,6 +7,7 @@ steps, so that none of this delays a slice that could run.
 
 import collections
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,35 +22,24 @@ from lamina.compute.exchange import StepExchange
 from lamina.compute.loading import load, load_tokenizer
 from lamina.compute.local_memory import LocalMemory
 from lamina.compute.mail import Mail
-from lamina.compute.quick_start import once_set_up
 from lamina.compute.ranks import EpochEndingError, RankWait, SliceOrder
 from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
-    Change,
-    Changed,
     ComputeSetup,
+    Connect,
     Connected,
     EndEpoch,
-    Forget,
-    Grant,
-    Link,
-    Release,
-    Step,
     StepDone,
-    Stop,
-    ToWorker,
-    Traced,
     Working,
 )
 from lamina.control.sockets import Bootstrap, ControlClient, expect
-from lamina.control.timeline import Timeline
-from lamina.core.errors import DeadlineError, LogitsError, PeerLostError, WorkerError
+from lamina.core.errors import DeadlineError, LogitsError
 from lamina.core.heads import HeadShards
 from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
 from lamina.core.steps import Admission, StepPlan
-from lamina.core.topology import Epoch
+from lamina.core.topology import Topology
 from lamina.core.types import Segment
 from lamina.dataplane.channel import first_use
 from lamina.dataplane.fetching import Fetcher
@@ -58,17 +48,14 @@ from lamina.lowering import Workspace
 from lamina.memory.device import gpu_memory
 from lamina.splitter.parts import Rank
 from lamina.transport.base import Target
-from lamina.transport.endpoint import Wait
-from lamina.worker.device_slots import Slots
-from lamina.worker.fence import Fence
 from lamina.worker.links import (
     LINKING_SLICE_S,
     Links,
-    Newcomers,
     OpenEndpoint,
     open_endpoint,
     set_up_links,
 )
+from lamina.worker.loop import WorkerLoop
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 1.0
@@ -142,47 +129,45 @@ class Lane:
         self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
-class ComputeWorker:
+class ComputeWorker(WorkerLoop):
     """Runs plans until the engine says stop."""
 
     def __init__(
         self,
         control: ControlClient,
         setup: ComputeSetup,
-        replica: Replica,
+        device: Device,
+        sums: Sums,
+        runner: Runner,
         shards: HeadShards,
+        memory: LocalMemory | None,
         links: Links,
-        lanes: int,
-        mail: Mail,
-        wait: Wait,
-        epoch: Epoch,
-        slots: Slots,
-        unread: collections.deque[ToWorker],
-        grammars: Grammars,
-        memory: LocalMemory | None = None,
-        order: SliceOrder | None = None,
+        connect: Connect,
     ) -> None:
-        """``wait`` waits for what ``mail`` awaits, over ``links``. ``slots``: those that its device knows. ``memory``:
-        its own part of the memory pool. ``order``: of slices, if the ranks of its stage run several lanes. ``unread``:
-        what the engine has said while this worker waited for other ranks.
+        """``sums``: over the ranks of the stage. ``memory``: the worker's own part of the memory pool.
 
         All ranks of a stage run the same slices and draw the same tokens; the first one answers the engine."""
-        self._control = control
-        self._fence = Fence(control, links, epoch)
-        self._replica = replica
-        self._runner = replica.runner
-        self._timeline = replica.timeline
+        super().__init__(control, links, device, connect.epoch, setup.trace)
+        names, count, lanes = tuple(connect.computes), setup.ranks, connect.pipeline.lanes
+        number = names.index(control.name) // count
+        own = names[number * count : (number + 1) * count]
+        alike = names[setup.rank :: count]
+        self._replica = Replica(number, alike, connect.pipeline, runner, self._timeline, sums)
+        self._runner = runner
+        peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
+        channels = {name: links.channel(name) for name in peers}
+        self._slots.register_channels(channels.values())
+        among_ranks = RankWait(self._wait, control)
+        self._unread = among_ranks.unread
+        sums.connect(links, among_ranks, own)
+        self._order = order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
+        fetcher = Fetcher(links.fetch, links.arena, links.plan)
+        self._mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
         self._lanes = [Lane(number) for number in range(lanes)]
-        self._mail = mail
-        self._wait = wait
-        self._links = links
-        self._newcomers = Newcomers(control, links)
-        self._slots = slots
-        self._grammars = grammars
+        self._grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._memory = memory
-        self._order, self._unread = order, unread
         self._overlap = setup.overlap
-        self._rank = Rank(setup.rank, setup.ranks)
+        self._rank = sums.rank
         self._shards = shards
         self._eos_token_ids = setup.eos_token_ids
         self._segments: dict[int, list[Segment]] = {}
@@ -190,22 +175,12 @@ class ComputeWorker:
         self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
         self._slices = 0  # run so far
-        self._running = True
-
-    def run(self) -> None:
-        """Run the engine's plans."""
-        while self._running:
-            try:
-                self._serve_once()
-                self._newcomers.poll()
-            except PeerLostError as error:
-                self._fence.on_peer_lost(error)
-            except EpochEndingError:
-                continue  # the message is unread
-        if self._timeline.enabled:
-            self._control.send(Traced(list(self._timeline.spans)))
 
     def _serve_once(self) -> None:
+        with contextlib.suppress(EpochEndingError):  # the message is unread
+            self._run_due_slice()
+
+    def _run_due_slice(self) -> None:
         """Run the slice that is due first, of those that can run; if none can, wait until one may."""
         while self._unread:
             self._handle(self._unread.popleft())
@@ -260,14 +235,12 @@ class ComputeWorker:
         self._segments.clear()
         self._sequences.clear()
         if self._memory is not None:
-            self._memory.truncate(message.kept)
+            self._memory.store.truncate(message.kept)
         self._replica = self._replica.within(topology, self._control.name)
         self._fence.begin_epoch(topology)
 
-    def _change(self, message: Change) -> None:
-        """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
-        topology, own = message.topology, self._control.name
-        self._links.change_members(topology)
+    def _change_members(self, topology: Topology) -> None:
+        own = self._control.name
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
@@ -280,7 +253,6 @@ class ComputeWorker:
         self._mail.change_members(topology, joined)
         self._lanes += [Lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
         self._replica = self._replica.within(topology, own)
-        self._control.send(Changed(message.number))
 
     def _run_slice(self, lane: Lane) -> None:
         step = lane.steps[0]
@@ -367,7 +339,7 @@ class ComputeWorker:
         """Send answers and read one control message; without one, wait for a message that a step needs."""
         self._answer()
         if self._memory is not None:
-            self._memory.report()
+            self._memory.usage.tell()
         self._mail.flush()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
@@ -391,26 +363,12 @@ class ComputeWorker:
             if peers and (message := self._control.poll()) is not None:
                 self._handle(message)
 
-    def _handle(self, message: ToWorker) -> None:
-        if isinstance(message, Stop):
-            self._running = False
-        elif isinstance(message, Step):
-            if message.epoch >= self._fence.epoch:
-                self._take_in(message.plan)
-        elif isinstance(message, EndEpoch):
-            self._end_epoch(message)
-        elif isinstance(message, Change):
-            self._change(message)
-        elif isinstance(message, Grant | Link | Forget):
-            self._newcomers.handle_link_message(message)
-        elif isinstance(message, Release):
-            self._release(message.sequences)
-            if self._memory is not None:
-                self._memory.release(message.sequences)
-        else:
-            raise WorkerError(self._control.name, f"a compute worker cannot take {type(message).__name__} after set-up")
-
     def _release(self, sequences: Sequence[int]) -> None:
+        self._forget(sequences)
+        if self._memory is not None:
+            self._memory.store.release(sequences)
+
+    def _forget(self, sequences: Sequence[int]) -> None:
         for sequence in sequences:
             self._segments.pop(sequence, None)
             self._sequences.pop(sequence, None)
@@ -426,7 +384,7 @@ class ComputeWorker:
         for fork in plan.forks:
             if fork.child in self._sequences:  # else an admission tells of both, or it is a cached prefix
                 self._segments[fork.child] = forked(self._segments[fork.parent], fork.child, fork.tokens)
-        self._release(plan.released)
+        self._forget(plan.released)
         for admission in plan.admitted:
             self._admit(admission)
         for segment in plan.grown:
@@ -517,50 +475,20 @@ def build(
     device = make(control.device)
     ranks = device.sums(Rank(setup.rank, setup.ranks), setup.meeting)
     runner, shards = load(control, setup, device, ranks)
-    memory = LocalMemory.set_up(control) if setup.local else None
+    memory = LocalMemory(control) if setup.local else None
     links, connect = set_up_links(control, resources, device.inboxes, open_endpoint)
-    names, count = tuple(connect.computes), setup.ranks
-    number = names.index(control.name) // count
-    alike = names[setup.rank :: count]
-    replica = Replica(number, alike, connect.pipeline, runner, Timeline(setup.trace), ranks)
-    own = names[number * count : (number + 1) * count]
-    peers = [name for name in (*connect.memories, *names) if links.has(name) and name not in own]
-    channels = {name: links.channel(name) for name in peers}
-    slots = Slots(links, device)
-    slots.register_channels(channels.values())
-    fetcher = Fetcher(links.fetch, links.arena, links.plan)
-    lanes, wait = connect.pipeline.lanes, links.close_unused_endpoints()
-    among_ranks = RankWait(wait, control)
-    ranks.connect(links, among_ranks, own)
-    order = SliceOrder(links, among_ranks, own) if connect.pipeline.announces else None
-    mail = Mail(links.hub, channels, fetcher, lanes, None if order is None else order.may_run)
-    grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
-    worker = ComputeWorker(
-        control,
-        setup,
-        replica,
-        shards,
-        links,
-        lanes,
-        mail,
-        wait,
-        connect.epoch,
-        slots,
-        among_ranks.unread,
-        grammars,
-        memory,
-        order,
-    )
+    worker = ComputeWorker(control, setup, device, ranks, runner, shards, memory, links, connect)
     control.send(Connected())
-    return worker
-
-
-def _build_and_tidy(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
-    worker = build(control, resources)
-    once_set_up()
     return worker
 
 
 def main(bootstrap: Bootstrap) -> None:
     """Body of the process."""
-    run_worker(_build_and_tidy, gpu_memory, bootstrap)
+
+    def build_and_collect(control: ControlClient, resources: contextlib.ExitStack) -> ComputeWorker:
+        worker = build(control, resources)
+        gc.freeze()  # splitting a model leaves next to no garbage
+        gc.enable()
+        return worker
+
+    run_worker(build_and_collect, gpu_memory, bootstrap)

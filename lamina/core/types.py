@@ -105,12 +105,10 @@ class Overlap:
     """How compute workers send q, k and v, so that attention begins before all of it has arrived.
 
     Attributes:
-        q_first: send q as soon as it exists; memory workers attend to earlier tokens while k and v are computed.
         mini_batches: most messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
         least: sequences in a mini-batch at least; fewer are not worth a message of their own.
     """
 
-    q_first: bool = False
     mini_batches: int = 1
     least: int = 1
 

@@ -192,7 +192,7 @@ class Channel:
     def restart(self, first: int) -> None:
         """Drop all messages; both ends count uses of slots and regions from ``first`` on."""
         self._drop_messages()
-        # Outgoing: the peer's slots; regions announced, and those fetched.
+        # Outgoing: the peer's slots; regions announced, and regions fetched.
         self._slots_there = SlotCredits(SLOTS, first)
         self._announced, self._fetched_there = first, first
         # Incoming: uses of the own slots freed, and the next piece of each slot.
@@ -213,7 +213,7 @@ class Channel:
         if message.region_nbytes > self.hub.nbytes:
             raise ValueError(f"{message.region_nbytes} bytes do not fit into a pool of {self.hub.nbytes} bytes")
         if self.hub.keeping:
-            self.hub.go_on()  # those that were kept come first
+            self.hub.go_on()  # kept messages come first
         if not self._admit(message):
             self._kept.append(message)
             self.hub.keeping.add(self)
@@ -308,7 +308,7 @@ class Channel:
 
     @property
     def credits(self) -> list[Target]:
-        """What to wait for: each of these gives back a slot or a region."""
+        """Doorbells to wait for, each of which gives back a slot or a region."""
         bell = self._own.doorbell
         there = self._slots_there
         targets = [(bell + GIVEN_BACK + slot, there.given_back[slot] + 1) for slot in there.outstanding]
@@ -459,7 +459,7 @@ class Hub:
 
     @property
     def credits(self) -> list[Target]:
-        """What may let a kept message be sent; empty if none is kept."""
+        """Doorbells to wait for, each of which may let a kept message be sent; empty if none is kept."""
         # A region that any peer has fetched makes room for a message to any other.
         return [target for channel in self.channels for target in channel.credits] if self.keeping else []
 

@@ -1,4 +1,4 @@
-"""Which part of a worker's arena each peer may write into: leased when a link is made, freed when the link has ended.
+"""Leases parts of a worker's arena to the peers that may write there, from when a link is made until it has ended.
 
 Pure: the arena's owner keeps the leases and tells every peer its lease. A later lease never moves an earlier one, so
 that a worker can join while others exchange messages.
@@ -21,7 +21,8 @@ from lamina.transport.arena import PAGE
 ALIGNMENT = 64  # slots start at cache lines, which vector loads prefer too
 SLOTS = 2  # messages that may be on their way at once over a link, in each direction
 SLOT_ROWS = 256  # most rows that a slot has room for; larger messages are fetched, which copies them twice more
-LEAST_SLOT_ROWS, SLOT_ROWS_OF_ALL = 64, 4096  # the fewest; those of all links of a worker together, if there are many
+LEAST_SLOT_ROWS = 64
+SLOT_ROWS_OF_ALL = 4096  # of all links of a worker together, unless each would have fewer than ``LEAST_SLOT_ROWS``
 HEADER_NBYTES = 64  # in front of the message in every slot
 PROOF_NBYTES = 64  # at the beginning of every lease
 VERDICT = PROOF_NBYTES - 1  # the owner's byte in there: 1 if the proof of the peer's device has arrived in the inbox
@@ -141,7 +142,7 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     @property
     def leased_at(self) -> int:
-        """Where leases begin."""
+        """Byte at which leases begin."""
         return _whole_pages(self.pool[1])
 
     @property
@@ -210,7 +211,7 @@ class Messages(msgspec.Struct, frozen=True):
     ranks: int = 1
 
     def compute_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
-        """Return what a compute worker needs for links to all others, and ``spare`` more of any kind."""
+        """Return the arena of a compute worker with links to all other workers, and ``spare`` more of any kind."""
         others = computes - 1 if self.context else 0
         leased = memories * lease_nbytes(self.reply) + others * lease_nbytes(self.context)
         leased += spare * lease_nbytes(max(self.reply, self.context)) + (self.ranks - 1) * lease_nbytes(self.sums)
@@ -218,7 +219,7 @@ class Messages(msgspec.Struct, frozen=True):
         return ArenaPlan(self.landing, False, pool, leased, memories + others + spare + self.ranks - 1)
 
     def memory_arena(self, computes: int, memories: int, spare: int = 0) -> ArenaPlan:
-        """Return what a memory worker needs for links to all others, and ``spare`` more of any kind."""
+        """Return the arena of a memory worker with links to all other workers, and ``spare`` more of any kind."""
         others = memories - 1
         leased = (computes + spare) * lease_nbytes(self.request) + others * lease_nbytes(0)
         pool = POOLED_MESSAGES * self.fetched_from_memory

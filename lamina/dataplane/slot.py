@@ -159,7 +159,7 @@ class Outbox:
 
 
 class Body(NamedTuple):
-    """Where a device of this process writes the body of a message to a peer.
+    """Memory of a peer that a device of this process writes the body of a message to.
 
     Attributes:
         address: of its first byte.
@@ -190,7 +190,7 @@ class Direct:
 
     @property
     def their_memory(self) -> memoryview:
-        """What may be written into the peer's arena."""
+        """The part of the peer's arena that this side may write into."""
         return memoryview(self.their_arena)[self.theirs.offset : self.theirs.offset + self.theirs.nbytes]
 
     @property

@@ -253,37 +253,31 @@ def reply_nbytes(attentions: Sequence[AttentionSpec], rows: int) -> int:
     return rows * max(spec.query_heads * (spec.v_dim + 1) * 4 for spec in attentions)
 
 
-MOST_PIECES = MOST_MINI_BATCHES + 1  # k and v may come after q
+MOST_PIECES = MOST_MINI_BATCHES
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a request: query rows [start, stop), which are those of ``attends[first:last]``, and all k and v if
-    ``keeps``."""
+    """Part of a request: query rows [start, stop), which are those of ``attends[first:last]``. The first piece also has
+    all k and v."""
 
     start: int
     stop: int
     first: int
     last: int
-    keeps: bool
+
+    @property
+    def keeps(self) -> bool:
+        """True if the k and v of the request are in this piece."""
+        return self.start == 0
 
 
 def pieces(rows: MessageRows, overlap: Overlap) -> tuple[Piece, ...]:
     """Return the pieces of a request with these rows, in the order in which they travel."""
     count = min(overlap.mini_batches, max(1, len(rows.attends) // overlap.least))
-    if not rows.attends:
-        return (Piece(start=0, stop=0, first=0, last=0, keeps=True),)
     ends = [0, *itertools.accumulate(attend.rows for attend in rows.attends)]
     cuts = [len(rows.attends) * i // count for i in range(count + 1)]
-    q_first = overlap.q_first and len(rows.appends) > 0
-    queries = tuple(
-        Piece(start=ends[first], stop=ends[last], first=first, last=last, keeps=first == 0 and not q_first)
-        for first, last in itertools.pairwise(cuts)
-    )
-    if not q_first:
-        return queries
-    total = ends[-1]
-    return (*queries, Piece(start=total, stop=total, first=count, last=count, keeps=True))
+    return tuple(Piece(ends[first], ends[last], first, last) for first, last in itertools.pairwise(cuts))
 
 
 def slot_number(uses: int, piece: int) -> int:
@@ -297,24 +291,16 @@ def body_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows) -> int:
     return kept + len(rows.queries) * spec.query_bytes_per_token(dtype)
 
 
-def read_queries(
-    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece], start: int, stop: int
-) -> Array:
-    """View query rows [start, stop) of a request's bytes, uint8 [n] in any memory, as q [stop - start, Hq, D].
-
-    ``cut``: the request's pieces.
-    """
-    before = len(rows.appends) * spec.kv_bytes_per_token(dtype) if cut[0].keeps else 0
+def read_queries(body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, start: int, stop: int) -> Array:
+    """View query rows [start, stop) of a request's bytes, uint8 [n] in any memory, as q [stop - start, Hq, D]."""
+    before = len(rows.appends) * spec.kv_bytes_per_token(dtype)
     shape = (stop - start, spec.query_heads, spec.qk_dim)
     return _view(body, dtype, shape, before + start * spec.query_bytes_per_token(dtype))
 
 
-def read_kept(
-    body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows, cut: Sequence[Piece]
-) -> tuple[Array, Array]:
+def read_kept(body: Array, spec: AttentionSpec, dtype: DType, rows: MessageRows) -> tuple[Array, Array]:
     """View (k, v) of a request's bytes, uint8 [n] in any memory, see ``keys_values``."""
-    before = 0 if cut[0].keeps else len(rows.queries) * spec.query_bytes_per_token(dtype)
-    return keys_values(body, spec, dtype, before, len(rows.appends))
+    return keys_values(body, spec, dtype, 0, len(rows.appends))
 
 
 def piece_nbytes(spec: AttentionSpec, dtype: DType, rows: MessageRows, part: Piece) -> int:

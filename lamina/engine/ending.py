@@ -10,7 +10,7 @@ from lamina.control.messages import Stop, Traced
 from lamina.control.sockets import ControlServer
 from lamina.control.timeline import Clock, Span
 from lamina.core.errors import LaminaError, TransportError
-from lamina.engine.deadlines import POLL_S
+from lamina.engine.losses import POLL_S
 from lamina.schedule.suspects import DEATHS_ALONE
 
 log = logging.getLogger(__name__)

@@ -23,24 +23,22 @@ from lamina.core.steps import StepPlan
 from lamina.core.topology import Role, Topology
 from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
 from lamina.dataplane.wire import check_placements
-from lamina.engine.deadlines import POLL_S
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
+from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
-from lamina.engine.reading import Reading
 from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import OnTokens, OnUpdate
+from lamina.engine.updates import OnTokens, OnUpdate, Reading
 from lamina.kv.policies import policy_for
 from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
 from lamina.schedule.beam_search import check_beams
-from lamina.schedule.limits import Limits
+from lamina.schedule.limits import MAX_WAITING, Limits, Places
 from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
-from lamina.schedule.waiting import MAX_WAITING, Places
 from lamina.text.defaults import sampling_defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, encode_prompt
@@ -53,7 +51,6 @@ MOST_COMMANDS = 256  # run in one turn, so that one client's many requests do no
 
 
 def new_thread(run: Callable[[], None]) -> threading.Thread:
-    """Return a thread that ends with its process."""
     return threading.Thread(target=run, name="lamina-engine", daemon=True)
 
 
@@ -261,7 +258,7 @@ class Engine:
         return resize.future
 
     def stats(self) -> EngineStats:
-        """Counters as of now."""
+        """Return counters as of now."""
         with self._lock:
             known, dead = len(self._tracked), self._ended
         running = self._scheduler.running
@@ -289,7 +286,6 @@ class Engine:
 
     @property
     def topology(self) -> Topology:
-        """Who takes part now."""
         return self._members.topology
 
     @property

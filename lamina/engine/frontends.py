@@ -71,7 +71,6 @@ class _Member:
     lost: str | None = None
 
     def request_id(self, number: int) -> str:
-        """Return the engine's name of its request."""
         return f"{self.name}-{number}"
 
 
@@ -90,7 +89,6 @@ class _Submission:
 
     @property
     def numbers(self) -> range:
-        """Numbers of the frontend's requests, in order."""
         return range(self.message.first, self.message.first + len(self.message.prompts))
 
 

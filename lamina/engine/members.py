@@ -22,8 +22,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import LaminaError, TransportError, UnreachableError, WorkerError
 from lamina.core.topology import Role, Topology
-from lamina.engine.deadlines import Watch
-from lamina.engine.epochs import Ending
+from lamina.engine.losses import Ending, Watch
 from lamina.engine.pools import Pools
 from lamina.engine.stats import MemoryStats
 from lamina.schedule.recipients import Recipients
@@ -45,7 +44,7 @@ class Record:
         save(topology)
 
     def begin_change(self, number: int, topology: Topology) -> None:
-        """Change ``number`` is about to be sent to all members of ``topology``."""
+        """Record that change ``number`` is about to be sent to all members of ``topology``."""
         if left := self._topology.names - topology.names:
             self._leave_out(left)
         self._pending, self._waiting = (number, topology), set(topology.names)
@@ -139,16 +138,15 @@ class Members:
 
     @property
     def is_steady(self) -> bool:
-        """Whether no epoch is ending."""
         return self._ending is None
 
     def turn(self) -> None:
-        """Go on with workers that join or leave."""
+        """Advance workers that join or leave."""
         if self.pools is not None:
             self.pools.turn(steady=self.is_steady)
 
     def handle_message(self, worker: str, message: ToEngine) -> None:
-        """A message that is not about a step. Raises TransportError if it is not expected while serving."""
+        """Handle a message that is not about a step. Raises TransportError if it is not expected while serving."""
         if isinstance(message, Changed):
             self._record.note_changed(worker, message.number)
         if self.pools is not None and self.pools.handle_member_message(worker, message):
@@ -196,7 +194,7 @@ class Members:
                 self.watch.complain("engine", worker, reason)
 
     def lost(self) -> Mapping[str, LaminaError]:
-        """Workers that are lost, with the reasons, or that keep the others from beginning the next epoch."""
+        """Return workers that are lost, or that keep the others from beginning the next epoch, with the reasons."""
         lost = self.watch.lost()
         if lost or self._ending is None:
             return lost
@@ -259,14 +257,14 @@ class Members:
         return remains.poison
 
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
-        """Which of these have ended by themselves, rather than been stopped or cut off."""
+        """Return which of these workers have ended by themselves, rather than been stopped or cut off."""
         died = self.watch.died & lost.keys()
         computes = self.topology.computes
         replicas = [n // self.topology.pipeline.workers for n, name in enumerate(computes) if name in died]
         return Deaths(died & self.topology.capacities.keys(), replicas)
 
     def _adopt(self, topology: Topology) -> int:
-        """Go on with other members, within the epoch. Those that leave hold no KV and run no step."""
+        """Change the members within the epoch. Workers that leave hold no KV and run no step."""
         self.topology = topology
         self._control.apply_topology(topology)
         self.watch.apply_topology(topology)
@@ -280,7 +278,7 @@ class Members:
         return self._changes
 
     def _unused(self, host: str) -> int:
-        """Token slots of a host's memory workers that hold nothing."""
+        """Return the token slots of a host's memory workers that hold nothing."""
         there = [self.usage[member.name] for member in self.topology.members if member.host == host and member.capacity]
         return sum(usage.capacity - usage.used for usage in there)
 
@@ -290,7 +288,7 @@ class Members:
             self._begin_epoch(ending)
 
     def _begin_epoch(self, ending: Ending) -> None:
-        """All members are ready for the next epoch."""
+        """Begin the next epoch, for which all members are ready."""
         self._ending = None
         self._record.set_members(self.topology)
         self.recoveries += 1

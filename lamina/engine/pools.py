@@ -15,8 +15,7 @@ from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, LaminaError, WorkerError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Member, Role, Topology
-from lamina.engine.joins import Joiner, Joins
-from lamina.engine.leaves import Leaves
+from lamina.engine.changes import Joiner, Joins, Leaves
 from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
@@ -41,14 +40,14 @@ class Resize:
     done: list[str] = field(default_factory=list)
 
     def on_member_change(self, name: str) -> None:
-        """A worker has joined or left."""
+        """Count a worker that has joined or left."""
         self.left -= 1
         self.done.append(name)
         if not self.left and not self.future.done():
             self.future.set_result(self.done)
 
     def fail(self, error: LaminaError) -> None:
-        """A worker failed to join or leave; there is no retry."""
+        """Fail because a worker did not join or leave; there is no retry."""
         try:
             self.future.set_exception(error)
         except InvalidStateError:
@@ -180,17 +179,17 @@ class Pools:
                 self._resizes[name] = resize
 
     def coming(self, role: Role) -> int:
-        """Workers of this role that are on their way, or are to be started."""
+        """Return how many workers of this role are on their way, or are to be started."""
         return self._joins.count(role) + sum(one == role for _, one, _ in self._due)
 
     def leaving(self, role: Role) -> int:
-        """Members of this role that are about to leave."""
+        """Return how many members of this role are about to leave."""
         return sum(member.role == role and member.name in self._leaves.names for member in self.topology.members)
 
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """True if lost workers of this role are ever replaced; parts of a replica are not."""
+        """Return whether lost workers of this role are ever replaced; parts of a replica are not."""
         if role == "compute" and self._pipeline.workers > 1:
             return False
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
@@ -264,7 +263,7 @@ class Pools:
     # -- every turn of the engine
 
     def handle_member_message(self, worker: str, message: ToEngine) -> bool:
-        """Take what a worker says of joins and changes; False if it is about something else."""
+        """Handle what a worker says of joins and changes; False if it is about something else."""
         if isinstance(message, Changed):
             self._leaves.note_changed(worker, message.number)
             return True
@@ -341,11 +340,9 @@ class Pools:
 
     @property
     def states(self) -> dict[str, str]:
-        """How far the workers are that join or leave, by name."""
         return {**self._joins.stages, **self._leaves.stages}
 
     def close(self) -> None:
-        """The engine ends."""
         stopped = WorkerError("engine", "it has stopped")
         self._joins.close()
         for resize in self._resizes.values():

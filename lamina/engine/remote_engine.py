@@ -48,10 +48,9 @@ from lamina.core.errors import (
     RequestError,
 )
 from lamina.core.types import NOBODY, Client, FinishReason, Request
-from lamina.engine.reading import Reading
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
-from lamina.engine.updates import TokenUpdate
+from lamina.engine.updates import Reading, TokenUpdate
 from lamina.text.defaults import Defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, encode_prompt

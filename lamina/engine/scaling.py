@@ -1,19 +1,151 @@
-"""Scaling by load: looks at the pools a few times a second, and has them resized as ``schedule.autoscale`` decides."""
+"""Scaling by load: how many workers a pool is to have.
+
+The load of a pool is measured in workers that it would fill. A pool grows when it has been more than ``HIGH`` full for
+a while, or requests wait because of it, and shrinks when it would have been less than ``LOW`` full for much longer
+without one of its workers. As in the HorizontalPodAutoscaler of Kubernetes, what counts is the least that a pool has
+needed within the first time, and the most within the second: a peak adds nothing and a lull takes nothing away. Since
+``LOW`` is below ``HIGH``, a pool under a constant load comes to rest.
+
+A memory worker serves a second after it is started, and its KV moves when it leaves; a compute worker has to load the
+weights. So the memory pool follows its load within seconds, and the compute pool within minutes.
+"""
 
 import collections
 import dataclasses
+import itertools
 import logging
+import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from lamina.cluster.pool import PoolChange
 from lamina.core.errors import LaminaError
-from lamina.core.topology import Role
+from lamina.core.topology import Role, Topology
 from lamina.engine.members import Members
 from lamina.engine.pools import Pools, Resize
 from lamina.engine.stats import ScalingStats
-from lamina.schedule.autoscale import WINDOWS, Autoscaler, Bounds, Load, compute_load, memory_load
+from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.turn import Turn
+
+HIGH, LOW = 0.85, 0.6
+Bounds = tuple[int, int]
+"""The least and the most workers of a pool."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Seconds for which a pool must have been too small before it grows, and too large before it shrinks."""
+
+    grow_s: float
+    shrink_s: float
+
+
+WINDOWS: Mapping[Role, Windows] = {"compute": Windows(10.0, 300.0), "memory": Windows(1.0, 60.0)}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load of a pool, in workers.
+
+    Attributes:
+        serving: those that serve and stay.
+        workers: with those on their way.
+        demand: those that the load would fill.
+        beside: what serves it besides the pool, the memory of compute workers.
+        starved: requests wait for more of them.
+        why: the figures.
+    """
+
+    serving: int
+    workers: int
+    demand: float
+    why: str
+    beside: float = 0.0
+    starved: bool = False
+
+    @property
+    def enough(self) -> int:
+        """The fewest workers that are no fuller than ``HIGH``, and one more than serve if requests wait."""
+        needed = math.ceil(round(self.demand / HIGH - self.beside, 6))
+        return max(needed, self.serving + 1 if self.starved else 0)
+
+    @property
+    def plenty(self) -> int:
+        """The fewest that would be no fuller than ``LOW``."""
+        return max(math.ceil(round(self.demand / LOW - self.beside, 6)), self.enough)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a pool needed at a moment."""
+
+    at: float
+    enough: int
+    plenty: int
+
+
+class Autoscaler:
+    """Decides for one pool, which is looked at a few times a second."""
+
+    def __init__(self, bounds: Bounds, windows: Windows) -> None:
+        self.bounds, self._windows = bounds, windows
+        self._seen = collections.deque[_Seen]()
+
+    def decide(self, load: Load, now: float) -> int:
+        """Workers that are to join now; -1: one is to leave. ``now``: seconds of a monotonic clock."""
+        least, most = self.bounds
+        self._seen.append(_Seen(now, load.enough, load.plenty))
+        while len(self._seen) > 1 and self._seen[1].at <= now - self._windows.shrink_s:
+            self._seen.popleft()
+        enough = self._within(self._windows.grow_s, now)
+        grow_to = least if not enough else min(max(least, min(one.enough for one in enough)), most)
+        if grow_to > load.workers:
+            return grow_to - load.workers
+        plenty = self._within(self._windows.shrink_s, now)
+        keep = most if not plenty else min(max(least, *(one.plenty for one in plenty)), most)
+        return -1 if keep < load.workers else 0
+
+    def _within(self, window_s: float, now: float) -> list[_Seen]:
+        """Return what was seen within so long; nothing if the pool has not been observed for all of that time."""
+        if self._seen[0].at > now - window_s:
+            return []
+        late = list(itertools.takewhile(lambda one: one.at > now - window_s, reversed(self._seen)))
+        return [*late, self._seen[-1 - len(late)]] if len(late) < len(self._seen) else late
+
+    def restart(self) -> None:
+        """What was seen does not count any more."""
+        self._seen.clear()
+
+
+def memory_load(scheduler: Scheduler, topology: Topology, leaving: int, coming: int) -> Load:
+    """Return the memory pool's load: what requests have reserved, and what waiting requests need. ``leaving`` members
+    and ``coming`` workers."""
+    capacities = topology.capacities
+    slots = sum(capacities.values())
+    used = slots - scheduler.placement.left_in_all
+    queued = [group for group in scheduler.requests if group.lane < 0]
+    first = queued[0] if queued else None
+    lacking = first is not None and scheduler.placement.fitting(first.to_run, len(first.completions)) is None
+    seats = scheduler.limits.max_sequences - scheduler.running
+    needed = sum(group.to_run for group in queued[: max(seats, 0)]) if lacking and seats > 0 else 0
+    own = [capacities[name] for name in topology.memories] or list(capacities.values())
+    each = sum(own) / len(own) if own else 1.0
+    serving = len(topology.memories) - leaving
+    why = f"{used} of {slots} KV slots are in use" + (f", and requests wait for {needed}" if needed else "")
+    beside = sum(capacities[name] for name in topology.local) / each
+    return Load(serving, serving + coming, (used + needed) / each, why, beside, starved=needed > 0)
+
+
+def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -> Load:
+    """Return the compute pool's load. ``busy``: workers that would have spent the same time in slices without a
+    pause."""
+    queued = [group for group in scheduler.requests if group.lane < 0]
+    waits = bool(queued) and scheduler.placement.fitting(queued[0].to_run, len(queued[0].completions)) is not None
+    starved = waits and busy > HIGH * serving
+    why = f"{busy:.1f} of {serving} workers' time is spent in slices" + (f", {len(queued)} wait" if starved else "")
+    return Load(serving, serving + coming, min(busy, HIGH * serving), why, starved=starved)
+
 
 log = logging.getLogger(__name__)
 

@@ -62,7 +62,6 @@ class Blocks:
         return blocks
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """Allow blocks to be overwritten again."""
         self._pinned.subtract(blocks)
 
     def allocate_blocks(self, count: int) -> list[int]:

@@ -29,7 +29,7 @@ class Placement:
 
     A request is admitted with room for the tokens that it has; more is reserved step by step as its sequences grow. It
     is placed on one worker, unless it is too long for any. A sequence whose worker runs out of slots continues on
-    another one; once all workers run out, KV is dropped (``lamina.kv.preemption``).
+    another one; once all workers run out, requests are preempted (``lamina.schedule.growth``).
 
     Tokens are placed on *places*. Here, each worker is one place. In ``lamina.kv.stripes``, a place is a group
     of workers that hold different heads of the same tokens.
@@ -135,12 +135,11 @@ class Placement:
         return sum(self.reserved[worker] - self.returning[worker] for worker in workers)
 
     def close(self, worker: str) -> None:
-        """Place nothing more on a worker. What is there goes elsewhere (``lamina.schedule.balancing``)."""
+        """Place nothing more on a worker. What is there goes elsewhere (``lamina.schedule.growth``)."""
         self.closed.add(worker)
         self._note_open()
 
     def open(self, worker: str) -> None:
-        """Undo ``close``."""
         self.closed.discard(worker)
         self._note_open()
 
@@ -287,7 +286,6 @@ class Placement:
         return rooms[soonest], soonest
 
     def _most_room(self, besides: frozenset[str]) -> tuple[int, str]:
-        """Return the most room of a worker, and its name."""
         if besides in self._roomiest:
             return self._roomiest[besides]
         most, roomiest = -1, ""

@@ -44,7 +44,6 @@ class Node:
 
     @property
     def start(self) -> int:
-        """Position of its first token."""
         return self.stop - len(self.tokens)
 
     @property
@@ -173,7 +172,6 @@ class PrefixTree:
 
     @property
     def sequence_count(self) -> int:
-        """Number of sequences that hold the prefixes."""
         return self.held_on.total()
 
     def find(self, salt: str, ids: Ids) -> tuple[Node | None, int]:

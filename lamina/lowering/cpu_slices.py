@@ -12,7 +12,6 @@ import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor, fx
@@ -35,7 +34,7 @@ from lamina.lowering.quantisation.cpu_codes import (
 from lamina.lowering.translate import translate
 from lamina.models.quantisation.codes import Codes, ExpertCodes, Weight, plain
 from lamina.splitter.collective import Reduce, bind
-from lamina.splitter.split_model import Crossing, OnQuery, Shard, Slice, SliceOutput, SplitModel, call_hook
+from lamina.splitter.split_model import Crossing, Shard, Slice, SliceOutput, SplitModel
 
 LINEAR = torch.ops.aten.linear.default
 HOST = torch.device("cpu")
@@ -86,7 +85,6 @@ class LoweredSlice:
         """``arrivals`` are the shapes of a row of attention (but for slice 0) and context."""
         self._main = part.graphs.main
         self._table = table
-        self._last = part.last
         self.weights = [
             _packed(tensors[name], packing if place in part.graphs.packed else None)
             for place, name in enumerate(part.weights)
@@ -108,19 +106,16 @@ class LoweredSlice:
         attention: Tensor | None,
         context: tuple[Tensor, ...],
         prepared: tuple[Tensor, ...],
-        on_query: OnQuery | None = None,
         workspace: Workspace | None = None,
     ) -> SliceOutput:
         """Compute T rows; arguments as of ``Slice.run``, ``prepared`` for these positions.
 
-        ``on_query`` gets q [T, Hq, D] as soon as it exists: before k and v, if the model allows it. Results may live in
-        ``workspace``, if given, which must be for T rows.
+        Results may live in ``workspace``, if given, which must be for T rows.
         """
         arrived = context if attention is None else (attention, *context)
         if self.program is not None:
-            return self.program.run(ids, (*prepared, *arrived), workspace or Workspace(len(ids)), on_query)
-        hook = () if self._last else (on_query,)
-        return SliceOutput(tuple(self._main(*self.weights, *prepared, ids, positions, *arrived, *hook)))
+            return self.program.run(ids, (*prepared, *arrived), workspace or Workspace(len(ids)))
+        return SliceOutput(tuple(self._main(*self.weights, *prepared, ids, positions, *arrived)))
 
 
 class PositionTable:
@@ -292,8 +287,6 @@ def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
             graphs[part.graph] = _hoist(part, main, packed)
             if target is Target.CPU:
                 fuse(graphs[part.graph].main)
-            if not part.last:
-                _announce_query(graphs[part.graph].main)
     return LoweredModel(
         dtype=model.dtype,
         parts=tuple(LoweredPart(graphs[part.graph], part.weights, part.constants, part.last) for part in model.slices),
@@ -307,18 +300,6 @@ def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
         shards=model.shards,
         whole=model.whole,
     )
-
-
-def _announce_query(module: fx.GraphModule) -> None:
-    """Add an input to the graph, a function or None, that the graph calls with q as soon as q exists."""
-    graph = module.graph
-    *_, last_input = (node for node in graph.nodes if node.op == "placeholder")
-    query = cast(tuple[fx.Node, ...], graph.output_node().args[0])[0]
-    with graph.inserting_after(last_input):
-        hook = graph.placeholder("on_query")
-    with graph.inserting_after(query):
-        graph.call_function(call_hook, (hook, query))
-    module.recompile()
 
 
 def _pack(part: Slice, packing: Packing, dtype: DType) -> tuple[fx.GraphModule, frozenset[int]]:

@@ -31,7 +31,6 @@ class PlacedSlice:
     Attributes:
         graph: what it runs; slices that compute the same share one.
         digest: equal for slices that compute the same of weights of the same types and sizes, in any process.
-        last: it returns logits.
         uses_ids: it reads token ids.
         capturable: it runs without the host between its operators, so that they can be recorded once and replayed.
         prelude_key: equal for slices that derive the same from positions.
@@ -44,7 +43,6 @@ class PlacedSlice:
         table: PositionTable | None,
         tensors: Mapping[str, Weight],
     ) -> None:
-        self.last = part.last
         self.prelude_key = (id(table), part.constants)
         nodes = list(graphs.main.graph.nodes)
         self.capturable = not any(_needs_host(node) for node in nodes)
@@ -76,16 +74,14 @@ class PlacedSlice:
         ids: Tensor,
         positions: Tensor,
         arrived: Sequence[Tensor],
-        on_query: Callable[[Tensor], None] | None = None,
         main: Main | None = None,
     ) -> tuple[Tensor, ...]:
         """(q, k, v, *context), or (logits,), of T rows, everything on the device.
 
-        ``arrived``: attention, but for slice 0, then context. ``on_query``: called with q as soon as it is computed.
-        ``main``: computes what ``graph`` does.
+        ``arrived``: attention, but for slice 0, then context. ``main``: computes what ``graph`` does.
         """
-        hook, run = () if self.last else (on_query,), self.graph if main is None else main
-        results: tuple[Tensor, ...] = tuple(run(*self._weights, *prepared, ids, positions, *arrived, *hook))
+        run = self.graph if main is None else main
+        results: tuple[Tensor, ...] = tuple(run(*self._weights, *prepared, ids, positions, *arrived))
         return results
 
 

@@ -84,7 +84,6 @@ class Steps:
     Attributes:
         widths: of all matrices.
         steps: in order.
-        until_query: the number of steps after which q exists.
         inputs: matrices that the slice takes: results of the prelude, attention, context, rows of the embedding.
         results: whole matrices that the slice returns.
         embedding: weight [vocab, d] whose rows are the last input; None without one.
@@ -92,7 +91,6 @@ class Steps:
 
     widths: list[int]
     steps: list[Step]
-    until_query: int
     inputs: list[int]
     results: list[Columns]
     embedding: Tensor | None
@@ -109,19 +107,14 @@ class SliceProgram:
         self._shapes = tuple(result.shape for result in steps.results)
         self._widths = [steps.widths[matrix] for matrix in steps.inputs]
         self._embedding = steps.embedding
-        joined, _ = _join_products(steps.steps, len(steps.steps))
-        apart, self._until_query = _join_products(steps.steps, steps.until_query)
-        self._joined, self._apart = _assemble(steps, joined), _assemble(steps, apart)
+        self._program = _assemble(steps, _join_products(steps.steps))
 
-    def run(
-        self, ids: Tensor, inputs: Sequence[Tensor], workspace: Workspace, on_query: Callable[[Tensor], None] | None
-    ) -> SliceOutput:
+    def run(self, ids: Tensor, inputs: Sequence[Tensor], workspace: Workspace) -> SliceOutput:
         """Return the slice's results for ``workspace.rows`` rows; they live in ``workspace``.
 
         Args:
             ids: int64 [rows].
             inputs: bfloat16 [rows, ...]: what the prelude gave, attention, context.
-            on_query: called with q before the steps that only k and v need.
 
         Raises ValueError for an input of another size or element type.
         """
@@ -131,14 +124,9 @@ class SliceProgram:
         results = workspace.results(self._shapes)
         addresses = [_address(tensor, rows * width) for tensor, width in zip(inputs, self._widths, strict=True)]
         addresses += results.addresses
-        program = self._joined if on_query is None else self._apart
+        program = self._program
         scratch = workspace.scratch(program.scratch_elements(rows))
-        if on_query is None:
-            program.run(0, program.steps, rows, addresses, scratch, threads)
-            return results.output
-        program.run(0, self._until_query, rows, addresses, scratch, threads)
-        on_query(results.output.q)
-        program.run(self._until_query, program.steps, rows, addresses, scratch, threads)
+        program.run(0, program.steps, rows, addresses, scratch, threads)
         return results.output
 
 
@@ -151,19 +139,13 @@ def _address(tensor: Tensor, elements: int) -> int:
     return tensor.data_ptr()
 
 
-def _join_products(steps: Sequence[Step], barrier: int) -> tuple[list[Step], int]:
-    """Join products of the same input into one step, at the first of them; none moves across index ``barrier``.
-
-    Returns the steps and the index of the barrier among them.
-    """
+def _join_products(steps: Sequence[Step]) -> list[Step]:
+    """Join products of the same input into one step, at the first of them."""
     joined: list[Step] = []
-    place = 0
-    for number, step in enumerate(steps):
-        if number == barrier:
-            place = len(joined)
+    for step in steps:
         siblings = [
             earlier
-            for earlier in joined[place:]
+            for earlier in joined
             if earlier.add is step.add is Program.add_products and earlier.arguments[:2] == step.arguments[:2]
         ]
         if siblings:
@@ -172,7 +154,7 @@ def _join_products(steps: Sequence[Step], barrier: int) -> tuple[list[Step], int
             joined.append(Step(step.add, (*step.arguments[:2], list(step.arguments[2]))))
         else:
             joined.append(step)
-    return joined, place if barrier < len(steps) else len(joined)
+    return joined
 
 
 def _assemble(steps: Steps, ordered: Sequence[Step]) -> _native.Program:

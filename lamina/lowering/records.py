@@ -21,14 +21,14 @@ from lamina.lowering.expert_operators import FALLBACK
 from lamina.lowering.fuse import METHODS
 from lamina.splitter.collective import ALL_REDUCE
 from lamina.splitter.parts import Runs
-from lamina.splitter.split_model import Crossing, call_hook
+from lamina.splitter.split_model import Crossing
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
         *(operator.add, operator.floordiv, operator.getitem, operator.mul, operator.sub),
         *(native_operators.add_rms_norm, native_operators.gate, native_operators.rms_norm, native_operators.rotate),
-        *(native_operators.linear_native, native_operators.linear_onednn, call_hook),
+        *(native_operators.linear_native, native_operators.linear_onednn),
     )
 }
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}

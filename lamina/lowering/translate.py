@@ -18,7 +18,6 @@ from lamina.lowering import native_operators
 from lamina.lowering.native_operators import linear_native
 from lamina.lowering.native_program import NOWHERE, Columns, Program, Step, Steps
 from lamina.lowering.quantisation.cpu_codes import PackedCodes, PackedExperts, linear_codes
-from lamina.splitter.split_model import call_hook
 
 aten = torch.ops.aten
 _END = 2**63 - 1
@@ -70,7 +69,6 @@ class _Translation:
         self._inputs: list[int] = []
         self._embedding: Tensor | None = None
         self._steps: list[Step] = []
-        self._until_query = 0
         self._values: dict[fx.Node, Any] = {}
 
     def take_in(
@@ -80,11 +78,11 @@ class _Translation:
         hoisted: Sequence[tuple[Tensor, Tensor]],
         arrivals: Sequence[tuple[int, ...]],
     ) -> None:
-        """Assign values to the graph's inputs, except positions and the hook."""
+        """Assign values to the graph's inputs, except positions."""
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self._values.update(zip(inputs, weights, strict=False))
         self._values.update((node, _IDS) for node in inputs if node.target == "ids")
-        others = [node for node in inputs[len(weights) :] if node.target not in ("ids", "positions", "on_query")]
+        others = [node for node in inputs[len(weights) :] if node.target not in ("ids", "positions")]
         for node, (two, three) in zip(others, hoisted, strict=False):
             ones, width = [1] * (two.dim() - 2), two.shape[-1] if two.dim() else 0
             _require(list(two.shape) == [*ones, 2, width] and list(three.shape) == [*ones, 3, width])
@@ -97,14 +95,13 @@ class _Translation:
         """Return all steps, once all nodes have been translated."""
         results: list[Columns] = []
         returned: Any = output.args[0]
-        for place, node in enumerate(returned):
+        for node in returned:
             value = self._rows(node)
             _require(value.ones == 0)
             if not self._is_whole(value) or value.matrix in {*self._inputs, *(result.matrix for result in results)}:
-                _require(place > 0 or self._until_query == 0)  # the hook must find q where it was computed
                 value = self._copy(value)
             results.append(value)
-        return Steps(self._widths, self._steps, self._until_query, self._inputs, results, self._embedding)
+        return Steps(self._widths, self._steps, self._inputs, results, self._embedding)
 
     def call(self, node: fx.Node) -> None:
         """Translate a call whose operands have been translated."""
@@ -205,9 +202,6 @@ class _Translation:
         self._steps.append(Step(Program.add_gate, (kind, rows, other, out, rows.width)))
         return out
 
-    def _tell(self, hook: Any, query: Any) -> None:
-        self._until_query = len(self._steps)
-
     def _item(self, values: Any, place: int) -> Columns:
         found = self._values.get(values)
         _require(isinstance(found, tuple))
@@ -266,7 +260,6 @@ _CALLS: dict[Any, Any] = {
     native_operators.add_rms_norm: _Translation._sum_norm,
     native_operators.rotate: _Translation._rotate,
     native_operators.gate: _Translation._gate,
-    call_hook: _Translation._tell,
     operator.getitem: _Translation._item,
     "size": _Translation._size,
     "view": _Translation._view,

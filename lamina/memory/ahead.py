@@ -10,12 +10,10 @@ Both may serve messages of one link at once, since every message names its lane.
 the peer's: each request shows that the answer before was read, so that they need no credits.
 """
 
-import collections
 import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from lamina.control.timeline import Timeline
 from lamina.core.errors import TransportError
@@ -25,8 +23,8 @@ from lamina.dataplane.leases import SLOTS
 from lamina.dataplane.slot import Direct
 from lamina.dataplane.wire import body_nbytes, read_kept, read_queries, reply_nbytes
 from lamina.memory.device.base import Array, New, PolledLane
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.served_lanes import Lane
+from lamina.memory.store import KvStore, StepTables
 from lamina.worker.links import Links
 
 logger = logging.getLogger(__name__)
@@ -37,18 +35,6 @@ that wait in one queue might each wait for what the other's peer does first."""
 WINDOW = 4
 """Attentions of a lane that are launched ahead: enough that launching hides behind messages. More would fill the queue
 of a device, whose launches then wait."""
-
-
-class LaneSteps(Protocol):
-    """What this needs of a worker's lane: its number, its steps, and whether the host is at work for it."""
-
-    number: int
-    steps: collections.deque[StepTables]
-
-    @property
-    def is_idle(self) -> bool:
-        """True if nothing of the first step has been served, and nothing of the one before is left to do."""
-        ...
 
 
 @dataclass
@@ -72,7 +58,7 @@ class _Run:
 def is_servable(step: StepTables) -> bool:
     """True if the device can serve a step's requests if they come in slots."""
     rows, tables = step.rows, step.tables[0]
-    whole = len(step.pieces) == 1 and not step.plan.chunks and not rows.further and not step.newest
+    whole = len(step.pieces) == 1 and not step.plan.chunks and not rows.further
     return whole and len(tables) == 1 and tables[0].part == 0 and len(rows.queries) > 0
 
 
@@ -82,11 +68,11 @@ def attend(
     """Launch the attention of a request, uint8 on the device. As ``KvStore.serve``, for a step that ``is_servable``."""
     spec, rows, new = store.attentions[layer], step.rows, None
     if len(rows.appends):
-        k, v = read_kept(request, spec, store.dtype, rows, step.pieces)
+        k, v = read_kept(request, spec, store.dtype, rows)
         new = New(k, v, step.sent_slots)
         if not step.appends:
             store.device.keep(layer, new.k, new.v, new.slots)
-    q = read_queries(request, spec, store.dtype, rows, step.pieces, 0, len(rows.queries))
+    q = read_queries(request, spec, store.dtype, rows, 0, len(rows.queries))
     lane.attend(layer, step.tables[0][0].table, q, out, lse, spec, new if step.appends else None)
 
 
@@ -167,7 +153,7 @@ class Ahead:
         for number in self._runs:
             self._lanes[number].stream.beat()
 
-    def begin(self, lane: LaneSteps) -> bool:
+    def begin(self, lane: Lane) -> bool:
         """True if the device serves the first step of a lane, from now on if need be; it is decided once."""
         if not lane.steps or lane.number >= len(self._lanes):
             return False
@@ -237,7 +223,7 @@ class Ahead:
             )
             run.launched += 1
 
-    def advance(self, lanes: Sequence[LaneSteps]) -> bool:
+    def advance(self, lanes: Sequence[Lane]) -> bool:
         """Take over what the device has done, and launch more; True if a step has ended. Raises DeadlineError."""
         ended = False
         for lane in lanes[: len(self._lanes)]:
@@ -270,7 +256,7 @@ class Ahead:
         if self._hub.keeping:
             self._hub.go_on()  # headers may have brought credits
 
-    def take(self, lane: LaneSteps, channel: Channel, slot: int) -> bool:
+    def take(self, lane: Lane, channel: Channel, slot: int) -> bool:
         """Leave the message that has arrived in a slot for this lane to the device, if it serves the lane's step."""
         if not self.begin(lane):
             return False

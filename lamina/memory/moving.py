@@ -40,28 +40,22 @@ Open = Callable[[str, Slot], Outbox]
 
 
 @dataclass(eq=False)
-class _Outgoing:
-    """``next`` is the piece to lay out next; after the last one, the target's word that it has it is awaited.
-    ``before``: what doorbells reach before its first piece."""
+class _Move:
+    """A migration from or to this worker.
+
+    Attributes:
+        before: what doorbells reach before its first piece.
+        next: the piece to lay out or fetch next; at the source, after the last one, the target's word that it has all.
+        arrived: pieces, at the target.
+        wanted: False if pieces that arrive are discarded.
+    """
 
     migration: Migration
     before: int
     slots: npt.NDArray[np.int32]
     pieces: list[tuple[int, int, int]]
     next: int = 0
-
-
-@dataclass(eq=False)
-class _Incoming:
-    """``next`` is the piece to fetch next; ``left`` pieces have not arrived. Not ``wanted``: they are discarded.
-    ``before``: what doorbells reach before its first piece."""
-
-    migration: Migration
-    before: int
-    slots: npt.NDArray[np.int32]
-    pieces: list[tuple[int, int, int]]
-    left: int
-    next: int = 0
+    arrived: int = 0
     wanted: bool = True
 
 
@@ -90,8 +84,8 @@ class Migrations:
             for number in range(STAGING_SLOTS if plan.stages else 0)
         ]
         self.change(leases)
-        self._outgoing: list[_Outgoing] = []
-        self._incoming: list[_Incoming] = []
+        self._outgoing: list[_Move] = []
+        self._incoming: list[_Move] = []
         self._moving: set[int] = set()
         self._reached = _counts(epoch)
 
@@ -135,10 +129,8 @@ class Migrations:
         pair = migration.source, migration.target
         before = self._reached[pair]
         self._reached[pair] += len(pieces)
-        if migration.source == self._own:
-            self._outgoing.append(_Outgoing(migration, before, slots, pieces))
-        else:
-            self._incoming.append(_Incoming(migration, before, slots, pieces, len(pieces)))
+        moves = self._outgoing if migration.source == self._own else self._incoming
+        moves.append(_Move(migration, before, slots, pieces))
 
     @property
     def awaited(self) -> list[Target]:
@@ -149,7 +141,7 @@ class Migrations:
             if coming.next < len(coming.pieces)
         ]
 
-    def _free_staging(self, own: _Outgoing) -> Target:
+    def _free_staging(self, own: _Move) -> Target:
         ended = own.next == len(own.pieces)
         doorbell, before = self._bells[own.migration.target][1], own.next - (1 if ended else STAGING_SLOTS)
         return doorbell, 0 if before < 0 else own.before + before + 1
@@ -163,7 +155,7 @@ class Migrations:
             unfetched = [coming for coming in self._incoming if coming.next < len(coming.pieces)]
             self._fetch(unfetched[index - len(leaving)])
 
-    def _lay_out(self, own: _Outgoing) -> None:
+    def _lay_out(self, own: _Move) -> None:
         if own.next == len(own.pieces):  # the next migration may use the staging slots
             self._outgoing.remove(own)
             return
@@ -172,21 +164,21 @@ class Migrations:
         self._staged[own.migration.target].write_and_ring([], own.before + own.next + 1)
         own.next += 1
 
-    def _fetch(self, coming: _Incoming) -> None:
+    def _fetch(self, coming: _Move) -> None:
         layer, first, last = coming.pieces[coming.next]
         nbytes = (last - first) * self._store.attentions[layer].slab_bytes_per_token(self._store.element)
         keep = functools.partial(self._keep, coming, coming.next)
         self._puller.add_piece(Piece(coming.migration.source, self._plan.staging(coming.next), nbytes, keep))
         coming.next += 1
 
-    def _keep(self, coming: _Incoming, number: int, content: memoryview) -> None:
+    def _keep(self, coming: _Move, number: int, content: memoryview) -> None:
         if not coming.wanted:
             return
         layer, first, last = coming.pieces[number]
         self._store.device.restore(layer, coming.slots[first:last], content)
         self._taken[coming.migration.source].write_and_ring([], coming.before + number + 1)
-        coming.left -= 1
-        if coming.left == 0:
+        coming.arrived += 1
+        if coming.arrived == len(coming.pieces):
             self._incoming.remove(coming)
             self._on_done(coming.migration.number)
 

@@ -6,6 +6,7 @@ arrives meanwhile waits for one small piece, and a piece for a few messages at m
 memory worker arrive the same way (``lamina.memory.moving``).
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,11 +18,10 @@ from lamina.core.errors import DeadlineError
 from lamina.dataplane.fetching import Fetcher, FetchFrom, Piece
 from lamina.dataplane.leases import ArenaPlan
 from lamina.dataplane.wire import pulled_pieces
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Arena, Target
 
-MOST_IN_A_ROW = 4  # requests served in a row while pieces wait to be pulled
+MOST_IN_A_ROW = 4  # requests served in a row while other work waits
 
 Wait = Callable[[Sequence[Target], float], int]
 """Waits for messages, with the arguments and result of ``Endpoint.wait``."""
@@ -46,7 +46,7 @@ class Puller(Fetcher):
     def __init__(self, fetch: FetchFrom, arena: Arena, plan: ArenaPlan, store: KvStore) -> None:
         super().__init__(fetch, arena, plan)
         self._store = store
-        self._in_a_row = 0  # requests since the last piece
+        self._in_a_row = 0  # requests since the last gap
 
     def request_pull(self, peer: str, start: int, layer: int, step: StepTables, on_done: Callable[[], None]) -> None:
         """Pull the K and V of attention ``layer`` of a step, which lie from ``start`` on in the arena of the compute
@@ -70,33 +70,31 @@ class Puller(Fetcher):
             first += piece.rows
 
     def wait(
-        self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork
+        self, wait: Wait, requests: Sequence[Target], timeout_s: float, others: GapWork, busy: bool = False
     ) -> tuple[int | None, int | None]:
-        """Wait for one of the requests; if none has arrived, or several were served in a row, pull one piece or serve
-        ``others`` once.
+        """Wait for one of the requests; in a gap, pull one piece or serve ``others`` once.
 
-        Returns (index of a request that has arrived, lane of a piece that was kept); one of them is None, or both are.
-        Raises DeadlineError without a request for ``timeout_s`` and nothing to pull; what ``wait`` and ``ask`` raise.
+        A gap is when no request has arrived, or when several were served in a row while other work waited: pieces,
+        ``others``, or the caller's own if it is ``busy``, which the caller does after a call that returns no request.
+
+        Returns (index of a request that has arrived, lane of a piece that was kept); one of them is None, or both are,
+        such as after ``timeout_s`` without a request and nothing to pull. Raises PeerLostError.
         """
         if self._in_a_row == MOST_IN_A_ROW:
-            self._in_a_row = 0
             requests = ()
         coming, gaps = self.awaited, others.awaited
         targets = [*requests, *coming, *gaps]
-        try:
-            ready = wait(targets, 0.0 if self.may_ask or not requests else timeout_s) if targets else len(requests)
-        except DeadlineError:
-            if requests and not self.may_ask:
-                raise
-            ready = None
-        if ready is None or ready >= len(targets):
+        ready = None
+        with contextlib.suppress(DeadlineError):
+            ready = wait(targets, 0.0 if self.may_ask or not requests else timeout_s) if targets else None
+        if ready is not None and ready < len(requests):
+            self._in_a_row += bool(busy or self._waiting or self._urgent or coming or gaps)
+            return ready, None
+        self._in_a_row = 0
+        if ready is None:
             if self.may_ask:
                 self.ask()
             return None, None
-        if ready < len(requests):
-            self._in_a_row += bool(self._waiting or self._urgent or coming or gaps)
-            return ready, None
-        self._in_a_row = 0
         ready -= len(requests)
         if ready < len(coming):
             return None, self.keep(ready)

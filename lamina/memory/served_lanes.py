@@ -9,7 +9,7 @@ import numpy as np
 
 from lamina.dataplane.channel import Arrival, Channel
 from lamina.memory.device.base import Floats
-from lamina.memory.tables import StepTables
+from lamina.memory.store import StepTables
 
 
 @dataclass(frozen=True)

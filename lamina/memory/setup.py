@@ -26,20 +26,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
     setup = expect(control, MemorySetup)
     setup = msgspec.structs.replace(setup, polling=polling_of(control, setup.polling))
     try:
-        store = KvStore(
-            control.name,
-            setup.attentions,
-            setup.dtype,
-            setup.capacity,
-            setup.threads,
-            setup.overlap,
-            setup.kv_cache_dtype,
-            control.device,
-            setup.head_shards,
-            setup.ranks,
-            setup.forgets,
-            setup.polling,
-        )
+        store = KvStore(control.name, setup, control.device)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -1,18 +1,22 @@
 """The KV of one memory worker: what it holds, and the attention over it (the rManager). Runs without torch."""
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
-from lamina.core.types import AttentionSpec, DType, KvCacheDType, KvElement, Overlap, Polling
+from lamina.core.types import KvElement
 from lamina.dataplane.wire import (
     MessageRows,
     Piece,
+    SegmentKey,
     SegmentRows,
     check_placements,
     keys_values,
@@ -25,8 +29,65 @@ from lamina.kernels.attention import merge
 from lamina.memory.device import make
 from lamina.memory.device.base import Array, Floats, New, Pairs, Table
 from lamina.memory.holdings import Holdings, brought
-from lamina.memory.tables import Attended, Further, StepTables, appended_rows
-from lamina.memory.watermarks import Watermarks
+from lamina.memory.watermarks import ALONE, ChunkOrder, Watermarks
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What query rows [start, stop) of a piece attend to. Those of parts of the heads with slopes of their own are
+    apart."""
+
+    start: int
+    stop: int
+    part: int
+    table: Table
+
+
+@dataclass(frozen=True)
+class Further:
+    """What some query rows of a piece attend to besides: tokens of one more segment of their sequences.
+
+    ``rows`` int64 [R] index the piece's, ``sent`` are the same on the device; ``tables`` cover them in order.
+    """
+
+    rows: npt.NDArray[np.int64]
+    sent: Array
+    tables: tuple[Attended, ...]
+
+
+@dataclass(frozen=True)
+class StepTables:
+    """What one step needs from this worker, planned once and used for every layer.
+
+    Attributes:
+        tables: for every piece of a request, what its query rows attend to; empty without query rows.
+        further: and besides.
+        slots: for the new tokens that arrive with requests.
+        sent_slots: the same on the device.
+        pulled_slots: for those of ``rows.pulled``.
+        door: lane * ranks + rank, whose messages these are.
+        appends: attention keeps the new tokens of requests.
+        order: which chunks of other lanes the step waits for, and which wait for it.
+    """
+
+    plan: StepPlan
+    rows: MessageRows
+    pieces: tuple[Piece, ...]
+    tables: tuple[tuple[Attended, ...], ...]
+    further: tuple[tuple[Further, ...], ...]
+    slots: npt.NDArray[np.int32]
+    sent_slots: Array
+    pulled_slots: npt.NDArray[np.int32]
+    door: int
+    appends: bool = False
+    order: ChunkOrder = ALONE
+
+    @functools.cached_property
+    def is_served_at_once(self) -> bool:
+        """True if a request is answered without a pause once it has arrived: its rows decode, over a segment each."""
+        pauses = len(self.pieces) > 1 or any(self.further) or any(len(attended) > 1 for attended in self.tables)
+        waits = self.rows.pulled or self.order.after
+        return not pauses and not waits and all(len(one.tokens) == 1 for one in self.plan.sequences)
 
 
 class KvStore:
@@ -40,49 +101,31 @@ class KvStore:
         watermarks: the prompt chunks whose K and V are on their way here.
     """
 
-    def __init__(
-        self,
-        worker: str,
-        attentions: list[AttentionSpec],
-        dtype: DType,
-        capacity: int,
-        threads: int,
-        overlap: Overlap,
-        kv_cache_dtype: KvCacheDType = "auto",
-        device: str = "cpu",
-        head_shards: int = 1,
-        ranks: int = 1,
-        forgets: bool = False,
-        polling: Polling = "host",
-    ) -> None:
-        """Allocate slots for ``capacity`` tokens of all ``attentions`` on ``device`` (``memory.device.base.make``).
+    def __init__(self, worker: str, setup: MemorySetup, device: str = "cpu") -> None:
+        """Allocate the slab of ``setup`` on ``device`` (``memory.device.make``).
 
-        Messages hold ``dtype``, the model's element type; ``kv_cache_dtype`` says what the slab holds; segments may
-        have some of ``head_shards`` shards of the heads, which the ``ranks`` of a replica share. ``forgets``: layers
-        with a window keep no tokens that no step will attend to: a fork of a cached prefix must have all of its tokens.
-        ``polling``: see ``memory.device.make``.
-        Raises ConfigError if the device cannot be used.
+        If layers with a window forget, a fork of a cached prefix must have all of its tokens. Raises ConfigError if the
+        device cannot be used.
         """
         self.worker = worker
-        self.threads = threads
-        self.dtype = dtype
-        self.element = KvElement.from_setting(kv_cache_dtype, dtype)
-        self._overlap = overlap
-        self._ranks = ranks
-        self.shards = HeadShards(max(spec.kv_heads for spec in attentions), head_shards)
-        self.held = Holdings(worker, self.shards, capacity * head_shards)
+        self.threads, self.dtype = setup.threads, setup.dtype
+        self.element = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype)
+        self._overlap, self._ranks = setup.overlap, setup.ranks
+        attentions = setup.attentions
+        self.shards = HeadShards(max(spec.kv_heads for spec in attentions), setup.head_shards)
+        self.held = Holdings(worker, self.shards, setup.capacity * setup.head_shards)
         self.slab = self.held.slab
-        self._sharers = sharers = self.shards.sharers(ranks)
-        parts = head_shards * sharers
+        self._sharers = sharers = self.shards.sharers(setup.ranks)
+        parts = setup.head_shards * sharers
         self._by_part = parts > 1 and any(spec.alibi_slopes is not None for spec in attentions)
         alike = 1 if not self._by_part else parts
         self._specs = [[self.shards.spec(spec, part, sharers) for part in range(alike)] for spec in attentions]
         self.attentions = tuple(specs[0] for specs in self._specs)
-        self.watermarks = Watermarks(len(attentions), head_shards)
-        self._forgets = forgets
-        needed = self.held.needed if forgets else None
+        self.watermarks = Watermarks(len(attentions), setup.head_shards)
+        self._forgets = setup.forgets
+        needed = self.held.needed if setup.forgets else None
         capacity = self.slab.capacity
-        self.device = make(device, self.attentions, self.element, capacity, threads, needed, polling)
+        self.device = make(device, self.attentions, self.element, capacity, setup.threads, needed, setup.polling)
 
     @property
     def sequences(self) -> int:
@@ -128,27 +171,15 @@ class KvStore:
         else:
             appended = self.slab.extend([segment for segment, _ in kept], [count for _, count in kept])
         cut = pieces(rows, self._overlap)
-        late = cut[-1].keeps and cut[-1].start == cut[-1].stop and len(rows.queries) > 0
-        stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for attend in rows.attends]
         new = [] if self._by_part else appended_rows(rows, cut, self.held.key_of)
-        tables = tuple(
-            self._tables(rows.attends[piece.first : piece.last], stops[piece.first : piece.last], new=new)
-            for piece in cut
-        )
-        further = tuple(self._further(rows, piece, late) for piece in cut) if rows.further else ((),) * len(cut)
-        newest = self._newest(rows) if late else ()
+        tables = tuple(self._tables(rows.attends[piece.first : piece.last], new) for piece in cut)
+        further = tuple(self._further(rows, piece) for piece in cut) if rows.further else ((),) * len(cut)
         inline, pulled = appended[: len(rows.appends)], appended[len(rows.appends) :]
         door = plan.lane * self._ranks + rank
         sent, appends = self.device.sent(inline), len(new) > 0
-        return StepTables(plan, rows, cut, tables, further, newest, inline, sent, pulled, door, appends)
+        return StepTables(plan, rows, cut, tables, further, inline, sent, pulled, door, appends)
 
-    def _newest(self, rows: MessageRows) -> tuple[Attended, ...]:
-        """Return what rows attend to of the tokens of their own step, which only the last segment of a sequence has."""
-        last = dict(enumerate(rows.attends)) | dict(rows.further)
-        stops = [attend.kv_stop for attend in last.values()]
-        return self._tables(list(last.values()), stops, [min(attend.kv_stop, attend.start) for attend in last.values()])
-
-    def _further(self, rows: MessageRows, piece: Piece, late: bool) -> tuple[Further, ...]:
+    def _further(self, rows: MessageRows, piece: Piece) -> tuple[Further, ...]:
         """Return the second segments of a piece's sequences, then the third ones, and so on."""
         begins = np.cumsum([0, *(attend.rows for attend in rows.attends)]) - piece.start
         rounds: list[list[tuple[int, SegmentRows]]] = []
@@ -159,47 +190,32 @@ class KvStore:
                 if number == len(rounds):
                     rounds.append([])
                 rounds[number].append((index, attend))
-        return tuple(self._further_round(begins, pairs, late) for pairs in rounds)
+        return tuple(self._further_round(begins, pairs) for pairs in rounds)
 
-    def _further_round(
-        self, begins: npt.NDArray[np.int64], pairs: Sequence[tuple[int, SegmentRows]], late: bool
-    ) -> Further:
+    def _further_round(self, begins: npt.NDArray[np.int64], pairs: Sequence[tuple[int, SegmentRows]]) -> Further:
         rows = np.concatenate([np.arange(begins[index], begins[index + 1]) for index, _ in pairs])
-        stops = [min(attend.kv_stop, attend.start) if late else attend.kv_stop for _, attend in pairs]
-        return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs], stops))
+        return Further(rows, self.device.sent(rows), self._tables([attend for _, attend in pairs]))
 
-    def _tables(
-        self,
-        attends: Sequence[SegmentRows],
-        stops: Sequence[int],
-        starts: Sequence[int] | None = None,
-        new: Sequence[int] = (),
-    ) -> tuple[Attended, ...]:
-        """Return what the rows of ``attends`` see of tokens [start, stop); ``starts`` default to those of the segments.
-
-        One table for all rows, or one for those of each part of the heads if that has slopes of its own.
-        """
-        starts = [attend.kv_start for attend in attends] if starts is None else starts
+    def _tables(self, attends: Sequence[SegmentRows], new: Sequence[int] = ()) -> tuple[Attended, ...]:
+        """Return what the rows of ``attends`` see: one table for all rows, or one for those of each part of the heads
+        if that has slopes of its own."""
         parts = [attend.part if self._by_part else 0 for attend in attends]  # ascending
         tables, row, first = [], 0, 0
         for part, run in itertools.groupby(parts):
             some = slice(first, first + len(list(run)))
             rows = sum(attend.rows for attend in attends[some])
-            table = self._table(attends[some], stops[some], starts[some], new)
-            tables.append(Attended(row, row + rows, part, table))
+            tables.append(Attended(row, row + rows, part, self._table(attends[some], new)))
             row, first = row + rows, some.stop
         return tuple(tables)
 
-    def _table(
-        self, attends: Sequence[SegmentRows], stops: Sequence[int], starts: Sequence[int], new: Sequence[int]
-    ) -> Table:
+    def _table(self, attends: Sequence[SegmentRows], new: Sequence[int]) -> Table:
         pairs = Pairs(
             rows=[attend.rows for attend in attends],
             query_start=[attend.start for attend in attends],
-            kv_start=starts,
+            kv_start=[attend.kv_start for attend in attends],
             keys=[self.held.key_of(attend) for attend in attends],
-            first=[start - attend.kv_start for attend, start in zip(attends, starts, strict=True)],
-            stop=[stop - attend.kv_start for attend, stop in zip(attends, stops, strict=True)],
+            first=[0] * len(attends),
+            stop=[attend.kv_stop - attend.kv_start for attend in attends],
             new=new,
         )
         return self.device.table(pairs, self.slab.slots)
@@ -227,20 +243,15 @@ class KvStore:
             content, sent = sent(content), _as_it_is  # all at once
         new = None
         if piece.keeps:
-            k, v = read_kept(content, spec, self.dtype, rows, step.pieces)
+            k, v = read_kept(content, spec, self.dtype, rows)
             new = New(sent(k), sent(v), step.sent_slots)
             if not step.appends:
                 self.device.keep(layer, new.k, new.v, new.slots)
         if step.tables[number]:
             part = slice(piece.start, piece.stop)
-            q = read_queries(content, spec, self.dtype, rows, step.pieces, piece.start, piece.stop)
+            q = read_queries(content, spec, self.dtype, rows, piece.start, piece.stop)
             given = new if step.appends else None
             yield from self.attend(layer, step, number, sent(q), out[part], lse[part], given)
-        elif step.newest:
-            q = read_queries(content, spec, self.dtype, rows, step.pieces, 0, len(rows.queries))
-            more, sums = self.device.results(len(q), spec)
-            yield from self._attend(layer, step.newest, sent(q), more, sums)
-            merge([out, more], [lse, sums], None, out, lse, self.threads)
 
     def attend(
         self, layer: int, step: StepTables, number: int, q: Array, out: Floats, lse: Floats, new: New | None = None
@@ -291,3 +302,17 @@ class KvStore:
 
 def _as_it_is(array: Array) -> Array:
     return array
+
+
+def appended_rows(rows: MessageRows, pieces: tuple[Piece, ...], key: Callable[[SegmentRows], SegmentKey]) -> list[int]:
+    """Return, for each of ``rows.attends``, the row of the message's k and v that belongs to its only query; -1 if none
+    does.
+
+    Empty unless the message is sent whole and every row of its k and v belongs to such a query: as in decode steps.
+    """
+    if len(pieces) > 1 or not rows.kept or any(tokens != 1 for _, tokens in rows.kept):
+        return []
+    places = {segment: place for place, (segment, _) in enumerate(rows.kept)}
+    own = [each.rows == 1 and each.kv_stop == each.start + 1 for each in rows.attends]
+    found = [places.pop(key(each), -1) if last else -1 for each, last in zip(rows.attends, own, strict=True)]
+    return [] if places else found

@@ -17,25 +17,16 @@ import numpy as np
 
 from lamina.control.messages import (
     REPORT_S,
-    Change,
-    Changed,
     Connect,
     Connected,
     EndEpoch,
-    Forget,
-    Grant,
-    Link,
     Migrated,
-    Release,
-    Step,
-    Stop,
-    ToWorker,
-    Traced,
     Working,
 )
 from lamina.control.sockets import ControlClient
-from lamina.control.timeline import Timeline
-from lamina.core.errors import DeadlineError, PeerLostError, WorkerError
+from lamina.core.errors import DeadlineError, WorkerError
+from lamina.core.steps import StepPlan
+from lamina.core.topology import Topology
 from lamina.dataplane.channel import Arrival
 from lamina.dataplane.leases import SLOTS, Lease
 from lamina.dataplane.wire import piece_nbytes
@@ -46,20 +37,16 @@ from lamina.memory.moving import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.served_lanes import Door, Lane, Reply
 from lamina.memory.setup import UsageReports, make_store
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
-from lamina.transport.endpoint import Wait
-from lamina.worker.device_slots import Slots
-from lamina.worker.fence import Fence
 from lamina.worker.links import (
     LINKING_SLICE_S,
     Links,
-    Newcomers,
     OpenEndpoint,
     open_endpoint,
     set_up_links,
 )
+from lamina.worker.loop import WorkerLoop
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
@@ -69,68 +56,45 @@ PLAN_TIMEOUT_S = 30.0
 _DONE = object()
 
 
-class MemoryWorker:
+class MemoryWorker(WorkerLoop):
     """Serves its channels until the engine says stop."""
 
     def __init__(
-        self,
-        control: ControlClient,
-        store: KvStore,
-        tier: Tier | None,
-        links: Links,
-        wait: Wait,
-        connect: Connect,
-        timeline: Timeline,
+        self, control: ControlClient, store: KvStore, tier: Tier | None, links: Links, connect: Connect, trace: bool
     ) -> None:
-        """``tier`` copies between ``store`` and a disk, if there is one. ``wait`` waits for messages of ``links``."""
-        self._control = control
-        self._store = store
-        self._tier = tier
+        """``tier`` copies between ``store`` and a disk, if there is one."""
+        super().__init__(control, links, store.device, connect.epoch, trace)
+        self._store, self._tier = store, tier
         self._copies = False  # the last time, the tier had something to do
         self._since_copied = 0
-        self._links = links
-        self._wait = wait
         self._pipeline, self._computes = connect.pipeline, tuple(connect.computes)
-        self._fence = Fence(control, links, connect.epoch)
         self._hub = links.hub
         self._channels = {name: links.channel(name) for name in connect.computes}
         self._puller = Puller(links.fetch, links.arena, links.plan, store)
         others = self._others(connect.memories)
+
+        def on_moved(number: int) -> None:
+            control.send(Migrated(number))
+
         self._migrations = Migrations(
-            store, self._puller, links.arena, links.plan, others, links.outbox, self._tell_migrated, connect.epoch
+            store, self._puller, links.arena, links.plan, others, links.outbox, on_moved, connect.epoch
         )
-        self._newcomers = Newcomers(control, links)
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
-        self._slots = Slots(links, store.device)
         self._slots.register_channels(self._channels.values())
         self._doors = self._closed_doors()
-        self._timeline = timeline
-        self._ahead = Ahead(store, links, timeline)
+        self._ahead = Ahead(store, links, self._timeline)
         self._ahead.use(self._channels, self._pipeline, self._computes)
-        self._running = True
         self._busy_s = 0.0
-        self._in_a_row = 0  # pieces of other lanes begun since the last cut of a long one
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
         self._usage = UsageReports(control, store)
-
-    def run(self) -> None:
-        """Serve the compute workers."""
-        while self._running:
-            try:
-                self._serve_once()
-                self._newcomers.poll()
-            except PeerLostError as error:
-                self._fence.on_peer_lost(error)
-            self._usage.tell(self._busy_s + self._ahead.busy_s)
-        if self._timeline.enabled:
-            self._control.send(Traced(list(self._timeline.spans)))
 
     def close(self) -> None:
         """End what the device does for this worker."""
         self._ahead.close()
 
     def _serve_once(self) -> None:
+        self._usage.tell(self._busy_s + self._ahead.busy_s)
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -148,23 +112,17 @@ class MemoryWorker:
             return
         self._copy(MOST_IN_A_ROW)
         begun = self._begun()
-        if begun is not None and self._in_a_row == MOST_IN_A_ROW:
-            self._go_on(*begun)
-            return
         waiting = self._timeline.now()
         self._hub.flush()
         doors, targets = self._awaited()
         timeout_s = 0.0 if begun is not None else self._patience_s
-        ready = pulled = None
-        with contextlib.suppress(DeadlineError):
-            ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations)
+        ready, pulled = self._puller.wait(self._wait, targets, timeout_s, self._migrations, begun is not None)
         if pulled is not None:
             self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
             self._hub.go_on()
         elif ready is not None:
-            self._in_a_row += begun is not None
             self._open(doors[ready], waiting)
         elif begun is not None:
             self._go_on(*begun)
@@ -217,10 +175,7 @@ class MemoryWorker:
         self._fence.begin_epoch(topology)
         self._ahead.use(self._channels, self._pipeline, self._computes)
 
-    def _change(self, message: Change) -> None:
-        """Go on with other members: nothing that is on its way comes from or goes to one that has left."""
-        topology = message.topology
-        self._links.change_members(topology)
+    def _change_members(self, topology: Topology) -> None:
         for peer in topology.names - {self._links.name}:
             if not self._links.has(peer):
                 self._fence.miss(peer)
@@ -238,7 +193,6 @@ class MemoryWorker:
         lanes = topology.pipeline.lanes * topology.pipeline.ranks
         self._lanes += [Lane(number) for number in range(len(self._lanes), lanes)]
         self._ahead.use(self._channels, self._pipeline, self._computes)
-        self._control.send(Changed(message.number))
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
         """Return the leases of this worker and of the other memory workers to each other."""
@@ -412,7 +366,6 @@ class MemoryWorker:
 
     def _go_on(self, lane: Lane, work: Iterator[None]) -> None:
         """The next cut of a piece that was begun."""
-        self._in_a_row = 0
         self._serve_cut(lane, work)
         self._report()
         self._read_control()
@@ -492,35 +445,20 @@ class MemoryWorker:
             self._handle(message)
             timeout_s = 0.0
 
-    def _handle(self, message: ToWorker) -> None:
-        if isinstance(message, Stop):
-            self._running = False
-        elif isinstance(message, EndEpoch):
-            self._end_epoch(message)
-        elif isinstance(message, Step):
-            if message.epoch < self._fence.epoch:
-                return
-            shares = self._store.apply(message.plan)
-            self._migrations.apply(message.plan)
-            if self._tier is not None:
-                self._tier.apply(message.plan)
-            for share in shares:
-                if not share.rows.empty:
-                    self._lanes[share.door].steps.append(share)
-        elif isinstance(message, Change):
-            self._change(message)
-        elif isinstance(message, Grant | Link | Forget):
-            self._newcomers.handle_link_message(message)
-        elif isinstance(message, Release):
-            self._store.release(message.sequences)
-            self._migrations.release(message.sequences)
-            if self._tier is not None:
-                self._tier.release(message.sequences)
-        else:
-            raise WorkerError(self._control.name, f"a memory worker cannot take {type(message).__name__} after set-up")
+    def _take_in(self, plan: StepPlan) -> None:
+        shares = self._store.apply(plan)
+        self._migrations.apply(plan)
+        if self._tier is not None:
+            self._tier.apply(plan)
+        for share in shares:
+            if not share.rows.empty:
+                self._lanes[share.door].steps.append(share)
 
-    def _tell_migrated(self, number: int) -> None:
-        self._control.send(Migrated(number))
+    def _release(self, sequences: Sequence[int]) -> None:
+        self._store.release(sequences)
+        self._migrations.release(sequences)
+        if self._tier is not None:
+            self._tier.release(sequences)
 
 
 def build(
@@ -529,7 +467,7 @@ def build(
     """Make the slab and link to the peers as the engine directs; ``resources`` closes the links."""
     store, tier, setup = make_store(control, resources)
     links, connect = set_up_links(control, resources, store.device.inboxes, open_endpoint)
-    worker = MemoryWorker(control, store, tier, links, links.close_unused_endpoints(), connect, Timeline(setup.trace))
+    worker = MemoryWorker(control, store, tier, links, connect, setup.trace)
     resources.callback(worker.close)
     control.send(Connected())
     return worker

@@ -10,18 +10,20 @@ Order alone is not fair while all seats are taken for long: every ``SHARE`` step
 a waiting one with fewer. No request gives way twice, so that each of them ends however many others come.
 """
 
+import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Group
 from lamina.core.types import Client
 from lamina.kv.placement import NOWHERE, Placement
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.kv.residents import Residents
+from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
-from lamina.schedule.policy import Policy, Rank, rank_of
-from lamina.schedule.waiting import RankedQueue, Seats, WaitingQueue
+from lamina.schedule.policy import Policy, Rank, RankedQueue, WaitingQueue, rank_of
 
 PAUSE = 32  # steps, of all lanes together
 PATIENCE = 256
@@ -48,6 +50,83 @@ class _Preference:
 
     group: Group
     since: int
+
+
+class Seats:
+    """Number of sequences of each lane and client. Changes and ``emptiest`` cost O(log lanes)."""
+
+    def __init__(self, lanes: int, role: Callable[[int], LaneRole] = lambda _: "both") -> None:
+        """``role``: what a lane runs."""
+        self.taken = [0] * lanes
+        self._decodes = [role(lane) == "decode" for lane in range(lanes)]
+        self._apart = any(self._decodes)
+        self.total = 0
+        self.leaving = 0  # sequences that have ended, and are still in steps in flight
+        self._accounts = Counter[str]()
+        self._clients = Counter[Client]()
+        self._fewest = [(0, lane) for lane in range(lanes)]  # a heap of (taken, lane); some are out of date
+
+    def note_ended(self) -> None:
+        """Record that a sequence has ended, which steps in flight may still run: its seat is leaving."""
+        self.leaving += 1
+
+    def free_ended(self, lane: int, client: Client) -> None:
+        """Free the seat of a sequence that has ended, and that no step in flight runs."""
+        self.leaving -= 1
+        self.add_sequences(lane, -1, client)
+
+    def add_sequences(self, lane: int, sequences: int, client: Client) -> None:
+        """``client`` has ``sequences`` more in ``lane`` than before, or fewer if negative."""
+        self.taken[lane] += sequences
+        self.total += sequences
+        self._accounts[client.account] += sequences
+        self._clients[client] += sequences
+        if not self._clients[client]:
+            del self._clients[client]
+            if not self._accounts[client.account]:
+                del self._accounts[client.account]
+        heapq.heappush(self._fewest, (self.taken[lane], lane))
+        if len(self._fewest) > 4 * len(self.taken):
+            self._fewest = [(taken, lane) for lane, taken in enumerate(self.taken)]
+            heapq.heapify(self._fewest)
+
+    @property
+    def emptiest_to_decode(self) -> int:
+        """The lane with fewest sequences of those that decode; of several, the first."""
+        if not self._apart:
+            return self.emptiest
+        return min((lane for lane, decodes in enumerate(self._decodes) if decodes), key=self.taken.__getitem__)
+
+    @property
+    def emptiest(self) -> int:
+        """The lane with fewest sequences of those that run prompts; of several, the first."""
+        if self._apart:
+            return min((lane for lane, decodes in enumerate(self._decodes) if not decodes), key=self.taken.__getitem__)
+        while self._fewest[0][0] != self.taken[self._fewest[0][1]]:
+            heapq.heappop(self._fewest)
+        return self._fewest[0][1]
+
+    def count_of_client(self, client: Client) -> tuple[int, int]:
+        """Sequences of a client's account, and its own."""
+        return self._accounts[client.account], self._clients[client]
+
+    def holders(self, client: Client, wanted: int) -> list[Client]:
+        """Return the clients that should give seats to this one, which wants ``wanted`` more; those with most first.
+
+        Max-min fairness between accounts, and within an account between its connections: another one gives way if it
+        has more than this one would have then. So no exchange is undone at once.
+        """
+        account, own = self.count_of_client(client)
+        giving = [
+            other
+            for other, taken in self._clients.items()
+            if (
+                taken > own + wanted
+                if other.account == client.account
+                else self._accounts[other.account] > account + wanted
+            )
+        ]
+        return sorted(giving, key=self.count_of_client, reverse=True)
 
 
 class Admissions:
@@ -82,7 +161,6 @@ class Admissions:
 
     @property
     def due(self) -> bool:
-        """True if ``deal`` may find a request."""
         return not self._exhausted and len(self) > 0
 
     @property
@@ -91,7 +169,6 @@ class Admissions:
         return self._exhausted and len(self) > 0
 
     def enqueue(self, group: Group) -> None:
-        """Queue a request."""
         self._queue.enqueue(group)
         if self._queue.first() is group:
             self._exhausted = False
@@ -108,7 +185,6 @@ class Admissions:
 
     @property
     def may_share(self) -> bool:
-        """True if ``share`` is due."""
         due = self._steps >= self._shared + SHARE and len(self) > 0 and self._only is None
         return due and self._policy.fair
 
@@ -140,7 +216,6 @@ class Admissions:
         return holders if lacks and self._preferred is not None else []
 
     def remove(self, group: Group) -> None:
-        """Remove a waiting request."""
         if not self._unskip(group):
             self._queue.remove(group)
         self._exhausted = False
@@ -150,18 +225,17 @@ class Admissions:
         self._only = only
         self._exhausted = False
 
-    def given_back(self) -> None:
-        """Room or seats have been released."""
+    def note_freed(self) -> None:
+        """Record that slots or seats have been freed."""
         self._exhausted = False
 
     def on_places_changed(self) -> None:
-        """The places of the placement have changed."""
         self._exhausted = False
         if self._reserved is not None and not self._reserved.workers <= self._placement.capacities.keys():
             self._reserved = None
 
     def close(self, worker: str) -> None:
-        """A memory worker takes no more requests."""
+        """Admit no more requests to a memory worker."""
         self._exhausted = False
         if self._reserved is not None and not self._reserved.workers.isdisjoint(self._placement.touching([worker])):
             self._reserved = None
@@ -174,7 +248,6 @@ class Admissions:
 
     @property
     def _first(self) -> Group | None:
-        """The first skipped request."""
         return next(iter(self._skipped), None)
 
     @property

@@ -121,7 +121,6 @@ class DecodeBatch:
         self._resumed.add(completion.sequence)
 
     def position(self, sequence: int) -> int:
-        """Position of the next row of a decoding sequence."""
         return self._joined[sequence] + self.steps
 
     def let_go(self) -> None:
@@ -174,7 +173,6 @@ class PromptBatch:
         self._owners.pop(completion, None)
 
     def clear(self) -> None:
-        """Remove all."""
         self._owners.clear()
         self._shortest.clear()
 

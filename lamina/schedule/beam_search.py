@@ -13,9 +13,8 @@ from lamina.core.segments import by_worker, forked
 from lamina.core.steps import Admission, Fork
 from lamina.core.types import Logprob, SamplingParams, Segment
 from lamina.kv.placement import Placement
-from lamina.kv.residents import Residents
-from lamina.schedule.lane import Lane
-from lamina.schedule.readiness import Readiness
+from lamina.schedule.dealing import Readiness
+from lamina.schedule.lane import Lane, Residents
 
 Choice = list[tuple[int, int]]
 """For every place among a request's beams, the place of the beam that continues there and the token it continues with.
@@ -172,7 +171,7 @@ class Beams:
         self._ready = ready
 
     def choose(self, group: Group, choice: Choice) -> None:
-        """The continuations of all beams of a request have been compared."""
+        """Let the beams of a request continue as chosen, with the next plan of their lane."""
         group.choice = choice
         self._lanes[group.lane].chosen[group] = None
         self._ready.note_change(group.lane)

@@ -14,7 +14,6 @@ from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.batches import DecodeBatch, PromptBatch
 from lamina.schedule.pace import Pace
-from lamina.schedule.waiting import Seats
 
 
 @dataclass(eq=False, slots=True)
@@ -141,7 +140,6 @@ class Lane:
         return ready
 
     def continue_request(self, group: Group, first: Completion) -> None:
-        """Continue a request whose prompt another lane has run."""
         self.running[group] = self.received[group] = None
         for completion in group.completions:  # steps are counted from 0 in each lane
             completion.until = 0
@@ -213,7 +211,7 @@ class Lane:
         return max(self.decoding.position(completion.sequence) - planned, completion.goal)
 
     def retire(self) -> list[Group]:
-        """Finished completions that no step in flight runs are ending from now on. Returns the request of each."""
+        """Retire finished completions that no step in flight runs. Returns the request of each."""
         done = self.completed
         retired = [
             (group, one) for group, one in self.finished if not group.lent and done >= max(group.until, one.until)
@@ -228,7 +226,7 @@ class Lane:
         return [group for group, _ in retired]
 
     def remove_completion(self, group: Group, completion: Completion) -> None:
-        """A completion has ended: no step that is planned from now on runs it."""
+        """Run a completion, which has ended, in no step that is planned from now on."""
         self.decoding.leave(completion.sequence)
         self.prompts.discard(completion)
         self.histories.pop(completion.sequence, None)
@@ -237,7 +235,7 @@ class Lane:
         self.finished.append((group, completion))
 
     def rest(self) -> None:
-        """Beams that the last plan let decode pause: their next tokens are not known yet."""
+        """Pause the beams that the last plan let decode: their next tokens are not known yet."""
         for sequence in self.stepping:
             if sequence in self.decoding:
                 self.decoding.pause(sequence)
@@ -302,7 +300,6 @@ class Lane:
 
     @property
     def has_ended(self) -> bool:
-        """True if ``take_ended`` would return any."""
         return not all(group.is_forked_from(completion) for group, completion in self.ending)
 
     def take_ended(self) -> list[Owner]:
@@ -342,27 +339,6 @@ def ran(lanes: Iterable[Lane], completion: Completion) -> int:
     return min(starts, default=completion.cached)
 
 
-def deal_again(lanes: Sequence[Lane], seats: Seats, may_run: Callable[[Group], bool]) -> None:
-    """Deal all requests out to the lanes of ``seats``, which are empty: those with most sequences first. No step is in
-    flight. Those that may not run keep their KV."""
-    groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
-    dealt = {group for own in lanes for group in own.dealt}
-    ending = [owner for own in lanes for owner in own.ending]
-    prompts_run = {group for own in lanes for group in own.prompts_run}
-    for own in lanes:
-        own.clear()
-    for group in groups:
-        decodes = group.searches or group.forked
-        group.lane, group.until = seats.emptiest_to_decode if decodes else seats.emptiest, 0
-        seats.add_sequences(group.lane, group.seats, group.request.client)
-        own = lanes[group.lane]
-        own.take_over(group, group in dealt, not may_run(group))
-        if group in prompts_run:
-            own.prompts_run.append(group)
-    for owner in ending:  # a request's lane releases the sequence that it may still fork from
-        lanes[owner[0].lane].ending.append(owner)
-
-
 @dataclass(frozen=True)
 class Remains:
     """What memory workers keep of the requests. Compute workers keep nothing.
@@ -397,3 +373,48 @@ def kept(lanes: Sequence[Lane], prefixes: PrefixCache, workers: Iterable[str]) -
     for worker in kept:
         kept[worker] |= prefixes.sequences(worker)
     return kept
+
+
+class Residents:
+    """The requests with KV on each memory worker, and the memory workers of each request."""
+
+    def __init__(self, placement: Placement, prefixes: PrefixCache, lanes: Sequence[Lane]) -> None:
+        self._placement = placement
+        self._prefixes = prefixes
+        self._lanes = lanes
+        self._groups: dict[str, dict[Group, None]] = {worker: {} for worker in placement.capacities}
+        self._workers: dict[Group, set[str]] = {}
+
+    def update(self, group: Group) -> None:
+        """Record the workers of a request that has been placed, or whose segments have changed."""
+        workers = group.workers
+        for worker in self._workers.get(group, set()) - workers:
+            self._groups.get(worker, {}).pop(group, None)  # the worker may have left
+        for worker in workers:
+            self._groups[worker][group] = None
+        self._workers[group] = workers
+
+    def forget_request(self, group: Group) -> None:
+        for worker in self._workers.pop(group) & self._groups.keys():
+            del self._groups[worker][group]
+
+    def on_places_changed(self) -> None:
+        """Adapt to the places of the placement. No live request may be on another one."""
+        self._groups = {worker: self._groups.get(worker, {}) for worker in self._placement.capacities}
+        self._workers = {group: workers & self._groups.keys() for group, workers in self._workers.items()}
+
+    def holders(self, worker: str) -> dict[Group, int]:
+        """Return the live requests with KV on ``worker``, and the tokens that each would free there."""
+        holders: dict[Group, int] = {}
+        for group in self._groups[worker]:
+            reserved = self._lanes[group.lane].held(group).get(worker, 0)
+            if group.alive and (reserved or any(one.worker == worker for one in self._prefixes.path(group))):
+                holders[group] = reserved + self._prefixes.exclusive(group, worker)
+        return holders
+
+    def is_empty(self, worker: str) -> bool:
+        """Return whether nothing is on a worker, or on its way there."""
+        return not any(
+            self._groups[place] or self._placement.idle[place] or self._placement.reserved[place]
+            for place in self._placement.touching([worker])
+        )

@@ -41,7 +41,7 @@ class _Waits:
         return mean * (CONSTANT + (1 - CONSTANT) * rows * self._weight / self._rows)
 
 
-class _Table:
+class StepTable:
     """Seconds by rows: recent means at numbers of rows sqrt(2) apart, with linear interpolation and extrapolation. One
     line would not do: weights are read once, whatever the rows, until arithmetic takes longer."""
 
@@ -54,8 +54,8 @@ class _Table:
         self._means[place] = known[0] + LEARN * (rows - known[0]), known[1] + LEARN * (seconds - known[1])
 
     def at(self, rows: float) -> float:
-        """Neither slope nor constant is taken below zero."""
-        points = sorted(self._means.values())
+        """Return the seconds of so many rows, 1 if none were measured. Neither slope nor constant is below zero."""
+        points = sorted(self._means.values()) or [(1, 1.0)]
         above = min(max(bisect.bisect(points, (rows, 0.0)), 1), len(points) - 1)
         x, y = points[above - 1] if above else points[0]
         more, longer = points[above] if above else points[0]
@@ -78,7 +78,7 @@ class LaneChooser:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self.active = pipeline.start
-        self._slices, self._waits = _Table(), _Waits()
+        self._slices, self._waits = StepTable(), _Waits()
         # By memory worker: steps completed and its total seconds, at its latest report and at the one used last; and
         # what follows, seconds per step. Reports may be rarer than looks.
         self._attention: dict[str, tuple[int, float]] = {}

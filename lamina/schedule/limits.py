@@ -1,9 +1,9 @@
-"""What a request may ask for. Pure."""
+"""What a request may ask for, and how many requests a client may have. Pure."""
 
 from dataclasses import dataclass
 
-from lamina.core.errors import RequestError
-from lamina.core.types import SamplingParams
+from lamina.core.errors import OverloadedError, RequestError
+from lamina.core.types import Client, SamplingParams
 from lamina.kv.placement import Placement
 
 
@@ -63,3 +63,49 @@ class Limits:
             return min(params.max_tokens, room)
         # As many as all slabs can hold; the KV of the last token drawn is not kept.
         return max(1, min(room, (placement.possible - prompt_length) // params.n + 1))
+
+
+MAX_WAITING = 16384  # requests of one client that wait
+
+
+class Places:
+    """Bounds how many requests of each client an engine holds.
+
+    A client may hold as many places as are still free (the dynamic thresholds of Choudhury and Hahne, IEEE/ACM
+    Transactions on Networking 1998). So a single client gets half of all places, and others always find some.
+    """
+
+    def __init__(self, most: int) -> None:
+        """``most``: places that a single client may hold."""
+        self._free = 2 * most
+        self._clients: dict[str, Client] = {}  # by request
+        self._taken: dict[Client, int] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._clients
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def reserve_place(self, request_id: str, client: Client, again: bool = False) -> None:
+        """Take a place for a request. Raises OverloadedError, with the figures, if its client already holds its share.
+
+        ``again``: the request had a place before the engine was restarted, and gets it whatever the share is now.
+        """
+        taken = self._taken.get(client, 0)
+        if taken >= self._free and not again:
+            raise OverloadedError(
+                f"{len(self)} requests are in the engine, {taken} of them from this client, which may have at most as "
+                f"many as there are free places: {self._free}; try again later"
+            )
+        self._clients[request_id] = client
+        self._taken[client] = taken + 1
+        self._free -= 1
+
+    def free_place(self, request_id: str) -> None:
+        client = self._clients.pop(request_id, None)
+        if client is not None:
+            self._free += 1
+            self._taken[client] -= 1
+            if not self._taken[client]:
+                del self._taken[client]

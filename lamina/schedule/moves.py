@@ -1,4 +1,4 @@
-"""Moves of closed ranges: tokens whose KV exists go to another memory worker while their sequences decode. Pure.
+"""Moves of KV: ranges of tokens go to another memory worker while their sequences decode; which ranges should. Pure.
 
 The unit is a range of token slots on one worker. Three kinds of owners have them: a node of the prefix cache, which all
 that begin with these tokens share; a request's prompt, which its completions share; and one completion.
@@ -14,19 +14,20 @@ what it was. The rManagers' ``try_move`` and the bound on tokens moved in a step
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lamina.core.requests import Completion, Group
-from lamina.core.segments import moved
+from lamina.core.segments import by_worker, moved
 from lamina.core.steps import Migration, Switch
 from lamina.core.types import Segment
 from lamina.kv.placement import AHEAD, Placement
+from lamina.kv.policies import Held, Load, Policy, View, Wish
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.kv.prefix_tree import Node, PrefixTree
-from lamina.kv.residents import Residents
 from lamina.schedule.admission import Admissions
-from lamina.schedule.lane import Lane
+from lamina.schedule.lane import Lane, Residents
+from lamina.schedule.lane_choice import StepTable
 
 TOKENS_PER_STEP = 16  # on average: moves of so many cost decoding nothing (Infinite-LLM, Figure 12)
 MOST_TOKENS = 256  # of one move: smaller ones pay the protocol more often, larger ones hold two copies for longer
@@ -67,7 +68,6 @@ class Move:
 
     @property
     def tokens(self) -> int:
-        """How many move."""
         return self.stop - self.start
 
 
@@ -83,7 +83,7 @@ class Moved:
 
 
 class Moves:
-    """The moves in progress. ``tokens_per_step``: the bound, on average."""
+    """The moves in progress."""
 
     def __init__(
         self,
@@ -103,7 +103,6 @@ class Moves:
         self._residents = residents
         self.lanes = lanes
         self._sequences, self._numbers = sequences, itertools.count(1)
-        self.tokens_per_step = TOKENS_PER_STEP
         self._credit = float(TOKENS_PER_STEP)
         self._moves: dict[int, Move] = {}  # by number, until the switch
         self._switched: list[Move] = []  # the source still has them
@@ -112,7 +111,6 @@ class Moves:
 
     @property
     def numbers(self) -> list[int]:
-        """Numbers of the moves in progress."""
         return [move.number for move in self._moves.values() if not move.arrived]
 
     @property
@@ -131,7 +129,7 @@ class Moves:
 
     def step_completed(self) -> None:
         """Add one step's worth of tokens to the move budget, which never exceeds one move."""
-        self._credit = min(self._credit + self.tokens_per_step, MOST_TOKENS)
+        self._credit = min(self._credit + TOKENS_PER_STEP, MOST_TOKENS)
 
     def may_begin(self, source: str) -> bool:
         """True if the bound allows another move: always while nothing runs, or if the source is to be emptied."""
@@ -257,18 +255,12 @@ class Moves:
 
     # -- the end ------------------------------------------------------------------------------------------------
 
-    @property
-    def due(self) -> bool:
-        """True if a plan can be made of a move."""
-        arrived = any(move.arrived for move in self._moves.values())
-        return arrived or bool(self._released or self._begun) or any(self._is_past(move) for move in self._switched)
-
     def _is_past(self, move: Move) -> bool:
         """True if no step needs a range at its source any more."""
         return all(lane.completed >= steps for lane, steps in zip(self.lanes, move.passed or (), strict=False))
 
     def restart(self) -> None:
-        """No step is in flight, and lanes count their steps from 0 again."""
+        """Follow lanes, which count their steps from 0 again: no step is in flight."""
         for move in self._switched:
             move.passed = []
 
@@ -285,8 +277,8 @@ class Moves:
         self._released.append(move.carrier)
 
     def _forget(self, move: Move, worker: str) -> None:
-        """Give back the copy on ``worker``."""
-        self._admissions.given_back()
+        """Free the copy on ``worker``."""
+        self._admissions.note_freed()
         self._placement.will_release(worker, move.tokens)
         self._placement.free_slots(worker, move.tokens)
         if move.tree is not None and move.node is not None:
@@ -315,7 +307,7 @@ class Moves:
             self._released.append(move.carrier)
 
     def cancel(self) -> None:
-        """The epoch has ended, and workers forget all carriers."""
+        """Cancel all moves: the epoch has ended, and workers forget all carriers."""
         for move in list(self._moves.values()):
             self._cancel(move)
         for move in self._switched:
@@ -339,3 +331,125 @@ def _on(worker: str, segments: Sequence[Segment], begin: int, end: int) -> tuple
         if segment.worker == worker and low < high:
             return low, high
     return None
+
+
+LOOK_STEPS = 32  # completed steps between two looks at all requests
+BACK_STEPS = 256  # for so long, no tokens of a request go back where some of it came from
+LEARN = 0.3  # weight of the latest measurement
+
+
+class Balancing:
+    """Begins the moves that a policy wants."""
+
+    def __init__(self, policy: Policy, moves: Moves, placement: Placement) -> None:
+        self._policy, self._moves, self._placement, self._lanes = policy, moves, placement, moves.lanes
+        self._steps = 0
+        self._looked = 0
+        self._wishes: list[tuple[Wish, Group]] = []
+        self._came: dict[tuple[str, str], int] = {}  # by request and the worker that it left some of: at which step
+        self._reads: dict[str, float] = {}  # tokens that one step of each lane reads, at the last look
+        self._token_s: dict[str, float] = {}
+        self._busy: dict[str, tuple[int, float]] = {}  # steps and seconds at the report before
+        self._dense = StepTable()  # seconds of a step in slices
+
+    def note_step(self, rows: int, busy_s: float) -> None:
+        """Record a completed step, which spent ``busy_s`` in slices."""
+        self._steps += 1
+        if busy_s > 0:
+            self._dense.note(rows, busy_s)
+
+    def note_attention(self, worker: str, seconds: float) -> None:
+        """Record that a memory worker has spent ``seconds`` on attention so far."""
+        steps, before = self._busy.get(worker, (self._steps, seconds))
+        active = sum(bool(lane.running) for lane in self._lanes)
+        read = self._reads.get(worker, 0.0) * (self._steps - steps) / max(active, 1)
+        if steps < self._steps and read > 0 and seconds > before:
+            known = self._token_s.get(worker, (seconds - before) / read)
+            self._token_s[worker] = known + LEARN * ((seconds - before) / read - known)
+        self._busy[worker] = self._steps, seconds
+
+    @property
+    def due(self) -> bool:
+        """True if ``begin_moves`` will look at all requests again."""
+        return self._steps >= self._looked + LOOK_STEPS
+
+    def begin_moves(self) -> None:
+        if self.due:
+            self._looked = self._steps
+            self._look()
+        while self._wishes:
+            wish, group = self._wishes[0]
+            if not self._moves.may_begin(wish.source) or self._moves.touches(group):
+                return
+            moved = next(
+                (
+                    (target, tokens)
+                    for target in wish.targets
+                    if (tokens := self._moves.try_move(group, wish.source, target, wish.tokens))
+                ),
+                None,
+            )
+            self._wishes.pop(0)
+            if moved is not None:
+                target, tokens = moved
+                self._came[wish.request, wish.source] = self._steps
+                if wish.tokens > tokens:
+                    self._wishes.insert(0, (Wish(wish.request, wish.source, (target,), wish.tokens - tokens), group))
+
+    def _look(self) -> None:
+        self._came = {key: step for key, step in self._came.items() if self._steps < step + BACK_STEPS}
+        groups = {group.request.request_id: group for lane in self._lanes for group in lane.running if group.alive}
+        view = self.view(list(groups.values()))
+        self._reads = {worker: float(load.reads) for worker, load in view.loads.items()}
+        known = self._token_s.keys() >= view.loads.keys() and len(view.loads) == len(self._placement.capacities)
+        self._placement.set_speeds({worker: self._token_s[worker] for worker in view.loads} if known else {})
+        self._wishes = []
+        for wish in self._policy.wishes(view):
+            targets = tuple(one for one in wish.targets if (wish.request, one) not in self._came)
+            if targets:
+                kept = Wish(wish.request, wish.source, targets, wish.tokens)
+                self._wishes.append((kept, groups[wish.request]))
+
+    def view(self, groups: Sequence[Group]) -> View:
+        """Return the memory workers and who has what there."""
+        placement = self._placement
+        reads = dict.fromkeys(placement.capacities, 0)
+        held: list[Held] = []
+        for group in groups:
+            lane = self._lanes[group.lane]
+            if group in lane.dealt:
+                continue
+            for completion in group.alive:
+                exist = lane.exist(group, completion)
+                for worker, tokens in by_worker(completion.segments, 0, exist).items():
+                    reads[worker] += tokens
+            first = group.alive[0]
+            for worker, tokens in by_worker(first.segments, 0, lane.exist(group, first)).items():
+                held.append(Held(group.request.request_id, worker, first.worker, tokens, len(group.alive)))
+        moving = self._arriving()
+        loads = {
+            worker: Load(
+                capacity,
+                max(0, placement.left(worker) - AHEAD * (placement.sequences[worker] + 1)),
+                placement.sequences[worker],
+                max(0, reads[worker] + moving.get(worker, 0)),  # some of what moves may be read no more
+                self._token_s.get(worker) or _mean(self._token_s),
+                worker not in placement.closed,
+            )
+            for worker, capacity in placement.capacities.items()
+            if worker not in placement.local
+        }
+        return View(loads, [one for one in held if one.worker in loads], self._dense.at)
+
+    def _arriving(self) -> Mapping[str, int]:
+        """Tokens that a move in progress will take from one worker to another, by worker."""
+        moving: dict[str, int] = {}
+        for move in self._moves.in_progress:
+            if move.passed is None:
+                moving[move.target] = moving.get(move.target, 0) + move.tokens
+                moving[move.source] = moving.get(move.source, 0) - move.tokens
+        return moving
+
+
+def _mean(seconds: Mapping[str, float]) -> float:
+    return sum(seconds.values()) / len(seconds) if seconds else 1.0

@@ -34,7 +34,6 @@ class StepTimes:
         self._parts: npt.NDArray[np.float64] | None = None
 
     def add_sample(self, tokens: int, pairs: float, seconds: float) -> None:
-        """A step has taken so long."""
         if not tokens:
             before = seconds if self._alone is None else self._alone
             self._alone = before + LEARN * (seconds - before)
@@ -88,18 +87,16 @@ class Pace:
     """
 
     def __init__(self, bound_s: float, replicas: int = 1) -> None:
-        """``bound_s``: of a step, in seconds."""
         self._bound_s, self.replicas = bound_s, replicas
         self._times = StepTimes()
         self._latest: dict[int, _Latest] = {}  # by lane
         self._steps = 0
 
     def set_replicas(self, replicas: int) -> None:
-        """Bound steps for so many replicas, each stage counted, from now on."""
         self.replicas = replicas
 
     def on_step_done(self, plan: StepPlan, busy_s: float, waited_s: float) -> None:
-        """A step has run: ``busy_s`` in slices, ``waited_s`` for attention."""
+        """Record a completed step: ``busy_s`` in slices, ``waited_s`` for attention."""
         tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
         pairs = sum(_pairs(chunk.start, len(chunk.tokens)) for chunk in plan.chunks)
         self._times.add_sample(tokens, pairs, busy_s + waited_s)

@@ -8,8 +8,8 @@ A worker that only has sequences to forget is told with its next part, or once i
 a sequence with the first plan in which it runs it, which may be long after the admission if lanes are dealt out again.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -36,15 +36,51 @@ _NOTHING: dict[str, Any] = {
     "fetches": [],
 }
 
+Addressed = tuple[tuple[str, ...], StepPlan]
+"""Workers, and the plan or part of a plan to send to them."""
 
-@dataclasses.dataclass(frozen=True, slots=True)
+Add = Callable[[Iterable[str], str, object], None]
+"""Adds an item to a field of the parts for some workers."""
+
+
+@dataclass(eq=False, slots=True)
+class _Known:
+    """A sequence that has not been released, and the workers that know it.
+
+    Attributes:
+        segments: Where its KV is and will be.
+        homes: Memory workers with its segments.
+        admission: Admission of its request; None for a cached prefix, and for the carrier of a move.
+        computes: Compute workers that keep state for it.
+        memories: Memory workers that keep state for it: its homes, and those that it moves between.
+        carries: Whether it is the carrier of a move.
+    """
+
+    segments: list[Segment]
+    admission: Admission | None = None
+    carries: bool = False
+    homes: list[str] = field(init=False)
+    computes: set[str] = field(default_factory=set)
+    memories: set[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.place(self.segments)
+        self.memories = set(self.homes)
+
+    def place(self, segments: list[Segment]) -> None:
+        """Record where its KV is from now on."""
+        self.segments, self.homes = segments, list(dict.fromkeys(segment.worker for segment in segments))
+
+
+@dataclass(frozen=True, slots=True)
 class _Decoding:
     """The sequences that decode in a lane, as of its latest plan.
 
     Attributes:
-        sequences: the plan's own list, which is the same object until one joins or leaves.
-        replicas: that run them.
-        shares: by memory worker, but for the replicas, its sequences and their places in the list.
+        sequences: The plan's own list, which is the same object until one joins or leaves.
+        replicas: Compute workers that run them.
+        shares: By memory worker that is no replica: its sequences and their places in the list.
+        members: The sequences as a set.
     """
 
     sequences: list[int]
@@ -60,54 +96,43 @@ class Recipients:
         """``computes``: names of the compute workers, in the order of the pipeline's replicas."""
         self._computes = tuple(computes)
         self._pipeline = pipeline
-        self._admissions: dict[int, Admission] = {}  # by sequence that has not been released
-        self._segments: dict[int, list[Segment]] = {}
-        self._homes: dict[int, list[str]] = {}  # the memory workers with its segments
-        self._knowing: dict[int, set[str]] = {}  # by sequence: compute workers that keep state for it
-        self._holding: dict[int, set[str]] = {}  # the memory workers that must, those that it moves to included
+        self._known: dict[int, _Known] = {}  # by sequence
         self._decoding: dict[int, _Decoding] = {}  # by lane
-        self._untold: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
-        self._carriers = set[int]()  # of moves in progress
+        self._to_forget: dict[str, tuple[float, list[int]]] = {}  # released sequences, and since when; oldest first
 
     def end_epoch(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
-        """A new epoch: compute workers know of no sequence any more, and requests of which nothing is ``kept`` (tokens
-        by worker and sequence) are forgotten. Of cached prefixes, what is kept stays.
+        """Begin an epoch: compute workers know of no sequence any more, and requests of which nothing is ``kept``
+        (tokens by worker and sequence) are forgotten. Of cached prefixes, what is kept stays.
 
         Of a request, completions that have not been forked, or not again, hold nothing: they follow the first one.
         """
         self._computes, self._pipeline = topology.computes, topology.pipeline
         self._decoding.clear()
-        self._untold.clear()
-        self._shorten(topology, kept)
-        held = {one for sequences in kept.values() for one in sequences}
-        alive = {self._admissions[one].sequence for one in held if one in self._admissions}
-        lost = {one for one, told in self._admissions.items() if told.sequence not in alive} | self._carriers
-        self._carriers.clear()
-        for one in self._admissions.keys() - held:
-            self._segments[one], self._homes[one] = [], []
-        lost |= {one for one, homes in self._homes.items() if not topology.names.issuperset(homes)}  # cached prefixes
-        self._admissions = {one: told for one, told in self._admissions.items() if one not in lost}
-        self._homes = {one: homes for one, homes in self._homes.items() if one not in lost}
-        self._segments = {one: self._segments[one] for one in self._homes}
-        self._knowing = {one: set() for one in self._homes}
-        self._holding = {one: set(homes) for one, homes in self._homes.items()}
-
-    def _shorten(self, topology: Topology, kept: Mapping[str, Mapping[int, int]]) -> None:
-        """Cached prefixes end where the first of their workers that was lost held tokens."""
-        lengths = {one: tokens for sequences in kept.values() for one, tokens in sequences.items()}
-        for one, homes in self._homes.items():
-            if one in lengths and one not in self._admissions and not topology.names.issuperset(homes):
-                self._segments[one] = forked(self._segments[one], one, lengths[one])
-                self._homes[one] = list(dict.fromkeys(segment.worker for segment in self._segments[one]))
+        self._to_forget.clear()
+        lengths = {sequence: tokens for sequences in kept.values() for sequence, tokens in sequences.items()}
+        admissions = (known.admission for sequence, known in self._known.items() if sequence in lengths)
+        alive = {admission.sequence for admission in admissions if admission is not None}
+        before, self._known = self._known, {}
+        for sequence, known in before.items():
+            if known.admission is not None and sequence not in lengths:
+                known.place([])
+            elif known.admission is None and sequence in lengths and not topology.names.issuperset(known.homes):
+                # A cached prefix ends where the first of its workers that was lost held tokens.
+                known.place(forked(known.segments, sequence, lengths[sequence]))
+            survives = not known.carries if known.admission is None else known.admission.sequence in alive
+            if survives and topology.names.issuperset(known.homes):
+                known.computes, known.memories = set(), set(known.homes)
+                self._known[sequence] = known
 
     def change_members(self, topology: Topology) -> None:
-        """The members are those of ``topology`` from now on, within the epoch. Those that left hold no KV any more."""
+        """Follow a change of the members within the epoch. Those that left hold no KV any more."""
         self._computes, self._pipeline = topology.computes, topology.pipeline
-        self._untold = {worker: untold for worker, untold in self._untold.items() if worker in topology.names}
-        self._knowing = {one: workers & topology.names for one, workers in self._knowing.items()}
-        self._holding = {one: workers & topology.names for one, workers in self._holding.items()}
+        self._to_forget = {worker: one for worker, one in self._to_forget.items() if worker in topology.names}
+        for known in self._known.values():
+            known.computes &= topology.names
+            known.memories &= topology.names
 
-    def select(self, plan: StepPlan, now: float) -> list[tuple[tuple[str, ...], StepPlan]]:
+    def select(self, plan: StepPlan, now: float) -> list[Addressed]:
         """Return the workers to send something to, and what: the next plan, whole or the part that concerns them.
 
         ``now``: seconds of any monotonic clock.
@@ -119,9 +144,9 @@ class Recipients:
             for worker in workers:
                 parts.setdefault(worker, {}).setdefault(name, []).append(item)
 
-        self._place_all(plan, replicas, now, add)
+        self._follow(plan, replicas, now, add)
         decoding = self._decoding.get(plan.lane)
-        strange = self._strange(plan, replicas, decoding)
+        unknown = self._unknown(plan, replicas, decoding)
         if decoding is None or decoding.sequences is not plan.decoding.sequences or decoding.replicas != replicas:
             decoding = self._decoding[plan.lane] = self._share(plan.decoding.sequences, replicas)
         starts = plan.decoding.starts
@@ -129,36 +154,46 @@ class Recipients:
             rows = DecodeRows(sequences, [starts[place] for place in places], [])
             parts.setdefault(worker, {})["decoding"] = rows
         for chunk in plan.chunks:
-            stop = chunk.start + len(chunk.tokens)
-            begun = [segment.worker for segment in self._segments[chunk.sequence] if segment.tokens[0] < stop]
+            begun = [one.worker for one in self._known[chunk.sequence].segments if one.tokens[0] < chunk.stop]
             add(dict.fromkeys(begun), "chunks", chunk)
         for worker in parts.keys() & replicas:  # compute workers with local memory get the whole plan
             del parts[worker]
         for worker, part in parts.items():
-            if worker in self._untold:
-                part["released"] = self._untold.pop(worker)[1]
+            if worker in self._to_forget:
+                part["released"] = self._to_forget.pop(worker)[1]
         addressed = [((worker,), msgspec.structs.replace(plan, **(_NOTHING | part))) for worker, part in parts.items()]
-        return addressed + self._whole(plan, replicas, strange, now)
+        return addressed + self._whole(plan, replicas, unknown, now)
 
-    def _place_all(
-        self, plan: StepPlan, replicas: tuple[str, ...], now: float, add: Callable[[Iterable[str], str, object], None]
-    ) -> None:
-        """Follow what a plan says of places, in the order in which workers apply it, and ``add`` it to their parts."""
+    def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
+        """Yield workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""
+        while self._to_forget:
+            worker, (since, sequences) = next(iter(self._to_forget.items()))
+            if now - since < RELEASE_S:
+                return
+            del self._to_forget[worker]
+            yield worker, sequences
+
+    # -- what a plan changes, in the order in which workers apply it --------------------------------------------
+
+    def _follow(self, plan: StepPlan, replicas: tuple[str, ...], now: float, add: Add) -> None:
+        """Record what a plan says of sequences and their places, and ``add`` it to the parts of memory workers."""
         for switch in plan.switches:
             for worker, segments in self._switch(switch, replicas).items():
                 add([worker], "switches", Switch(switch.carrier, segments))
         for fork in plan.forks:
-            add(self._fork(fork, replicas, now), "forks", fork)
-        self._release(plan, replicas, now)
+            self._fork(fork, replicas, now)
+            add(self._known[fork.child].homes, "forks", fork)
+        for sequence in plan.released:
+            self._release(sequence, replicas, now)
         for migration in plan.migrations:
             add((migration.source, migration.target), "migrations", migration)
-            self._begin(migration.sequence, [])
-            self._carriers.add(migration.sequence)
-            self._holding[migration.sequence] |= {migration.source, migration.target}
+            known = self._known[migration.sequence] = _Known([], carries=True)
+            known.memories |= {migration.source, migration.target}
         for admission in plan.admitted:
-            add(self._admit(admission, replicas), "admitted", admission)
+            self._admit(admission, replicas)
+            add(self._known[admission.sequence].homes, "admitted", admission)
         for segment in plan.grown:
-            before, (first, _) = self._segments[segment.sequence], segment.tokens
+            before, (first, _) = self._known[segment.sequence].segments, segment.tokens
             ended = [one.worker for one in before if one.tokens[1] is None or one.tokens[1] > first]
             add(dict.fromkeys([*ended, segment.worker]), "grown", segment)
             self._place(segment.sequence, grown(before, segment), replicas, now)
@@ -166,147 +201,111 @@ class Recipients:
             self._decoding.pop(plan.lane, None)
         if plan.switches:
             self._decoding.clear()
-        self._transfer(plan, add)
-
-    def _transfer(self, plan: StepPlan, add: Callable[[Iterable[str], str, object], None]) -> None:
-        """Copies to disks and back, for the workers that have these."""
         for spill in plan.spills:
             add((spill.worker,), "spills", spill)
         for fetch in plan.fetches:
             add((fetch.worker,), "fetches", fetch)
             if not fetch.start:  # else the plan forks it
-                self._begin(fetch.child, [Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
+                self._known[fetch.child] = _Known([Segment(fetch.child, fetch.worker, fetch.heads, (0, None))])
 
-    def overdue(self, now: float) -> Iterator[tuple[str, list[int]]]:
-        """Workers that have waited for ``RELEASE_S`` to be told of released sequences; the caller tells them."""
-        while self._untold:
-            worker, (since, sequences) = next(iter(self._untold.items()))
-            if now - since < RELEASE_S:
-                return
-            del self._untold[worker]
-            yield worker, sequences
-
-    def _release(self, plan: StepPlan, replicas: tuple[str, ...], now: float) -> None:
-        for sequence in plan.released:
-            self._admissions.pop(sequence, None)  # a cached prefix has none
-            self._carriers.discard(sequence)
-            if sequence not in self._homes:  # it had ended, and an epoch has left nothing of its request
-                continue
-            del self._homes[sequence], self._segments[sequence]
-            knowing = self._knowing.pop(sequence) | self._holding.pop(sequence)
-            for worker in knowing.difference(replicas):  # these get the whole plan
+    def _release(self, sequence: int, replicas: tuple[str, ...], now: float) -> None:
+        if (known := self._known.pop(sequence, None)) is not None:  # else an epoch has left nothing of its request
+            for worker in (known.computes | known.memories).difference(replicas):  # these get the whole plan
                 self._forget(worker, sequence, now)
 
+    def _admit(self, admission: Admission, replicas: tuple[str, ...]) -> None:
+        for sequence in range(admission.sequence, admission.sequence + admission.count):
+            known = self._known[sequence] = _Known(for_sequence(sequence, admission.segments), admission)
+            known.computes |= {*replicas}
+
     def _forget(self, worker: str, sequence: int, now: float) -> None:
-        self._untold.setdefault(worker, (now, []))[1].append(sequence)
+        self._to_forget.setdefault(worker, (now, []))[1].append(sequence)
 
     def _place(self, sequence: int, segments: list[Segment], replicas: tuple[str, ...], now: float) -> None:
-        """A sequence has these segments from now on. The memory workers concerned learn of it from the plan. Compute
-        workers that do not get the plan forget the sequence."""
-        if segments == self._segments[sequence]:
+        """Give a sequence these segments. The memory workers concerned learn of it from the plan. Compute workers that
+        do not get the plan forget the sequence."""
+        known = self._known[sequence]
+        if segments == known.segments:
             return
-        homes = list(dict.fromkeys(segment.worker for segment in segments))
-        knowing = self._knowing[sequence]
-        for worker in (knowing | self._holding[sequence]).difference(replicas, self._homes[sequence], homes):
+        told = {*replicas, *known.homes, *(segment.worker for segment in segments)}
+        for worker in (known.computes | known.memories) - told:
             self._forget(worker, sequence, now)
-        self._knowing[sequence], self._holding[sequence] = knowing.intersection(replicas), set(homes)
-        self._segments[sequence], self._homes[sequence] = segments, homes
+        known.place(segments)
+        known.computes &= {*replicas}
+        known.memories = set(known.homes)
 
     def _switch(self, switch: Switch, replicas: tuple[str, ...]) -> dict[str, list[Segment]]:
-        """Returns what has moved, by worker that is told: all that run the sequence, except these replicas, have lost
-        some of it, or hold more of it now."""
+        """Move segments. Returns what has moved, by worker that is told: all that run the sequence, except these
+        replicas, have lost some of it, or hold more of it now."""
         told: dict[str, list[Segment]] = {}
         for new in switch.segments:
-            before = self._segments[new.sequence]
-            after = moved(before, new)
-            sources = [one.worker for one in before if one not in after]
-            knowing = self._knowing[new.sequence]
-            runs = [worker for worker in self._computes if worker in knowing and worker not in replicas]
+            known = self._known[new.sequence]
+            after = moved(known.segments, new)
+            sources = [one.worker for one in known.segments if one not in after]
+            runs = [worker for worker in self._computes if worker in known.computes and worker not in replicas]
             for worker in dict.fromkeys([*sources, new.worker, *runs]):
                 told.setdefault(worker, []).append(new)
-            homes = list(dict.fromkeys(segment.worker for segment in after))
-            self._holding[new.sequence] = self._holding[new.sequence].difference(self._homes[new.sequence]).union(homes)
-            self._segments[new.sequence], self._homes[new.sequence] = after, homes
+            known.memories.difference_update(known.homes)
+            known.place(after)
+            known.memories.update(known.homes)
         return told
 
-    def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> list[str]:
-        """Returns the memory workers with shared segments."""
-        segments = forked(self._segments[fork.parent], fork.child, fork.tokens)
-        if fork.child in self._homes:
+    def _fork(self, fork: Fork, replicas: tuple[str, ...], now: float) -> None:
+        segments = forked(self._known[fork.parent].segments, fork.child, fork.tokens)
+        if fork.child in self._known:
             self._place(fork.child, segments, replicas, now)
         else:  # a cached prefix, or admitted with the same plan
-            self._begin(fork.child, segments)
-        return self._homes[fork.child]
+            self._known[fork.child] = _Known(segments)
 
-    def _admit(self, admission: Admission, replicas: tuple[str, ...]) -> list[str]:
-        """Returns the memory workers with its segments."""
-        homes: list[str] = []
-        for sequence in range(admission.sequence, admission.sequence + admission.count):
-            self._admissions[sequence] = admission
-            homes = self._begin(sequence, for_sequence(sequence, admission.segments))
-            self._knowing[sequence] |= {*replicas}
-        return homes
+    # -- who gets what ------------------------------------------------------------------------------------------
 
-    def _begin(self, sequence: int, segments: list[Segment]) -> list[str]:
-        """Record the segments of a sequence that no worker knows yet. Returns the memory workers that hold them."""
-        homes = list(dict.fromkeys(segment.worker for segment in segments))
-        self._segments[sequence], self._homes[sequence] = segments, homes
-        self._knowing[sequence], self._holding[sequence] = set(), set(homes)
-        return homes
-
-    def _present(self, admission: Admission) -> Admission:
-        """Return a request with the segments that it has by now."""
-        known = range(admission.sequence, admission.sequence + admission.count)
-        placed = {sequence: self._segments[sequence] for sequence in known if sequence in self._segments}
-        if all(segments == for_sequence(sequence, admission.segments) for sequence, segments in placed.items()):
-            return admission
-        segments = [segment for each in placed.values() for segment in each]
-        return msgspec.structs.replace(admission, segments=segments)
-
-    def _strange(self, plan: StepPlan, replicas: tuple[str, ...], before: _Decoding | None) -> list[int]:
+    def _unknown(self, plan: StepPlan, replicas: tuple[str, ...], before: _Decoding | None) -> list[int]:
         """Return the sequences that the plan names and some of these replicas do not know."""
         named: Iterable[int] = plan.decoding.sequences
         if before is not None and before.replicas == replicas:
             same = before.sequences is named
             named = () if same else [sequence for sequence in named if sequence not in before.members]
         named = [*named, *(chunk.sequence for chunk in plan.chunks), *plan.histories]
-        return [sequence for sequence in named if not self._knowing[sequence].issuperset(replicas)]
+        return [sequence for sequence in named if not self._known[sequence].computes.issuperset(replicas)]
 
     def _share(self, sequences: list[int], replicas: tuple[str, ...]) -> _Decoding:
+        """Divide decoding sequences among the memory workers that hold them and do not get the whole plan."""
         shares: dict[str, tuple[list[int], list[int]]] = {}
         for place, sequence in enumerate(sequences):
-            for worker in self._homes[sequence]:
-                if worker in replicas:
-                    continue  # it gets the whole plan
-                share = shares.setdefault(worker, ([], []))
-                share[0].append(sequence)
-                share[1].append(place)
+            for worker in self._known[sequence].homes:
+                if worker not in replicas:
+                    share = shares.setdefault(worker, ([], []))
+                    share[0].append(sequence)
+                    share[1].append(place)
         return _Decoding(sequences, replicas, shares, frozenset(sequences))
 
-    def _whole(
-        self, plan: StepPlan, replicas: tuple[str, ...], strange: list[int], now: float
-    ) -> list[tuple[tuple[str, ...], StepPlan]]:
+    def _whole(self, plan: StepPlan, replicas: tuple[str, ...], unknown: list[int], now: float) -> list[Addressed]:
         """Return the plan for the compute workers: the same for all, but for what some of them have missed."""
-        if not strange and self._untold.keys().isdisjoint(replicas):
+        if not unknown and self._to_forget.keys().isdisjoint(replicas):
             return [(replicas, plan)]
-        addressed: list[tuple[tuple[str, ...], StepPlan]] = []
+        addressed: list[Addressed] = []
         for replica in replicas:
-            _, released = self._untold.pop(replica, (now, []))
-            missed = [self._admissions[one] for one in strange if replica not in self._knowing[one]]
-            by_request = {admission.sequence: admission for admission in missed}
-            late = [self._present(admission) for admission in by_request.values()]
+            _, released = self._to_forget.pop(replica, (now, []))
+            missed = [self._known[one] for one in unknown if replica not in self._known[one].computes]
+            admissions = {one.admission.sequence: one.admission for one in missed if one.admission is not None}
+            late = [self._present(admission) for admission in admissions.values()]
             whole = msgspec.structs.replace(
                 plan, released=[*released, *plan.released], admitted=[*late, *plan.admitted]
             )
             addressed.append(((replica,), whole))
-            for admission in by_request.values():
-                self._learn(replica, admission, now)
+            for admission in admissions.values():  # with all completions, of which some may have been released
+                for sequence in range(admission.sequence, admission.sequence + admission.count):
+                    if sequence in self._known:
+                        self._known[sequence].computes.add(replica)
+                    else:
+                        self._forget(replica, sequence, now)
         return addressed
 
-    def _learn(self, replica: str, admission: Admission, now: float) -> None:
-        """A compute worker is told of a request, with all its completions, of which some may have been released."""
-        for sequence in range(admission.sequence, admission.sequence + admission.count):
-            if sequence in self._knowing:
-                self._knowing[sequence].add(replica)
-            else:
-                self._forget(replica, sequence, now)
+    def _present(self, admission: Admission) -> Admission:
+        """Return a request with the segments that it has by now."""
+        sequences = range(admission.sequence, admission.sequence + admission.count)
+        placed = {sequence: self._known[sequence].segments for sequence in sequences if sequence in self._known}
+        if all(segments == for_sequence(sequence, admission.segments) for sequence, segments in placed.items()):
+            return admission
+        segments = [segment for each in placed.values() for segment in each]
+        return msgspec.structs.replace(admission, segments=segments)

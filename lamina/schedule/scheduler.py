@@ -12,8 +12,8 @@ A lane's steps may be planned ahead: while a step runs, the next one assumes tha
 that is still being drawn. If a sequence has ended, its row is discarded.
 
 ``lamina.schedule.admission`` selects the next request. A sequence grows onto another memory worker, with its next token
-and without moving what it has, where its segment is as long as one may be or its worker runs out of slots. Ranges that
-grow no more may move to another worker (``lamina.schedule.moves``).
+and without moving what it has, where its segment is as long as one may be or its worker runs out of slots
+(``lamina.schedule.growth``). Ranges that grow no more may move to another worker (``lamina.schedule.moves``).
 """
 
 import functools
@@ -23,34 +23,34 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from lamina.core.errors import RequestError
 from lamina.core.pipeline import LaneRole
 from lamina.core.requests import Completion, Drawn, Group, Owner
-from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
+from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
 from lamina.kv.policies import Policy as BalancePolicy
-from lamina.kv.preemption import Victim, again, latest, resumed
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.kv.residents import Residents
 from lamina.schedule.admission import Admissions, giving
-from lamina.schedule.balancing import Balancing, Draining
 from lamina.schedule.batches import PromptBatch
 from lamina.schedule.beam_search import Beams
-from lamina.schedule.growth import Growth
-from lamina.schedule.lane import Lane, Planned, Remains, deal_again, kept, ran
+from lamina.schedule.dealing import Dealer, Readiness
+from lamina.schedule.growth import Growth, again, resumed
+from lamina.schedule.lane import Lane, Planned, Remains, Residents, kept
 from lamina.schedule.limits import Limits
-from lamina.schedule.moves import Moves
+from lamina.schedule.moves import Balancing, Moves
 from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy, rank_of
-from lamina.schedule.readiness import Readiness
 from lamina.schedule.suspects import Hold, Holding
-from lamina.schedule.waiting import Seats
 
 
 class Scheduler:
     """Fair between clients; decode before prompts; prompts are cut into chunks that share what a step has left.
 
     The cost of planning a step depends on its sequences, not on the number of lanes, requests or memory workers.
+
+    Attributes:
+        rotates: Whether lanes rotate over the replicas.
+        dropped: Preempted requests, each time.
     """
 
     def __init__(
@@ -61,7 +61,6 @@ class Scheduler:
         attentions: int,
         kv_heads: int,
         policy: Policy = FIFO,
-        victim: Victim = latest,
         prefix_cache: bool = False,
         pace: Pace | None = None,
         overcommit: float = 1.0,
@@ -75,7 +74,6 @@ class Scheduler:
             attentions: Number of attentions of the model.
             kv_heads: Number of KV heads of a whole segment.
             policy: Order of the requests.
-            victim: Who is preempted when a memory worker runs out of slots.
             prefix_cache: Whether KV is kept for other requests that begin with the same tokens.
             pace: Bounds the time of steps in which sequences decode.
             overcommit: How many times its slots a memory worker and its disk hold.
@@ -84,10 +82,9 @@ class Scheduler:
             role: What each lane runs. A request whose prompt has run in a lane for prompts decodes in another one.
         """
         self._role = role
-        self.dropped = 0  # requests, each time that their KV was
+        self.dropped = 0
         self.limits = limits
         self.placement = placement
-        self.active = lanes
         self.rotates = False
         self._attentions = attentions
         self._kv_heads = kv_heads
@@ -95,23 +92,25 @@ class Scheduler:
         self._policy = policy
         self._token_s = 0.0  # of a prompt, lately
         self._lanes = [self._new_lane(number) for number in range(lanes)]
-        self._seats = Seats(self.active, role)
         self._ready = Readiness(lanes)
-        self._moving = False
+        self._deals_again = False  # once no step is in flight
         self._requests: dict[str, Group] = {}
         self._arrivals = itertools.count()
         self._sequences = itertools.count()
+        self._steps = itertools.count(1)
         self.prefixes = PrefixCache(placement, self._sequences, prefix_cache, window)
-        self._residents = Residents(placement, self.prefixes, lambda group: self._lanes[group.lane].held(group))
+        self._residents = Residents(placement, self.prefixes, self._lanes)
         self._admissions = Admissions(limits, placement, self._residents, self.prefixes, policy)
+        self._dealer = Dealer(
+            limits, placement, self._lanes, self.prefixes, self._residents, self._admissions, self._ready, role
+        )
         self.moves = Moves(placement, self.prefixes, self._residents, self._lanes, self._sequences, self._admissions)
         self.balancing = None if balance is None else Balancing(balance, self.moves, placement)
-        self._growth = Growth(placement, self._residents, policy, victim, self._lanes)
-        self._draining = Draining(placement, self._residents, self.moves, self._growth)
+        rank = functools.partial(rank_of, policy)
+        self._growth = Growth(placement, self._residents, self.moves, rank, self._lanes)
         self.beams = Beams(placement, self._residents, self._sequences, self._lanes, self._ready)
         self._holding = Holding(self._admissions)
         self.disks = Disks(placement, self.prefixes, self._sequences, overcommit)
-        self._steps = itertools.count(1)
 
     def _new_lane(self, number: int) -> Lane:
         policy = self._policy
@@ -124,14 +123,16 @@ class Scheduler:
         """Return what bounds the chunks of a lane: nothing if no sequence decodes there."""
         return None if self._role(lane) == "prefill" else self._pace
 
+    # -- what there is -------------------------------------------------------------------------------------------
+
     @property
     def waiting(self) -> int:
-        """Requests not dealt to a lane yet."""
+        """Number of requests not dealt to a lane yet."""
         return len(self._admissions) + len(self._holding) + len(self.disks.held)
 
     @property
     def running(self) -> int:
-        """Requests dealt to lanes that have not finished."""
+        """Number of requests dealt to lanes that have not finished."""
         return sum(len(lane.running) for lane in self._lanes)
 
     @property
@@ -143,25 +144,36 @@ class Scheduler:
     def sequences(self) -> int:
         """Sequences that would decode if all prompts were done, of requests that have room or may still get it."""
         waiting = 0 if self.full else len(self._admissions)
-        return min(self._seats.total + waiting, self.limits.max_sequences)
+        return min(self._dealer.seats.total + waiting, self.limits.max_sequences)
 
     @property
-    def migrating(self) -> list[int]:
-        """Numbers of the migrations in progress."""
-        return self.moves.numbers
+    def requests(self) -> list[Group]:
+        """Requests that have not ended, in order of arrival."""
+        return list(self._requests.values())
 
-    def set_time(self, now: float) -> None:
-        """Let requests that wait become late. ``now``: seconds of any monotonic clock."""
-        self._admissions.expire(now, self._token_s)
+    @property
+    def stranded(self) -> list[Group]:
+        """Requests that may need more KV tokens than all memory workers together hold."""
+        return [group for group in self.requests if group.tokens > self.placement.total]
 
-    def note_prompts(self, tokens: int, seconds: float) -> None:
-        """Record how long a step with this many tokens of prompts took."""
-        latest_s = seconds / tokens
-        self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
+    @property
+    def _all_running(self) -> Iterator[Group]:
+        return itertools.chain.from_iterable(own.running for own in self._lanes)
+
+    @property
+    def owners(self) -> dict[int, Owner]:
+        """The requests and completions that lanes have, by sequence."""
+        return {one.sequence: (group, one) for group in self._all_running for one in group.completions}
+
+    def alive(self, request_id: str) -> list[int]:
+        """Return the completions of a request that still draw tokens; none if it has ended."""
+        return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
 
     def in_flight(self, lane: int) -> int:
-        """Planned steps of a lane that have not completed."""
+        """Return the number of planned steps of a lane that have not completed."""
         return len(self._lanes[lane].in_flight)
+
+    # -- requests ------------------------------------------------------------------------------------------------
 
     def validate_request(self, prompt_length: int, params: SamplingParams) -> None:
         """Raises RequestError, with the figures, for a request that can never be served."""
@@ -185,31 +197,68 @@ class Scheduler:
             self._holding.enqueue_unless_held(group)
         return group
 
+    def end_completion(self, group: Group, completion: Completion) -> None:
+        """End a completion, by itself or as its caller wants. After the last one the request's id is free."""
+        self._end(group, completion)
+        if not group.alive and self._requests.get(group.request.request_id) is group:
+            del self._requests[group.request.request_id]
+
+    def abort(self, request_id: str, suspect: bool = False) -> None:
+        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown.
+
+        ``suspect``: its KV may be wrong, and is not kept for others.
+        """
+        group = self._requests.pop(request_id, None)
+        if group is None:
+            return
+        group.suspect = suspect
+        if group.lane < 0 and not self.disks.abandon(group):
+            self._holding.remove(group)
+        elif group.lane >= 0 and group in self._lanes[group.lane].dealt:
+            self._dealer.undo_deal(group)
+        for completion in group.completions:
+            self._end(group, completion)
+
+    def preempt(self, group: Group) -> None:
+        """Drop the KV of a request, which waits again, ahead of all others. Does nothing if it waits or has ended.
+
+        Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
+        flight have completed and the next plan has been applied.
+        """
+        if group.lane >= 0 and group.alive:
+            self._holding.put_back(self._drop_kv(group))
+
+    def _preempt_each(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self.preempt(group)
+
+    def _drop_kv(self, group: Group) -> Group:
+        """Drop the KV of a request; returns what is to be admitted again."""
+        if group in self._lanes[group.lane].dealt:
+            self._dealer.undo_deal(group)
+            return group
+        successor = self._requests[group.request.request_id] = again(group, self._sequences)
+        for completion in group.completions:
+            self._end(group, completion)
+        self.dropped += 1
+        return successor
+
+    def hold_back(self, hold: Hold) -> None:
+        """Let ``hold`` decide who may run. Running requests that may again do once no step is in flight; running ones
+        that may not are held by ``end_epoch``."""
+        known = [self._requests[one] for one in hold.held if one in self._requests]
+        self._holding.use(hold, [group for group in known if group.lane < 0 and group not in self.disks.held])
+        self._deals_again = True
+
+    # -- members and lanes ---------------------------------------------------------------------------------------
+
     def use_lanes(self, active: int, rotates: bool = False) -> None:
         """Use the first ``active`` lanes, in rotational or fixed order. Requests are dealt out again once no step is in
         flight."""
-        if (active, rotates) != (self.active, self.rotates):
-            self.active, self.rotates = active, rotates
-            self._moving = True
-
-    @property
-    def _all_running(self) -> Iterator[Group]:
-        return itertools.chain.from_iterable(own.running for own in self._lanes)
-
-    @property
-    def owners(self) -> dict[int, Owner]:
-        """The requests and completions that lanes have, by sequence."""
-        return {one.sequence: (group, one) for group in self._all_running for one in group.completions}
-
-    def alive(self, request_id: str) -> list[int]:
-        """Return the completions of a request that still draw tokens; none if it has ended."""
-        return [one.index for one in self._requests[request_id].alive] if request_id in self._requests else []
-
-    def hold_back(self, hold: Hold) -> None:
-        """Let others wait. Those that may run again do once no step is in flight. ``end_epoch`` holds running ones."""
-        known = [self._requests[one] for one in hold.held if one in self._requests]
-        self._holding.use(hold, [group for group in known if group.lane < 0 and group not in self.disks.held])
-        self._moving = True
+        if (active, rotates) != (self._dealer.active, self.rotates):
+            self._dealer.use_lanes(active)
+            self.rotates = rotates
+            self._deals_again = True
 
     def end_epoch(self, topology: Topology) -> Remains:
         """End the epoch: only the memory workers of ``topology`` hold KV from now on.
@@ -229,17 +278,27 @@ class Scheduler:
         dropped = sorted(struck, key=lambda group: -group.arrival)
         recomputed = sum(group.computed for group in dropped)
         unknown = [group for own in self._lanes for group in own.dealt if not self._holding.may_run(group)]
-        for group in dict.fromkeys([*unknown, *dropped]):
-            self.preempt(group)
+        self._preempt_each(dict.fromkeys([*unknown, *dropped]))
         for own in self._lanes:
             own.shrink(self.placement)
             for owner in own.strike(lost):
-                self._give_back(*owner)
+                self._free_completion(*owner)
         self._role = topology.pipeline.role
         self._follow(topology, ends_epoch=True)
-        self._move()
+        self._deal_again()
         remaining = kept(self._lanes, self.prefixes, self.placement.capacities)
         return Remains(self.placement.by_worker(remaining), len(dropped), recomputed)
+
+    def change_members(self, topology: Topology, deal_again: bool) -> None:
+        """Follow a change of the members within the epoch: nothing is placed on those that left.
+
+        ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
+        """
+        self._deals_again = self._deals_again or deal_again
+        self._role = topology.pipeline.role
+        self._follow(topology, ends_epoch=False)
+        self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
+        self._ready.extend(len(self._lanes))
 
     def _follow(self, topology: Topology, *, ends_epoch: bool) -> None:
         lost = self.placement.lost(topology)
@@ -258,58 +317,39 @@ class Scheduler:
         self._admissions.close(worker)
         self._ready.wake()
 
-    @property
-    def requests(self) -> list[Group]:
-        """Requests that have not ended, in order of arrival."""
-        return list(self._requests.values())
-
-    @property
-    def stranded(self) -> list[Group]:
-        """Requests that may need more KV tokens than all memory workers together hold."""
-        return [group for group in self.requests if group.tokens > self.placement.total]
-
     def resume(self, worker: str) -> None:
         """Undo ``drain``: what has not left stays."""
         self.placement.open(worker)
-        self._admissions.given_back()
+        self._admissions.note_freed()
 
     def is_drained(self, worker: str) -> bool:
         """True if nothing is on a memory worker any more."""
         return self._residents.is_empty(worker)
 
-    def change_members(self, topology: Topology, deal_again: bool) -> None:
-        """The members are those of ``topology`` from now on, within the epoch: nothing is placed on those that left.
-
-        ``deal_again``: lanes run on other replicas now, and no step is in flight; requests are dealt out again.
-        """
-        self._moving = self._moving or deal_again
-        self._role = topology.pipeline.role
-        self._follow(topology, ends_epoch=False)
-        self._lanes += [self._new_lane(number) for number in range(len(self._lanes), topology.pipeline.lanes)]
-        self._ready.extend(len(self._lanes))
-
-    def _move(self) -> None:
-        """Deal the requests out again, those with most sequences first."""
-        self._moving = False
-        self._seats = Seats(self.active, self._role)
+    def _deal_again(self) -> None:
+        """Deal the requests out again. No step is in flight."""
+        self._deals_again = False
         for own in self._lanes:
             own.role, own.pace = self._role(own.number), self._pace_of(own.number)
-        deal_again(self._lanes, self._seats, self._holding.may_run)
+        self._dealer.deal_again(self._role, self._holding.may_run)
         self.moves.restart()
         self.placement.stalled.clear()
-        self._admissions.given_back()
-        self._ready.restart()
-        for lane, own in enumerate(self._lanes):
-            own.allowance = self._rows_left(lane)
+
+    # -- the next step -------------------------------------------------------------------------------------------
+
+    def set_time(self, now: float) -> None:
+        """Let requests that wait become late. ``now``: seconds of any monotonic clock."""
+        self._admissions.expire(now, self._token_s)
 
     def plannable(self, depth: int) -> Iterator[int]:
         """Yield the lanes, in order, that may have something to plan and have fewer than ``depth`` steps in flight.
 
         Evaluated lazily: planning for one lane may give another one something to do.
         """
-        self._hand_over()
+        if not self._deals_again:
+            self._dealer.hand_over()
         lane = -1
-        while after := [one for one in self._ready.candidates(self._moving, self._admissions.due) if one > lane]:
+        while after := [one for one in self._ready.candidates(self._deals_again, self._admissions.due) if one > lane]:
             lane = min(after)
             if self.in_flight(lane) < depth:
                 yield lane
@@ -318,162 +358,94 @@ class Scheduler:
 
     def plan(self, lane: int) -> StepPlan | None:
         """Return the next step of ``lane``, behind those it has in flight; None if there is nothing to do now."""
-        if self._moving:
+        if self._deals_again:
             if any(own.in_flight for own in self._lanes):
                 return None
-            self._move()
+            self._deal_again()
         own = self._lanes[lane]
         switches = self.moves.switches()
         if self.balancing is not None:
             self.balancing.begin_moves()
         forks = own.forks()
-        self.prefixes.keep_computed(lane, own.prompts_computed(), functools.partial(ran, self._lanes))
+        self._dealer.keep_prefixes(own)
         released = self._release(own)
         beams = self.beams.join_step(own)
-        self._preempt(beams.preempted)
-        self._growth.turn_over(own)
-        self._preempt(self._draining.begin_moves(own))
-        self._preempt(self._growth.find_slots(own))
-        if self._growth.note_stall(own):
-            self._admissions.given_back()
-        self._share_seats()
-        self._deal()
-        self._preempt(self._holding.in_the_way(self._all_running))
-        admitted = beams.admitted + self._admit(own)
+        self._preempt_each(beams.preempted)
+        self._find_room(own)
+        admitted = beams.admitted + self._dealer.admit(own)
         fits = self.placement.grow(own.decoding.workers)
         disks = self.disks.changes()
         for group in disks.queued:
             self._holding.enqueue_unless_held(group)
-        more_forks, more_released = self.prefixes.changes()
-        forks += [*beams.forks, *more_forks, *disks.forks]
-        released += [*beams.released, *more_released, *self.moves.released()]
+        cached_forks, evicted = self.prefixes.changes()
+        forks += [*beams.forks, *cached_forks, *disks.forks]
+        released += [*beams.released, *evicted, *self.moves.released()]
         migrations = self.moves.begun()
         rows, chunks, prompted = (
             own.rows(self.limits.max_num_batched_tokens) if fits else (DecodeRows([], [], []), [], {})
         )
-        borrowed = self._borrow(own, chunks) if fits else None
-        own.allowance = self._rows_left(lane)
-        grown_here, own.grown = self.placement.expand(own.grown), []
-        changes = forks, released, admitted, chunks, rows, migrations
-        others = switches, disks.spills, disks.fetches
-        if not (any(changes[:4]) or rows.sequences or migrations or grown_here or any(others)):
+        borrowed = self._dealer.borrow(own, chunks) if fits else None
+        own.allowance = self._dealer.rows_left(lane)
+        grown, own.grown = self.placement.expand(own.grown), []
+        changes = forks, released, admitted, migrations, grown, switches, disks.spills, disks.fetches
+        if not (any(changes) or chunks or rows.sequences):
             # Else it is tried again at once: slots may come back with any plan, and those of its own KV with the next.
             if fits and not own.has_ended:
                 self._ready.note_nothing(lane)
             return None
         histories, own.histories = own.histories, {}
-        plan = StepPlan(next(self._steps), lane, own.turn, *changes, self.rotates, histories, grown_here, *others)
-        if chunks or rows.sequences:
+        plan = StepPlan(
+            next(self._steps),
+            lane,
+            own.turn,
+            forks,
+            released,
+            admitted,
+            chunks,
+            rows,
+            migrations,
+            self.rotates,
+            histories,
+            grown,
+            switches,
+            disks.spills,
+            disks.fetches,
+        )
+        if plan.runs:
             own.turn += self._attentions
             own.decoding.steps += 1
         own.in_flight.append(Planned(plan, own.decoding.members, prompted, borrowed))
         return plan
 
-    def _hand_over(self) -> None:
-        """Let requests whose prompts have been computed decode in other lanes."""
-        if self._moving:
-            return
-        for own in self._lanes[: self.active]:
-            if own.role != "prefill" or not own.prompted:
-                continue
-            self.prefixes.keep_computed(own.number, own.prompts_computed(), functools.partial(ran, self._lanes))
-            for group, first in own.pop_computed(self._fits_to_decode):
-                client, lane = group.request.client, self._seats.emptiest_to_decode
-                self._seats.add_sequences(own.number, -group.seats, client)
-                self._seats.add_sequences(lane, group.seats, client)
-                group.lane, group.until = lane, 0
-                self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
-                own.ending = [owner for owner in own.ending if owner[0] is not group]
-                self._lanes[lane].continue_request(group, first)
-                self._ready.note_change(lane)
-                self._admissions.given_back()
+    def _find_room(self, lane: Lane) -> None:
+        """Find slots for the next tokens of a lane's sequences, then deal waiting requests to what is left.
 
-    def _fits_to_decode(self, group: Group) -> bool:
-        taken = self._seats.taken[self._seats.emptiest_to_decode]
-        return taken + group.seats <= self.limits.max_num_batched_tokens
-
-    def _borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
-        """Let a lane without requests run a chunk of another lane's prompt, and wake such lanes if this one has chunks
-        to lend. Returns the request whose chunk has been added to ``chunks``.
-
-        Local memory would attend to a chunk before the chunks of other lanes are stored.
+        Preempts requests where no worker has slots, where a worker that leaves has KV that cannot move, and where
+        clients have more than their share of the seats.
         """
-        most = self.limits.max_num_batched_tokens
-        if self.active == 1 or self.placement.local or lane.role == "decode":
-            return None
-        if lane.running or lane.number >= self.active:
-            if chunks and lane.prompts.lendable(most) is not None:
-                self._ready.wake()
-            return None
-        lenders = (one for one in self._lanes[: self.active] if one is not lane and one.prompts)
-        found = lane.borrow(lenders, most)
-        if found is None:
-            return None
-        chunks.append(found[0])
-        return found[1]
+        self._growth.end_segments(lane)
+        self._preempt_each(self._growth.drain(lane))
+        self._preempt_each(self._growth.find_slots(lane))
+        if self._growth.note_stall(lane):
+            self._admissions.note_freed()
+        self._share_seats()
+        self._dealer.deal()
+        self._preempt_each(self._holding.in_the_way(self._all_running))
 
     def _share_seats(self) -> None:
-        """Drop a request of a client with most sequences if one with fewer than its share waits."""
+        """Preempt a request of a client with most sequences if one with fewer than its share waits."""
         if not self._admissions.may_share:
             return
-        holders = self._admissions.share(self._seats)
+        holders = self._admissions.share(self._dealer.seats)
         if holders and (group := giving(holders, filter(self._holding.may_run, self._all_running))) is not None:
-            successor = self._withdraw(group)
+            successor = self._drop_kv(group)
             successor.gave_way = True
             self._holding.enqueue_unless_held(successor)
 
-    def _release(self, lane: Lane) -> list[int]:
-        """Release finished completions; their slots are free once this plan is applied."""
-        ending = lane.take_ended()
-        for group, completion in ending:
-            self.prefixes.keep(group, completion)
-            self._give_back(group, completion)
-        return [completion.sequence for _, completion in ending]
-
-    def _give_back(self, group: Group, completion: Completion) -> None:
-        """The room of one of a request's completions."""
-        group.holders -= 1
-        for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
-            self.placement.free_slots(worker, tokens)  # the last one releases the prompt, which all share
-        completion.released = True
-        self.moves.on_completion_released(group, completion)
-        self._admissions.given_back()
-        if not group.holders:
-            self.prefixes.let_go(group)
-            self._residents.forget_request(group)
-
-    def _rows_left(self, lane: int) -> int:
-        """Rows of a step of this lane that sequences do not need once all of them decode."""
-        return self.limits.max_num_batched_tokens - (self._seats.taken[lane] if lane < self.active else 0)
-
-    def _deal(self) -> None:
-        """Deal waiting requests, always to the emptiest lane, as many prompts as its next step can run.
-
-        Other lanes than the one being planned admit theirs with their next plan.
-        """
-        for group in self._admissions.deal(self._seats, lambda lane: self._lanes[lane].allowance > 0):
-            own = self._lanes[group.lane]
-            own.running[group] = own.dealt[group] = None
-            own.allowance -= group.to_run
-            self._seats.add_sequences(group.lane, group.seats, group.request.client)
-            self._ready.note_change(group.lane)
-
-    def _admit(self, lane: Lane) -> list[Admission]:
-        """Admit the requests dealt to the lane: this plan tells the workers."""
-        admitted = [group.admission for group in lane.dealt]
-        for group in lane.dealt:
-            self.prefixes.admit(group)
-            lane.prompts.add(group, group.completions[0])
-        lane.dealt.clear()
-        return admitted
-
-    def migrated(self, number: int) -> None:
-        """All tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
-        if self.moves.arrive(number):
-            self._ready.wake()
+    # -- what has happened ---------------------------------------------------------------------------------------
 
     def complete(self, lane: int, step: int | None = None) -> Mapping[int, Owner]:
-        """Step ``step`` of ``lane`` has run (None: the oldest in flight). Those with sequences complete in order.
+        """Complete step ``step`` of ``lane`` (None: the oldest in flight). Those with sequences complete in order.
 
         Returns, by sequence, the live completions that drew a token. Read-only; the same object as the last time if no
         sequence has joined or left the lane since.
@@ -495,80 +467,23 @@ class Scheduler:
             self._retire(self._lanes[lender.lane])
         return planned.drawn(own.decoding.members)
 
-    def end_completion(self, group: Group, completion: Completion) -> None:
-        """A completion has ended, by itself or as its caller wants. After the last one the request's id is free."""
-        self._end(group, completion)
-        if not group.alive and self._requests.get(group.request.request_id) is group:
-            del self._requests[group.request.request_id]
+    def note_prompts(self, tokens: int, seconds: float) -> None:
+        """Record how long a step with this many tokens of prompts took."""
+        latest_s = seconds / tokens
+        self._token_s += (LEARN if self._token_s else 1.0) * (latest_s - self._token_s)
 
-    def abort(self, request_id: str, suspect: bool = False) -> None:
-        """End a request in any state; its id is free at once. Does nothing if it has ended or is unknown.
-
-        ``suspect``: its KV may be wrong, and is not kept for others.
-        """
-        group = self._requests.pop(request_id, None)
-        if group is None:
-            return
-        group.suspect = suspect
-        if group.lane < 0 and not self.disks.abandon(group):
-            self._holding.remove(group)
-        elif group.lane >= 0 and group in self._lanes[group.lane].dealt:
-            self._take_back(group)
-        for completion in group.completions:
-            self._end(group, completion)
-
-    def _preempt(self, groups: Iterable[Group]) -> None:
-        for group in groups:
-            self.preempt(group)
+    def migrated(self, number: int) -> None:
+        """Record that all tokens of migration ``number`` have arrived. Does nothing if its sequence has ended."""
+        if self.moves.arrive(number):
+            self._ready.wake()
 
     def transferred(self, worker: str, number: int, complete: bool, error: str) -> None:
-        """A worker has ended copy or fetch ``number`` of its disk. Arguments are those of ``Disks.done``."""
+        """Record the end of a copy or fetch of a worker's disk. Arguments are those of ``Disks.done``."""
         self.disks.done(worker, number, complete, error)
         self._ready.wake()
 
-    def preempt(self, group: Group) -> None:
-        """Give up the KV of a request, which waits again, ahead of all others. Does nothing if it waits or has ended.
-
-        Tokens that are being drawn for it are discarded: they are drawn again. Its slots are free once the steps in
-        flight have completed and the next plan has been applied.
-        """
-        if group.lane >= 0 and group.alive:
-            self._holding.put_back(self._withdraw(group))
-
-    def _withdraw(self, group: Group) -> Group:
-        """Give up the KV of a request; returns what is to be admitted again."""
-        if group in self._lanes[group.lane].dealt:
-            self._take_back(group)
-            return group
-        successor = self._requests[group.request.request_id] = again(group, self._sequences)
-        for completion in group.completions:
-            self._end(group, completion)
-        self.dropped += 1
-        return successor
-
-    def holders(self, worker: str) -> list[Group]:
-        """Requests with KV on a memory worker that have not ended."""
-        return list(self._residents.holders(worker))
-
-    def _take_back(self, group: Group) -> None:
-        """Undo ``_deal`` for a request that no worker knows of yet."""
-        own = self._lanes[group.lane]
-        del own.dealt[group], own.running[group]
-        own.allowance += group.to_run
-        self._seats.add_sequences(group.lane, -group.seats, group.request.client)
-        for worker, tokens in own.held(group).items():
-            self.placement.will_release(worker, tokens)
-            self.placement.free_slots(worker, tokens)
-        for completion in group.completions:
-            self.placement.remove_growing(completion.worker, 1)
-        self.prefixes.on_request_end(group)
-        self.prefixes.let_go(group)
-        group.share(0)
-        self._residents.forget_request(group)
-        self._admissions.given_back()
-        group.lane = -1
-
     def _end(self, group: Group, completion: Completion) -> None:
+        """End a completion: it is released once no step in flight runs it."""
         if completion.finished:
             return
         completion.finished = True
@@ -576,7 +491,7 @@ class Scheduler:
         if group.lane >= 0:
             own = self._lanes[group.lane]
             own.remove_completion(group, completion)
-            self._seats.note_ended()
+            self._dealer.seats.note_ended()
             self.placement.remove_growing(completion.worker, 1)
             for worker, tokens in group.slots(completion, completion.own, alone=not group.alive).items():
                 self.placement.will_release(worker, tokens)
@@ -588,5 +503,25 @@ class Scheduler:
         """Let the next plan release finished completions that no step in flight runs."""
         for group in lane.retire():
             self._ready.note_change(group.lane)
-            self._seats.free_ended(group.lane, group.request.client)
-            self._admissions.given_back()
+            self._dealer.seats.free_ended(group.lane, group.request.client)
+            self._admissions.note_freed()
+
+    def _release(self, lane: Lane) -> list[int]:
+        """Release finished completions; their slots are free once this plan is applied. Returns their sequences."""
+        ending = lane.take_ended()
+        for group, completion in ending:
+            self.prefixes.keep(group, completion)
+            self._free_completion(group, completion)
+        return [completion.sequence for _, completion in ending]
+
+    def _free_completion(self, group: Group, completion: Completion) -> None:
+        """Free the slots of a completion; the last one of a request also frees the prompt, which all share."""
+        group.holders -= 1
+        for worker, tokens in group.slots(completion, completion.own, alone=not group.holders).items():
+            self.placement.free_slots(worker, tokens)
+        completion.released = True
+        self.moves.on_completion_released(group, completion)
+        self._admissions.note_freed()
+        if not group.holders:
+            self.prefixes.let_go(group)
+            self._residents.forget_request(group)

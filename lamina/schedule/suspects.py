@@ -1,4 +1,11 @@
-"""Which requests may have made a worker die, and which may run until that is known. Pure."""
+"""Which requests may have made a worker die, and which may run until that is known. Pure.
+
+A request that makes workers die, *poison*, is found by bisection. When a worker dies, the requests that ran on it are
+suspects. They are halved: one half is *on trial* and the other waits. If a worker dies again, the half on trial is
+halved; a suspect that has run what it had to run at the death is cleared, and once a half is cleared the next half is
+on trial. From the second death on, only requests on trial run. A request that was alone when workers died
+``DEATHS_ALONE`` times is poison.
+"""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,18 +23,28 @@ DEATHS_ALONE = 2  # that make a request poison
 
 @dataclass(frozen=True)
 class Deaths:
-    """Workers whose processes have ended by themselves, by name and, for compute workers, number."""
+    """Workers whose processes have ended by themselves.
+
+    Attributes:
+        memories: Names of memory workers.
+        replicas: Numbers of replicas that have lost a compute worker.
+    """
 
     memories: Collection[str] = ()
     replicas: Collection[int] = ()
 
 
-NONE = Deaths()
+NO_DEATHS = Deaths()
 
 
 @dataclass(frozen=True)
 class Hold:
-    """Requests that may not run for now: those ``held``, and all but those that ``only`` names, if it is given."""
+    """Requests that may not run for now.
+
+    Attributes:
+        held: Ids of requests that may not run.
+        only: Ids of the requests that alone may run; None: all others may.
+    """
 
     held: frozenset[str] = frozenset()
     only: frozenset[str] | None = None
@@ -46,52 +63,55 @@ class Hold:
 class Suspects:
     """The search for a poison request, from death to death."""
 
-    _trials: list[list[str]] = field(default_factory=list)  # the last one is on trial, the others wait
+    _halves: list[list[str]] = field(default_factory=list)  # the last half is on trial, the others wait
     _only: set[str] | None = None  # who may run; None: all but those that wait
-    _left: dict[str, Positions] = field(default_factory=dict)  # by suspect: what it has to run to be cleared
-    _alone: dict[str, int] = field(default_factory=dict)  # deaths with it alone, of those that were the last suspect
+    _to_run: dict[str, Positions] = field(default_factory=dict)  # by suspect: what it has to run to be cleared
+    _deaths_alone: dict[str, int] = field(default_factory=dict)  # by request that was the last suspect
 
     @property
     def searching(self) -> bool:
-        """True if there are suspects."""
-        return bool(self._trials)
+        return bool(self._halves)
 
     @property
     def hold(self) -> Hold:
-        """Who may not run now. Between two deaths, this only lets more of them run."""
+        """Who may not run now. Between two deaths, this only lets more requests run."""
         if self._only is not None:
             return Hold(only=frozenset(self._only))
-        return Hold(frozenset(one for group in self._trials[:-1] for one in group))
+        return Hold(frozenset(one for half in self._halves[:-1] for one in half))
 
     def note_death(self, exposed: Mapping[str, Positions], running: Collection[str]) -> str | None:
-        """A worker has died with these requests ``exposed`` to it, of all that steps ran. Returns the poison request,
-        if this death proves one."""
+        """Record that a worker has died. Returns the poison request, if this death proves one.
+
+        Args:
+            exposed: Requests that steps in flight ran on the dead worker, with what they ran.
+            running: All requests that steps in flight ran.
+        """
         if not exposed:
             return None
-        again, trial = self.searching, self._trials[-1] if self._trials else []
+        again, trial = self.searching, self._halves[-1] if self._halves else []
         blamed = [one for one in trial if one in exposed]
         if self._only is None or not blamed:
             blamed += [one for one in exposed if one not in blamed]
         self._remove(blamed)
-        self._left |= {one: dict(exposed[one]) for one in blamed}
+        self._to_run |= {one: dict(exposed[one]) for one in blamed}
         middle = (len(blamed) + 1) // 2
-        self._trials += [half for half in (blamed[middle:], blamed[:middle]) if half]
+        self._halves += [half for half in (blamed[middle:], blamed[:middle]) if half]
         poison = self._note_alone(blamed[0], running) if len(blamed) == 1 else None
-        self._only = set(self._trials[-1]) if again and self._trials else None
+        self._only = set(self._halves[-1]) if again and self._halves else None
         return poison
 
     def _note_alone(self, last: str, running: Collection[str]) -> str | None:
-        """Only this request is left. Returns it if that has been so, with nothing else running, often enough."""
-        self._alone[last] = self._alone.get(last, 0) + (set(running) == {last})
-        if self._alone[last] < DEATHS_ALONE:
+        """Count a death for the last suspect. Returns it if it was alone often enough."""
+        self._deaths_alone[last] = self._deaths_alone.get(last, 0) + (set(running) == {last})
+        if self._deaths_alone[last] < DEATHS_ALONE:
             return None
         self._clear(last)
         return last
 
     def note_run(self, ran: Iterable[tuple[str, int, int]]) -> None:
-        """A step has completed that ran requests, each with a completion's index and the position behind its tokens."""
+        """Record what a completed step ran: request, index of a completion, and the position behind its tokens."""
         for request_id, index, position in ran:
-            left = self._left.get(request_id)
+            left = self._to_run.get(request_id)
             if left is not None and position >= left.get(index, position + 1):
                 del left[index]
                 if not left:
@@ -99,24 +119,24 @@ class Suspects:
 
     def prune(self, alive: Callable[[str], Collection[int]]) -> None:
         """Clear suspects that have ended. ``alive``: the completions of a request that still draw tokens."""
-        for request_id, left in list(self._left.items()):
+        for request_id, left in list(self._to_run.items()):
             for index in left.keys() - set(alive(request_id)):
                 del left[index]
             if not left:
                 self._clear(request_id)
 
     def _clear(self, request_id: str) -> None:
-        self._left.pop(request_id, None)
-        self._alone.pop(request_id, None)
+        self._to_run.pop(request_id, None)
+        self._deaths_alone.pop(request_id, None)
         self._remove([request_id])
-        if not self._trials:
+        if not self._halves:
             self._only = None
         elif self._only is not None:
-            self._only |= set(self._trials[-1])
+            self._only |= set(self._halves[-1])
 
     def _remove(self, requests: Collection[str]) -> None:
-        trials = [[one for one in group if one not in requests] for group in self._trials]
-        self._trials = [group for group in trials if group]
+        halves = [[one for one in half if one not in requests] for half in self._halves]
+        self._halves = [half for half in halves if half]
 
 
 def at_work(plans: Iterable[StepPlan], owners: Mapping[int, Owner]) -> set[str]:
@@ -131,8 +151,13 @@ def exposed(
     deaths: Deaths,
     replicas_of: Callable[[StepPlan], Collection[int]],
 ) -> dict[str, Positions]:
-    """Return the requests that steps in flight ran on workers that died: those of a dead replica, and those with KV on
-    a dead memory worker. ``owners``: of sequences; ``replicas_of``: the replicas that run a step."""
+    """Return the requests that steps in flight ran on workers that died: all requests of a step that a dead replica
+    ran, and requests with KV on a dead memory worker.
+
+    Args:
+        owners: Owners of sequences.
+        replicas_of: Returns the replicas that run a step.
+    """
     found: dict[str, Positions] = {}
     for plan in plans:
         everyone = not set(deaths.replicas).isdisjoint(replicas_of(plan))
@@ -146,57 +171,59 @@ def exposed(
 
 
 def rows(plan: StepPlan) -> Iterable[tuple[int, int]]:
-    """Return the sequences that a step runs, each with the position behind its tokens."""
+    """Yield the sequences that a step runs, each with the position behind its tokens."""
     decoding = plan.decoding
     yield from ((sequence, start + 1) for sequence, start in zip(decoding.sequences, decoding.starts, strict=True))
     yield from ((chunk.sequence, chunk.stop) for chunk in plan.chunks)
 
 
 class Holding:
-    """Keeps requests that are held out of the queue. Those with KV keep it, and their seats, unless others need it."""
+    """Keeps held requests out of the queue. Those with KV keep it, and their seats, unless others need it."""
 
     def __init__(self, admissions: Admissions) -> None:
         self._admissions = admissions
         self._hold = Hold()
-        self._parked: dict[Group, None] = {}  # without KV
+        self._waiting: dict[Group, None] = {}  # held requests without KV
 
     def __len__(self) -> int:
-        return len(self._parked)
+        return len(self._waiting)
 
     def may_run(self, group: Group) -> bool:
         """Return whether steps may run this request."""
         return self._hold.may_run(group.request.request_id)
 
     def use(self, hold: Hold, waiting: Iterable[Group]) -> None:
-        """Hold these from now on; ``waiting`` are those of them that wait to be admitted. Those that may run again, and
-        have KV, do once requests are dealt out again."""
+        """Hold requests by ``hold`` from now on; ``waiting``: those of them that wait to be admitted.
+
+        Requests that may run again, and have KV, run once requests are dealt out again.
+        """
         self._hold = hold
         self._admissions.restrict(hold.only)
-        for group in [one for one in waiting if one not in self._parked]:
+        for group in [one for one in waiting if one not in self._waiting]:
             self._admissions.remove(group)
-            self._parked[group] = None
-        for group in [one for one in self._parked if self.may_run(one)]:
-            del self._parked[group]
+            self._waiting[group] = None
+        for group in [one for one in self._waiting if self.may_run(one)]:
+            del self._waiting[group]
             self._admissions.put_back(group)
 
     def enqueue_unless_held(self, group: Group) -> None:
         """Queue a request, unless it has the id of a held one."""
         if group.request.request_id in self._hold.held:
-            self._parked[group] = None
+            self._waiting[group] = None
         else:
             self._admissions.enqueue(group)
 
     def put_back(self, group: Group) -> None:
-        """A request that was admitted before waits again, ahead of all others that do."""
+        """Let a preempted request wait again, ahead of all others that do."""
         if self._hold.active and not self.may_run(group):
-            self._parked[group] = None
+            self._waiting[group] = None
         else:
             self._admissions.put_back(group)
 
     def remove(self, group: Group) -> None:
-        """A request that waits has ended."""
-        if group in self._parked:
-            del self._parked[group]
+        """Remove a waiting request, which has ended."""
+        if group in self._waiting:
+            del self._waiting[group]
         else:
             self._admissions.remove(group)
 

@@ -12,14 +12,13 @@ from lamina.core.topology import Topology
 from lamina.core.types import Balance
 from lamina.kv.placement import Placement
 from lamina.kv.policies import POLICIES
-from lamina.kv.preemption import Victim, latest
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
 from lamina.schedule.pace import Pace
 from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
-from lamina.schedule.suspects import NONE, Deaths, Suspects, at_work, exposed, rows
+from lamina.schedule.suspects import NO_DEATHS, Deaths, Suspects, at_work, exposed, rows
 
 
 class Answers:
@@ -35,7 +34,7 @@ class Answers:
         self._early: dict[int, tuple[StepPlan, StepDone]] = {}  # by step
 
     def expect(self, plan: StepPlan) -> None:
-        """A step is about to be sent to its workers."""
+        """Await the answer to a step that is about to be sent to its workers."""
         if plan.runs:
             for order in _orders(plan):
                 self._awaited.setdefault(order, collections.deque()).append(plan.step)
@@ -77,7 +76,7 @@ DEPTH = 2  # steps in flight in one lane: the next is planned while one runs
 
 
 class Turn:
-    """Takes what workers say of steps, in the order of each lane's steps, and plans the steps that lanes have room for.
+    """Completes steps in the order of their lanes, and plans the steps that lanes have room for.
 
     A round of its driver:
 
@@ -86,16 +85,16 @@ class Turn:
         for plan in turn.plan(now):
             ...  # send it
 
-    If workers are lost, ``end_epoch`` tells what remains, and no step is planned until ``begin_epoch``.
+    If workers are lost, ``end_epoch`` returns what remains, and no step is planned until ``begin_epoch``.
 
     If workers join, or leave after they were drained, call ``change_members``; if that changes the replicas, call
     ``pause`` first, until no step is in flight.
 
     Attributes:
-        scheduler: the requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are
+        scheduler: The requests: ``validate_request``, ``submit``, ``end_completion``, ``abort`` and ``migrated`` are
             called on it. Steps and lanes are decided here alone.
-        in_flight: plans by step, until ``complete``.
-        busy_s: time that compute workers have spent in slices so far.
+        in_flight: Plans by step, until ``complete``.
+        busy_s: Seconds that compute workers have spent in slices so far.
     """
 
     def __init__(
@@ -108,7 +107,6 @@ class Turn:
         kv_heads: int,
         plan_ahead: bool = True,
         policy: Policy = FIFO,
-        victim: Victim = latest,
         prefix_cache: bool = False,
         step_bound_s: float | None = None,
         balance: Balance = "off",
@@ -130,7 +128,6 @@ class Turn:
             attentions,
             kv_heads,
             policy,
-            victim,
             prefix_cache,
             self._pace,
             overcommit,
@@ -141,7 +138,7 @@ class Turn:
         self.in_flight: dict[int, StepPlan] = {}
         self.busy_s = 0.0
         self._pipeline = pipeline
-        self._ended = False  # the epoch has, and the next one has not begun
+        self._epoch_ends = False  # until the next epoch begins
         self._paused = False
         self._serves = True  # there are workers of both roles
         self._depth = DEPTH if plan_ahead else 1
@@ -152,13 +149,13 @@ class Turn:
         self._sequences = 0  # that lanes are chosen for: as of the last step, before what ended in it gave room back
         self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
 
-    def end_epoch(self, topology: Topology, deaths: Deaths = NONE) -> Remains:
+    def end_epoch(self, topology: Topology, deaths: Deaths = NO_DEATHS) -> Remains:
         """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
 
-        ``deaths``: of workers, which a request may have brought about. Returns what the workers keep; what others had
-        of KV is computed again.
+        ``deaths``: workers that have died, maybe because of a request. Returns what the members keep; KV of lost
+        workers is computed again.
         """
-        self._ended = True
+        self._epoch_ends = True
         plans, owners = list(self.in_flight.values()), self.scheduler.owners
         struck = exposed(plans, owners, deaths, lambda plan: self._pipeline.replicas_of(plan.lane, plan.rotates))
         on_trial = self._suspects.searching and bool(struck)
@@ -170,7 +167,7 @@ class Turn:
         return dataclasses.replace(self.scheduler.end_epoch(topology), poison=poison, on_trial=on_trial)
 
     def _clear_suspects(self, ran: StepPlan | None = None) -> None:
-        """Let those run that were held for suspects which a step has cleared, or which have ended."""
+        """Let requests run that were held for suspects which step ``ran`` has cleared, or which have ended."""
         before = self._suspects.hold
         if ran is not None:
             owners = self.scheduler.owners
@@ -196,7 +193,7 @@ class Turn:
         self._paused = True
 
     def change_members(self, topology: Topology) -> None:
-        """The members are those of ``topology`` from now on, within the epoch. Those that leave hold no KV any more.
+        """Follow a change of the members within the epoch. Workers that leave hold no KV any more.
 
         Raises ValueError if the replicas change while a step is in flight.
         """
@@ -208,20 +205,20 @@ class Turn:
         self.scheduler.change_members(topology, deal_again=replaced)
 
     def begin_epoch(self) -> None:
-        """All members are ready for the next epoch: steps are planned again."""
-        self._ended = self._paused = False
+        """Plan steps again: all members are ready for the next epoch."""
+        self._epoch_ends = self._paused = False
 
     def in_order(self, answer: StepDone) -> list[StepDone]:
-        """Return the answers that ``complete`` may have now that this one has come: none while one before it is
-        missing, or for a step of an epoch that has ended."""
+        """Return the answers to ``complete`` now that ``answer`` has come: none while an earlier answer is missing, or
+        if the step's epoch has ended."""
         if answer.step not in self.in_flight:
             return []
         return self._answers.pop_ready(self.in_flight[answer.step], answer)
 
     def complete(self, done: StepDone) -> Mapping[int, Owner]:
-        """A step has run. Returns those that drew a token, by sequence, as ``Scheduler.complete`` does.
+        """Complete a step. Returns the completions that drew a token, by sequence, as ``Scheduler.complete`` does.
 
-        The caller appends each token to ``generated`` and finishes completions that have ended before the next call.
+        The caller appends each token to ``generated`` and ends completions before the next call.
         """
         plan = self.in_flight.pop(done.step)
         self.busy_s += done.busy_s
@@ -240,12 +237,11 @@ class Turn:
 
     @property
     def reviews_lanes(self) -> bool:
-        """True if the next ``plan`` looks at how many lanes to use, or what to move, and so at ``note_attention``."""
-        looks = self._balancing is not None and self._balancing.due
-        return looks or (self._chooser is not None and self._chooser.due)
+        """True if the next ``plan`` decides how many lanes to use or what to move, which needs ``note_attention``."""
+        return any(one is not None and one.due for one in (self._balancing, self._chooser))
 
     def note_attention(self, worker: str, seconds: float) -> None:
-        """A memory worker has spent ``seconds`` on attention so far."""
+        """Record that a memory worker has spent ``seconds`` on attention so far."""
         if self._balancing is not None:
             self._balancing.note_attention(worker, seconds)
         if self._chooser is not None:
@@ -256,7 +252,7 @@ class Turn:
 
         ``now``: seconds of any monotonic clock.
         """
-        if self._ended or self._paused or not self._serves:
+        if self._epoch_ends or self._paused or not self._serves:
             return
         if self._suspects.searching:
             self._clear_suspects()

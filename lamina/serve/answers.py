@@ -3,7 +3,7 @@
 import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,48 +189,10 @@ Change = tuple[Literal["open", "add", "close"], Block, str]
 """What happens to a block: it opens, text is added to it, or it is complete."""
 
 
-class Blocks:
-    """Makes blocks of the events of one answer. Each is complete before the next one opens."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._open: Block | None = None
-
-    def append(self, events: Iterable[Event]) -> Iterator[Change]:
-        """Yield what further events change."""
-        for event in events:
-            match event:
-                case CallBegins(_, name):
-                    yield from self._begin("call", name)
-                case Content(text):
-                    yield from self._add("text", text)
-                case Reasoning(text):
-                    yield from self._add("reasoning", text)
-                case CallArguments(_, text):
-                    yield from self._add("call", text)
-
-    def close(self) -> Iterator[Change]:
-        """Yield what the end of the answer changes."""
-        if self._open is not None:
-            block, self._open = self._open, None
-            yield "close", block, ""
-
-    def _begin(self, kind: Literal["text", "reasoning", "call"], name: str = "") -> Iterator[Change]:
-        yield from self.close()
-        self._open = Block(len(self.blocks), kind, name)
-        self.blocks.append(self._open)
-        yield "open", self._open, ""
-
-    def _add(self, kind: Literal["text", "reasoning", "call"], text: str) -> Iterator[Change]:
-        if self._open is None or self._open.kind != kind:
-            yield from self._begin(kind)
-        if self._open is not None:
-            self._open.text += text
-            yield "add", self._open, text
-
-
 class BlockWriter(AnswerWriter):
-    """Writes the one choice of an answer as a list of blocks. Subclasses give blocks and events their form.
+    """Writes the one choice of an answer as a list of blocks, each complete before the next one opens.
+
+    Subclasses give blocks and events their form.
 
     Attributes:
         blocks: The blocks so far.
@@ -239,8 +201,8 @@ class BlockWriter(AnswerWriter):
 
     def __init__(self, parser: AnswerParser) -> None:
         self._parser = parser
-        self._made = Blocks()
-        self.blocks = self._made.blocks
+        self._open: Block | None = None
+        self.blocks: list[Block] = []
         self.last: Piece | None = None
 
     @abstractmethod
@@ -263,8 +225,37 @@ class BlockWriter(AnswerWriter):
         return msgspec.json.encode(self.whole(usage))
 
     def _read(self, piece: Piece) -> Iterator[Change]:
-        yield from self._made.append(self._parser.append(piece.text))
+        for event in self._parser.append(piece.text):
+            yield from self._add(event)
         if piece.finish_reason is not None:
             self.last = piece
-            yield from self._made.append(self._parser.flush())
-            yield from self._made.close()
+            for event in self._parser.flush():
+                yield from self._add(event)
+            yield from self._close()
+
+    def _add(self, event: Event) -> Iterator[Change]:
+        kind: Literal["text", "reasoning", "call"] = "call"
+        name = text = ""
+        match event:
+            case CallBegins(_, name):
+                yield from self._close()
+            case CallArguments(_, text):
+                pass
+            case Content(text):
+                kind = "text"
+            case Reasoning(text):
+                kind = "reasoning"
+        block = self._open
+        if block is None or block.kind != kind:
+            yield from self._close()
+            block = self._open = Block(len(self.blocks), kind, name)
+            self.blocks.append(block)
+            yield "open", block, ""
+        if text:
+            block.text += text
+            yield "add", block, text
+
+    def _close(self) -> Iterator[Change]:
+        if self._open is not None:
+            block, self._open = self._open, None
+            yield "close", block, ""

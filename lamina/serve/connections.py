@@ -35,7 +35,7 @@ DRAIN_S = 5.0
 """How long the rest of a body is read and discarded after its request has been answered."""
 
 LEFT_S = 0.1
-"""How often a client that has ended its side of a connection is looked at: it may have left."""
+"""How often to check whether a client that has ended its side of a connection has left."""
 
 MOST_CONNECTIONS = 4096
 RESERVED_FILES = 64
@@ -82,20 +82,20 @@ class Connections:
         self._silent: dict[Connection, None] = {}  # waiting for their first request
         self._idle: dict[Connection, None] = {}  # waiting for another request
 
-    def waits(self, connection: "Connection", *, answered: bool) -> None:
-        """Note that a connection waits for a request from now on."""
+    def mark_waiting(self, connection: "Connection", *, answered: bool) -> None:
+        """Record that a connection waits for a request; ``answered``: it has had one answered."""
         (self._idle if answered else self._silent)[connection] = None
 
-    def works(self, connection: "Connection") -> None:
-        """Note that a connection no longer waits for a request."""
+    def mark_busy(self, connection: "Connection") -> None:
+        """Record that a connection no longer waits for a request."""
         self._silent.pop(connection, None)
         self._idle.pop(connection, None)
 
     def close_one(self) -> bool:
-        """Close the connection that has waited longest, first among those without any request; False if none waits."""
+        """Close the connection that has waited longest, one without any request first. Returns False if none waits."""
         for waiting in (self._silent, self._idle):
             for connection in waiting:
-                self.works(connection)
+                self.mark_busy(connection)
                 connection.transport.abort()
                 return True
         return False
@@ -161,7 +161,7 @@ class Connection(H11Protocol):
         """Start the deadline for the first request."""
         super().connection_made(transport)
         self._connections.open.add(self)
-        self._connections.waits(self, answered=False)
+        self._connections.mark_waiting(self, answered=False)
         self._enter("header")
 
     def data_received(self, data: bytes) -> None:
@@ -187,9 +187,9 @@ class Connection(H11Protocol):
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Drop the connection from the books."""
+        """Forget the connection."""
         self._enter(None)
-        self._connections.works(self)
+        self._connections.mark_busy(self)
         self._connections.open.discard(self)
         super().connection_lost(exc)
 
@@ -200,7 +200,7 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.IDLE and self._half_closed:
             self.transport.close()
         elif self.conn.their_state is h11.IDLE and self._phase is None:
-            self._connections.waits(self, answered=True)
+            self._connections.mark_waiting(self, answered=True)
 
     def send_400_response(self, msg: str) -> None:
         """Answer a malformed header, described by the exception being handled, and close."""
@@ -228,7 +228,7 @@ class Connection(H11Protocol):
             if self._phase != "drain":
                 self._enter("drain")
         else:
-            self._connections.works(self)
+            self._connections.mark_busy(self)
             self._enter("half-closed" if self._half_closed else None)
 
     def _enter(self, phase: str | None) -> None:
@@ -283,7 +283,7 @@ async def accept(
     most: int,
     tls: ssl.SSLContext | None = None,
 ) -> None:
-    """Accept connections until cancelled. ``tls``: of the server's certificate, if it has one.
+    """Accept connections until cancelled. ``tls``: the context of the server's certificate, if it has one.
 
     At ``most`` connections, the one that has waited longest for a request is closed to make room; while all are busy,
     new ones wait in the kernel's queue.

@@ -82,14 +82,14 @@ class EngineProcess:
             given.supervisor_pid,
             given.incarnation,
             given.frontends,
-            self._note_lost,
-            self._note_death,
+            self._report_lost_frontend,
+            self._report_death,
         )
         try:
             self._workers.tell_supervisor(Serving(self._frontends.bootstrap, describe(engine)))
             while not self._closing.wait(BEAT_S):
                 if engine.dead is not None:
-                    self._note_death(engine.dead)  # it may have died before there were frontends
+                    self._report_death(engine.dead)  # it may have died before there were frontends
                     self._closing.wait(CLOSE_S)
                     break
         finally:
@@ -109,10 +109,10 @@ class EngineProcess:
         with loading_progress() as on_progress:
             return launch(EngineConfig(**given.settings), on_progress, home=home)
 
-    def _note_lost(self, frontend: str, why: str) -> None:
+    def _report_lost_frontend(self, frontend: str, why: str) -> None:
         self._workers.tell_supervisor(FrontendLost(frontend, why))
 
-    def _note_death(self, why: str) -> None:
+    def _report_death(self, why: str) -> None:
         self._workers.tell_supervisor(EngineStopped("EngineDeadError", why))
 
     def _beat(self) -> None:
@@ -121,7 +121,7 @@ class EngineProcess:
                 self._workers.tell_supervisor(Beat())
 
     def _read(self) -> None:
-        """Take what the supervisor says; it ends this process if it exits."""
+        """Handle the supervisor's messages until it exits, which ends this process too."""
         while True:
             try:
                 message = receive_from_supervisor(self._line)
@@ -139,7 +139,7 @@ class EngineProcess:
 
 
 def describe(engine: Engine) -> str:
-    """Return what a server says of its engine when it starts."""
+    """Return the summary of an engine that a server prints when it starts."""
     held = engine.cluster.loaded.weights and f" ({engine.cluster.loaded.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     defaults = described(engine.sampling_defaults)

@@ -102,7 +102,7 @@ class _Process:
 
 
 class FrontendProcesses:
-    """Frontend processes, which load their tokenizers from now on and serve once there is an engine."""
+    """Frontend processes. They load their tokenizers at once, and serve when the engine runs."""
 
     def __init__(self, config: ServerConfig, model: Path, listener: socket.socket) -> None:
         self._config = config
@@ -198,7 +198,7 @@ class FrontendProcesses:
                 raise WorkerError("frontend", f"it was not ready within {START_TIMEOUT_S:.0f} s")
 
     def _watch(self, supervisor: Owner) -> None:
-        """Wait for a moment; replace frontends that have ended or answer no more, and an engine that hangs."""
+        """Replace frontends that have ended or hang, and end an engine that hangs. Waits for ``POLL_S`` at most."""
         self._liveness.turn(time.monotonic())
         for process in self._running:
             if process.read_output():
@@ -240,8 +240,13 @@ class FrontendProcesses:
             yield process
 
     def _stop(self, hurry: bool) -> None:
-        """Let frontends end their answers: at their leisure, or at once after a second signal or the engine's end.
-        ``hurry``: they do not know of that yet. Those that still start have no clients, and end at once."""
+        """Let frontends end their answers within the shutdown timeout, or at once after a second signal.
+
+        Frontends that still start have no clients, and are killed.
+
+        Args:
+            hurry: The engine has ended, which frontends do not know: end answers at once.
+        """
         signals = [signal.SIGTERM, signal.SIGTERM] if hurry else self._signals
         told, deadline = 0, time.monotonic() + self._config.shutdown_timeout + STOP_TIMEOUT_S
         left = list(self._running)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from lamina.core.errors import RequestError
-from lamina.schedule.waiting import MAX_WAITING
+from lamina.schedule.limits import MAX_WAITING
 from lamina.serve.http_errors import APIError
 from lamina.text.prompts import Prompt, as_prompts
 

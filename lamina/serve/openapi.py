@@ -24,7 +24,7 @@ from lamina.core.types import (
 )
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE
-from lamina.schedule.waiting import MAX_WAITING
+from lamina.schedule.limits import MAX_WAITING
 from lamina.serve.bodies import (
     SAMPLING,
     WITHOUT_EFFECT,

@@ -58,12 +58,17 @@ KILL_S = 5.0
 class Supervisor:
     """Runs the engine of a server, and starts it again when its process ends; in a thread of its own.
 
-    See ``processes.Owner`` for most attributes; ``restarted`` counts engines after the first.
+    ``frontend_processes.Owner`` describes most attributes; ``restarted`` counts engines after the first.
     """
 
     def __init__(self, config: EngineConfig, folder: Path, frontends: Callable[[], Collection[str]]) -> None:
-        """``folder``: for the sockets that frontends connect to. ``frontends``: the names of those that run. Raises
-        ConfigError."""
+        """Raises ConfigError if the secret cannot be read.
+
+        Args:
+            config: The settings of the engine.
+            folder: Holds the sockets that frontends connect to.
+            frontends: Returns the names of the frontends that run.
+        """
         self.serving: Serving | None = None
         self.dead: str | None = None
         self.gave_up = False
@@ -170,7 +175,7 @@ class Supervisor:
                     elif (message := self._read(ours)) is None:
                         engine.wait(CLOSE_S)
                     else:
-                        self._take(message)
+                        self._on_message(message)
                 if self._closing.is_set() and told_to_close is None:
                     told_to_close = time.monotonic()
                     if self.serving is before and not self._elsewhere:
@@ -180,7 +185,7 @@ class Supervisor:
                 elif told_to_close is not None and time.monotonic() > told_to_close + CLOSE_S:
                     engine.kill()
             while ours.poll() and (message := self._read(ours)) is not None:
-                self._take(message)
+                self._on_message(message)
             self._line = None
         return describe_exit(engine)
 
@@ -226,7 +231,7 @@ class Supervisor:
         except (EOFError, OSError):
             return None
 
-    def _take(self, message: EngineToSupervisor) -> None:
+    def _on_message(self, message: EngineToSupervisor) -> None:
         self.beats += 1
         if isinstance(message, Save):
             self._saved = message.state
@@ -250,7 +255,7 @@ class Supervisor:
             self._tell(Done(self._carry_out(message)))
 
     def _carry_out(self, message: Start | End) -> str:
-        """Return why it could not be done, if so."""
+        """Start or end workers. Returns why that failed; empty if it did not."""
         workers = self._workers
         try:
             if isinstance(message, Start):

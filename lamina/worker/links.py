@@ -315,7 +315,7 @@ class Links:
 
     @property
     def peers(self) -> list[str]:
-        """The peers that this worker exchanges data with, also those whose link was cut since ``apply_topology``."""
+        """Peers that this worker exchanges data with, also peers whose link was cut since ``apply_topology``."""
         return sorted(self._members)
 
     def has(self, name: str) -> bool:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.compute.division import divide
+from lamina.compute.loading import divide
 from lamina.core.errors import ConfigError
 
 slices = st.lists(

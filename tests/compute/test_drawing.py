@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lamina import _native
-from lamina.compute import drawing
+from lamina.compute import sampler
 from lamina.kernels.gpu.specialize import draw_program
 from tests.compute.noise import gumbel, splitmix64
 from tests.support.gpu_device import BACKEND, give, take
@@ -45,13 +45,13 @@ def test_the_hash_is_splitmix64():
 @pytest.mark.parametrize("cut", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("width", "spread"), [(1, 1.0), (7, 1.0), (33, 4.0), (5000, 0.0), (5003, 0.5), (5003, 6.0)])
 def test_native_draws(width, spread, cut, dtype, path, monkeypatch):
-    monkeypatch.setattr(drawing, "PATH", path)
+    monkeypatch.setattr(sampler, "PATH", path)
     logits, highest, tokens, least, temperature, keys = case(width, spread, cut, dtype)
     places = torch.arange(ROWS).flip(0)  # the rows drawn from are not all, and in another order
     drawn = tokens[places][:20].contiguous()
     wanted = expected(logits, least, temperature, keys)[places][:20]
     arrays = [each[places][:20].contiguous() for each in (torch.arange(ROWS), highest, least, temperature, keys)]
-    drawing.draw(logits, arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], drawn)
+    sampler.draw(logits, arrays[0], arrays[1], arrays[2], arrays[3], arrays[4], drawn)
     assert drawn.tolist() == wanted.tolist()
 
 

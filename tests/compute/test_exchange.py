@@ -15,6 +15,7 @@ from lamina.compute.device.base import Carrier
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.gpu import GpuCarrier
 from lamina.compute.exchange import StepExchange
+from lamina.control.messages import MemorySetup
 from lamina.core.errors import DeadlineError, PlacementError
 from lamina.core.segments import forked
 from lamina.core.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan
@@ -171,8 +172,8 @@ def test_pieces_cover_a_request_once_and_in_order(attends: list[int], appends: i
     assert [part.start for part in cut] == [0, *(part.stop for part in cut[:-1])]
     assert cut[-1].stop == sum(attends)
     assert all(sum(attends[part.first : part.last]) == part.stop - part.start for part in cut)
-    assert sum(part.keeps for part in cut) == 1
-    assert len(cut) <= overlap.mini_batches + 1
+    assert [part.keeps for part in cut] == [True, *[False] * (len(cut) - 1)]
+    assert len(cut) <= overlap.mini_batches
 
 
 def test_a_prompt_alone_is_answered_too() -> None:
@@ -246,7 +247,7 @@ def test_a_forked_completion_attends_to_what_it_shares_on_both_workers(boundary:
 
 
 def test_plans_that_a_worker_would_serve_wrongly_are_refused_and_change_nothing() -> None:
-    store = KvStore("memory0", SPECS, DType.FLOAT32, 20, 1, Overlap())
+    store = KvStore("memory0", MemorySetup(SPECS, DType.FLOAT32, 20, 1, Overlap(), False))
 
     def apply(**deltas: list) -> None:
         nothing: dict[str, Any] = {"forks": [], "released": [], "admitted": [], "chunks": [], "decoding": NOBODY}

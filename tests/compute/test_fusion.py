@@ -26,16 +26,16 @@ class Fusing(Emulated):
     def __init__(self, fused_s: float = 1.0) -> None:
         self.compiles, self.times = 0, iter([2.0, fused_s] * 99)
 
-    def capture(self, work: Callable[[Callable[[], None]], None]) -> Sequence[Callable[[], None]]:
-        work(lambda: None)
-        return [lambda: work(lambda: None)]
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+        return work
 
     def compiled(self, graph: Main) -> Main:
         self.compiles += 1
         compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True, backend=self.backend_of)
         return compiled
 
-    def time_replays(self, replays: Sequence[Callable[[], None]]) -> float:
+    def time_replay(self, replay: Callable[[], None]) -> float:
         return next(self.times)
 
 
@@ -46,7 +46,7 @@ def steps(runner: GpuRunner, counts: Sequence[int]) -> list[Tensor]:
         draw = torch.Generator().manual_seed(count)
         rows, attention, context = Rows(torch.arange(count), torch.arange(count)), None, tuple[Tensor, ...]()
         for index, spec in enumerate(runner.attentions):
-            output = runner.run(index, rows, attention, context, None)
+            output = runner.run(index, rows, attention, context)
             found += [each.clone() for each in output.results]
             attention, context = torch.randn(count, spec.query_heads, spec.v_dim, generator=draw), output.context
     return found

@@ -1,6 +1,6 @@
 """The code for GPUs, emulated: families against Hugging Face, recordings, chunks, and what stays on the card."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import numpy as np
@@ -98,7 +98,7 @@ def test_nothing_is_made_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch)
         for index, piece in enumerate(place(lowered, weights, card)):
             results = piece(piece.prepare(positions), ids, ids, arrived)
             assert {tensor.device for tensor in results} == {card}
-            if not piece.last:
+            if index < len(lowered.attentions):
                 spec = lowered.attentions[index]
                 arrived = [results[0].new_empty(4, spec.query_heads, spec.v_dim), *results[3:]]
         assert results[0].shape == (4, VOCABULARY)
@@ -108,20 +108,16 @@ def test_a_recording_replays_what_the_device_did_on_the_same_memory() -> None:
     memory, seen = torch.zeros(3), torch.zeros(3)
     python: list[int] = []
 
-    def work(cut: Callable[[], None]) -> None:
+    def work() -> None:
         python.append(len(python))
-        doubled = memory * 2 + python[-1]  # a number that the host chose stays as it was
-        cut()
-        seen.copy_(doubled)
+        seen.copy_(memory * 2 + python[-1])  # a number that the host chose stays as it was
 
-    first, second = Emulated().capture(work)
+    replay = Emulated().capture(work)
     memory.fill_(5.0)
-    first()
-    assert seen.tolist() != [11.0] * 3
-    second()
+    replay()
     assert seen.tolist() == [10.0 + python[-1]] * 3
     with pytest.raises(RuntimeError, match="waits for the device"):
-        Emulated().capture(lambda cut: memory.sum().item())  # type: ignore[arg-type]
+        Emulated().capture(lambda: memory.sum().item())  # type: ignore[arg-type]
 
 
 SPECS = [
@@ -194,33 +190,29 @@ class Counting(Emulated):
 
     recorded = 0
 
-    def capture(self, work: Callable[[Callable[[], None]], None]) -> Sequence[Callable[[], None]]:
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         self.recorded += 1
         return super().capture(work)
 
 
 def test_no_step_records_what_was_reserved() -> None:
-    """Of any number of rows, q first or not, whatever number of them draw a token."""
+    """Of any number of rows, whatever number of them draw a token."""
     kit, model = Counting(), random_model(variant("llama"))
     runner = OnGpu(split(variant("llama")), model.state_dict(), kit)._runner
-    runner.reserve(12, draws=5, queries_first=True, shards=2)
+    runner.reserve(12, draws=5, shards=2)
     reserved = kit.recorded
     for count in range(1, 13):
-        step, total, every = list[Tensor](), padded_rows(count), np.arange(2 * count)
+        total, every = padded_rows(count), np.arange(2 * count)
         moves = Moves(count, total, 2, [every], [every], [np.zeros_like(every)], [], [])
         transfers = runner.transfers(moves)
         rows = Rows(torch.full((total,), 7), torch.arange(total))
         attention, context = None, tuple[Tensor, ...]()
         for index, spec in enumerate(runner.attentions):
-            output = runner.run(index, rows, attention, context, step.append if count % 2 else None)
-            if count % 2:
-                transfers.queries(output.q)
-                transfers.keys_values(output.k, output.v)
-            else:
-                transfers.all(output.q, output.k, output.v)
+            output = runner.run(index, rows, attention, context)
+            transfers.fill_messages(output.q, output.k, output.v)
             reply = memoryview(bytearray(4 * count * spec.query_heads * (spec.v_dim + 1)))
             attention, context = transfers.merged(spec, [], [(0, reply)], None), output.context
-        assert attention is not None and len(step) == count % 2 * len(runner.attentions)
+        assert attention is not None
         runner.logits(rows, attention, context, torch.arange(min(count, 5)))
     assert kit.recorded == reserved
 
@@ -245,7 +237,7 @@ def test_experts_are_recorded(name: str, dtype: DType) -> None:
         attention = None
         for index, piece in enumerate(eager[:-1]):
             wanted = piece(piece.prepare(positions), ids, positions, arrived)
-            got = runner.run(index, Rows(ids, positions), attention, arrived[1:], None)
+            got = runner.run(index, Rows(ids, positions), attention, arrived[1:])
             for ours, right in zip(got.results, wanted, strict=True):
                 torch.testing.assert_close(ours, right)
             spec = lowered.attentions[index]

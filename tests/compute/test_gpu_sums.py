@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.kit import Cut
 from lamina.compute.device.sums import GpuSums
 from lamina.core.errors import ConfigError
 from lamina.splitter.parts import Rank
@@ -26,16 +25,14 @@ def play(number: int, meeting: str) -> list[list[float]]:
     for dtype in (torch.float32, torch.bfloat16):
         memory, result = torch.zeros(2, 3, dtype=dtype), torch.zeros(3, 2, dtype=dtype)
 
-        def work(cut: Cut, memory: torch.Tensor = memory, result: torch.Tensor = result) -> None:
+        def work(memory: torch.Tensor = memory, result: torch.Tensor = result) -> None:
             first = sums.reduce(memory * 2 + 1)
-            cut()
             result.copy_(sums.reduce((first - memory).t()))  # not contiguous
 
-        recorded = Emulated().capture(work)
+        replay = Emulated().capture(work)
         for step in range(STEPS):
             memory.copy_(torch.arange(6).view(2, 3) + 4 * step + 0.5 * number)
-            for part in recorded:
-                part()
+            replay()
             got.append(result.flatten().tolist())
     sums.meet()
     print(json.dumps(got))

@@ -78,7 +78,7 @@ def loaded(place: ModelDirectory, prepared: Prepared) -> dict[str, torch.Tensor]
 
 def query(place: ModelDirectory, prepared: Prepared) -> torch.Tensor:
     rows = Rows(torch.arange(5), torch.arange(5))
-    out = SliceRunner(prepared.lowered, loaded(place, prepared)).run(0, rows, None, (), None)
+    out = SliceRunner(prepared.lowered, loaded(place, prepared)).run(0, rows, None, ())
     return out.q
 
 
@@ -377,7 +377,7 @@ def test_stages_load_their_own_weights_and_compute_together_what_the_whole_model
             for index in own:
                 if index == slices - 1:
                     return runner.logits(rows, attention, context, torch.arange(5)).clone(), found
-                context = runner.run(index, rows, attention if index else None, context, None).context
+                context = runner.run(index, rows, attention if index else None, context).context
         raise AssertionError("no stage has the last slice")
 
     whole, (every,) = run([range(slices)])

@@ -132,7 +132,7 @@ def logits(device: Device, model: LoweredModel, held: Mapping[str, Weight]) -> l
             assert attention is not None
             results.append(runner.logits(rows, attention, context, torch.arange(5)).clone())
             break
-        output = runner.run(index, rows, attention, context, None)
+        output = runner.run(index, rows, attention, context)
         results += [tensor.clone() for tensor in output.results]
         context = tuple(tensor.clone() for tensor in output.context)
     return results

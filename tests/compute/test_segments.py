@@ -36,7 +36,7 @@ def test_any_splits_forks_and_growth_equal_whole_attention(
         drive(data, Sequences(cluster, overlap, seed))
 
 
-@pytest.mark.parametrize("overlap", [Overlap(), Overlap(q_first=True, mini_batches=2)])
+@pytest.mark.parametrize("overlap", [Overlap(), Overlap(mini_batches=2)])
 def test_rows_of_several_segments_on_one_worker_travel_once(overlap: Overlap) -> None:
     split = [
         segment(0, NAMES[place], first, last) for place, first, last in [(0, 0, 3), (1, 3, 5), (0, 5, 8), (0, 8, 9)]

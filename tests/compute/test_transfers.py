@@ -61,7 +61,7 @@ def test_what_a_step_moves_is_planned_once_for_all_layers(monkeypatch: pytest.Mo
         shapes = (SPEC.query_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.qk_dim), (SPEC.kv_heads, SPEC.v_dim)
         q, k, v = (lines.fixed_rows(f"out {place}", 8, shape, torch.float32) for place, shape in enumerate(shapes))
         q.normal_()
-        queries, *_ = step.all(q, k, v)
+        queries, *_ = step.fill_messages(q, k, v)
         for shards, rows in zip(step._moves.queries, queries, strict=True):
             np.testing.assert_array_equal(rows, q.numpy()[shards])
     assert len(planned) == 1

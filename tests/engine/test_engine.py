@@ -15,13 +15,13 @@ from lamina.core.errors import EngineDeadError, TransportError
 from lamina.core.pipeline import Pipeline
 from lamina.core.types import AttentionSpec, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
 from tests.support.bare_cluster import bare_cluster
 from tests.support.schedules import client
 from tests.support.waiting import wait_until
+from tests.support.whole_outputs import whole
 
 END_S = 30.0
 PARAMS = SamplingParams(max_tokens=8, n=2)

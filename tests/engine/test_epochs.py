@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from lamina.control.messages import EpochEnded
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Epoch, Member, Topology
-from lamina.engine import epochs
-from lamina.engine.epochs import Complaints, Ending, blamed
+from lamina.engine import losses
+from lamina.engine.losses import Complaints, Ending, blamed
 
 FIRST = Epoch(7, 1)
 MEMBERS = (
@@ -17,7 +17,7 @@ MEMBERS = (
     Member("memory1", "memory", "cpu", "there", 60),
 )
 TOPOLOGY = Topology(FIRST, MEMBERS, Pipeline(3, 2, rotates=True))
-LATE = epochs.ACKNOWLEDGE_S + 1
+LATE = losses.ACKNOWLEDGE_S + 1
 
 
 def test_an_epoch_has_ended_once_all_have_dropped_it_and_heard_each_other() -> None:

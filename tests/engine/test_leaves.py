@@ -14,8 +14,7 @@ from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.engine.joins import Joiner, Stage
-from lamina.engine.leaves import Leaves
+from lamina.engine.changes import Joiner, JoinStage, Leaves
 from lamina.engine.pools import Pools, Resize
 from lamina.kv.placement import Placement
 from tests.support.schedules import plan_of, request, scheduler
@@ -86,6 +85,6 @@ def test_an_emptied_worker_stays_while_the_other_pool_has_none() -> None:
 def test_nobody_leaves_while_a_joiner_is_linked_and_has_not_entered() -> None:
     joins = pools_of(TOPOLOGY)._joins
     assert not joins.is_linking
-    for stage, links in zip(Stage, (False, False, True, True), strict=True):
+    for stage, links in zip(JoinStage, (False, False, True, True), strict=True):
         joins._joiners["memory2"] = Joiner("memory2", "memory", 0.0, Mock(), Mock(), stage)
         assert joins.is_linking == links

@@ -13,13 +13,13 @@ from lamina.control.messages import Draw, Hello, Release, Step, StepDone, Stop, 
 from lamina.control.sockets import ControlClient, ControlServer
 from lamina.core.pipeline import Pipeline
 from lamina.core.types import AttentionSpec, FinishReason, RequestOutput, SamplingParams
-from lamina.engine import deadlines
+from lamina.engine import losses
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
 from tests.support.bare_cluster import bare_cluster
+from tests.support.whole_outputs import whole
 
 LIMIT_S = 1.0
 
@@ -88,7 +88,7 @@ def server() -> Iterator[ControlServer]:
 
 def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPatch) -> RequestOutput:
     """One token of a request whose one step takes longer than the limit."""
-    monkeypatch.setattr(deadlines, "PROGRESS_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(losses, "PROGRESS_TIMEOUT_S", LIMIT_S)
     scripted = Scripted(server, 2.5 * LIMIT_S, reports)
     greetings = 0
     while greetings < 2:

@@ -11,9 +11,8 @@ from lamina.control.logprobs import drawn_token, pack, unpack
 from lamina.control.messages import Draw
 from lamina.core.requests import Completion, Group
 from lamina.core.types import FinishReason, Logprob, Request, RequestOutput, SamplingParams
-from lamina.engine.reading import Reading
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import RequestUpdate, Whole
+from lamina.engine.updates import Reading, RequestUpdate, Whole
 from lamina.kv.placement import Placement
 from lamina.models import directory
 from lamina.schedule.limits import Limits

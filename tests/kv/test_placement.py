@@ -10,7 +10,7 @@ from lamina.core.requests import Completion, Group
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Request, SamplingParams
 from lamina.kv.placement import AHEAD, WATERMARK, Found, Placement
-from lamina.kv.preemption import POLICIES, victims
+from lamina.schedule.growth import victims
 from lamina.schedule.limits import Limits
 
 
@@ -104,17 +104,15 @@ def test_victims_give_what_is_lacking_and_the_earliest_stays(
     arrivals: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     lacking = data.draw(st.integers(0, 300))
-    policy = data.draw(st.sampled_from(sorted(POLICIES)))
     request = Request("r", None, [0], SamplingParams())
     holders = {Group(request, 1, [Completion(n, 0)], arrival=n): held for n, held in arrivals}
-    chosen = victims(holders, lacking, POLICIES[policy])
+    chosen = victims(holders, lacking, lambda one: (one.arrival,))
     given_back = sum(holders[one] for one in chosen)
     rest = {one.arrival for one in holders if one not in chosen}
     assert not holders or min(one.arrival for one in holders) in rest
     assert given_back >= lacking or len(rest) <= 1
     assert not chosen or given_back - holders[chosen[-1]] < lacking  # none for nothing
-    if policy == "latest":
-        assert [one.arrival for one in chosen] == sorted((n for n, _ in arrivals), reverse=True)[: len(chosen)]
+    assert [one.arrival for one in chosen] == sorted((n for n, _ in arrivals), reverse=True)[: len(chosen)]
 
 
 def test_what_was_promised_before_a_loss_counts_until_the_successor_has_come() -> None:

@@ -28,7 +28,7 @@ def test_decoded_tokens_are_appended_while_they_are_attended_to() -> None:
 @settings(max_examples=10, deadline=None)
 @given(
     specs=st.sampled_from([[PLAIN], [PLAIN, SLOPES]]),
-    overlap=st.sampled_from([Overlap(), Overlap(), Overlap(True, 2)]),
+    overlap=st.sampled_from([Overlap(), Overlap(), Overlap(2)]),
     shards=st.sampled_from([1, 2]),
     kv=st.sampled_from(["auto", "int8"]),
     steps=st.lists(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.errors import ConfigError
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap, SamplingParams, Segment
@@ -18,8 +19,7 @@ from lamina.memory.device.base import Device, Pairs, Table
 from lamina.memory.device.gpu import Gpu
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab import Slab
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.transport.device.inboxes import SharedMaker
 from tests.support import reference_attention
 from tests.support.kernel_cases import Pair, decode, make_case
@@ -212,7 +212,7 @@ class Counting(Interpreter):
 
 def test_a_layer_costs_one_copy_each_way_and_a_step_what_has_changed() -> None:
     sequences, tokens, specs = 2, 90, SPECS[:2]
-    store = KvStore("memory0", specs, DType.FLOAT32, 2000, 1, Overlap(), device="cpu")
+    store = KvStore("memory0", MemorySetup(specs, DType.FLOAT32, 2000, 1, Overlap(), False))
     backend = Counting()
     store.device = Gpu(backend, specs, KvElement.FLOAT32, 2000)
     whole = [[Segment(each, "memory0", (0, 2), (0, None))] for each in range(sequences)]

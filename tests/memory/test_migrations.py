@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.core.steps import Admission, DecodeRows, Fork, Migration, SequenceStep, StepPlan, Switch
 from lamina.core.topology import FIRST, Epoch
@@ -75,7 +76,9 @@ class Pool:
         self.steps = 0
 
     def _add(self, station: Station, stations: dict[str, Station]) -> None:
-        store = KvStore(station.name, SPECS, DType.FLOAT32, CAPACITY, 1, Overlap(), self.kv_cache_dtype)
+        store = KvStore(
+            station.name, MemorySetup(SPECS, DType.FLOAT32, CAPACITY, 1, Overlap(), False, self.kv_cache_dtype)
+        )
         done: list[int] = []
 
         def outbox(peer: str, slot: Slot) -> Outbox:

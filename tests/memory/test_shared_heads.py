@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.errors import ConfigError
 from lamina.core.heads import HeadShards
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from lamina.kernels.segments import SegmentTable
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from tests.support import reference_attention
 
 Floats = np.ndarray
@@ -19,9 +19,7 @@ Floats = np.ndarray
 
 def answer(store: KvStore, layer: int, step: StepTables, q: Floats, k: Floats, v: Floats) -> tuple[Floats, Floats]:
     """What the store answers to a rank's request for these rows [T, H, D] of its heads."""
-    kept = [k[step.rows.appends].tobytes(), v[step.rows.appends].tobytes()]
-    queries = [q[step.rows.queries].tobytes()]
-    body = memoryview(b"".join([*kept, *queries] if step.pieces[0].keeps else [*queries, *kept]))
+    body = memoryview(b"".join([k[step.rows.appends], v[step.rows.appends], q[step.rows.queries]]))
     out, lse = store.device.results(len(step.rows.queries), store.attentions[layer])
     for number in range(len(step.pieces)):
         for _ in store.serve(layer, step, number, body, out, lse):
@@ -42,7 +40,7 @@ def expected(spec: AttentionSpec, q: Floats, k: Floats, v: Floats, start: int) -
     sharers=st.sampled_from([2, 3]),
     group=st.sampled_from([1, 2]),
     slopes=st.booleans(),
-    overlap=st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1, 2)),
+    overlap=st.builds(Overlap, mini_batches=st.integers(1, 2)),
     steps=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)).filter(any), min_size=1, max_size=5),
     seed=st.integers(0, 9),
 )
@@ -64,7 +62,8 @@ def test_ranks_that_share_kv_heads_attend_to_all_tokens_kept_once(
     ]
     shards = HeadShards.over(specs, 1, ranks)
     assert shards == HeadShards(kv_heads, kv_heads)
-    store = KvStore("memory0", specs, DType.FLOAT32, 100, 1, overlap, head_shards=shards.count, ranks=ranks)
+    setup = MemorySetup(specs, DType.FLOAT32, 100, 1, overlap, False, head_shards=shards.count, ranks=ranks)
+    store = KvStore("memory0", setup)
     segments = [Segment(each, "memory0", shards.whole, (0, None)) for each in range(2)]
     admitted = [Admission(each, 1, 1, [segments[each]], SamplingParams(), 0) for each in range(2)]
     store.apply(StepPlan(0, 0, 0, [], [], admitted, [], DecodeRows([], [], [])))

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from lamina.control.messages import MemorySetup
 from lamina.core.steps import BLOCK, DecodeRows, Fetch, Fork, Migration, Spill, StepPlan, Switch
 from lamina.core.types import AttentionSpec, DType, KvCacheDType, Overlap, Segment
 from lamina.memory.disk_tier import open_tier
@@ -23,7 +24,7 @@ class Worker:
     """A store with a disk, and the cached sequence 1 of 200 tokens."""
 
     def __init__(self, folder: Path, kv_cache_dtype: KvCacheDType, resources: contextlib.ExitStack) -> None:
-        self.store = KvStore("memory0", SPECS, DType.FLOAT32, 500, 1, Overlap(), kv_cache_dtype)
+        self.store = KvStore("memory0", MemorySetup(SPECS, DType.FLOAT32, 500, 1, Overlap(), False, kv_cache_dtype))
         self.done: list[tuple[int, bool, str]] = []
         tier = open_tier(self.store, str(folder), 3.0, lambda *done: self.done.append(done), resources)
         assert tier is not None
@@ -114,5 +115,5 @@ def test_an_error_of_the_disk_ends_one_transfer_and_says_why(worker: Worker) -> 
 
 
 def test_without_overcommit_there_is_no_disk() -> None:
-    store = KvStore("memory0", SPECS, DType.FLOAT32, 500, 1, Overlap())
+    store = KvStore("memory0", MemorySetup(SPECS, DType.FLOAT32, 500, 1, Overlap(), False))
     assert open_tier(store, "", 1.0, lambda *done: None, contextlib.ExitStack()) is None

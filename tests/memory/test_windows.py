@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from lamina.compute.local_memory import LocalShare
+from lamina.control.messages import MemorySetup
 from lamina.core.steps import Migration, StepPlan
 from lamina.core.types import AttentionSpec, DType, KvElement, Overlap
 from lamina.kernels.segments import SegmentTable
@@ -19,10 +20,9 @@ from lamina.memory.device import windows
 from lamina.memory.device.cpu import Cpu
 from lamina.memory.device.windows import Windows
 from lamina.memory.store import KvStore
-from lamina.schedule import turn
+from lamina.schedule import moves, turn
 from lamina.schedule.suspects import Hold
-from tests.schedule.test_epochs import NOBODY
-from tests.schedule.test_moves import Moving, course_of, events, requests, run
+from tests.support.lossy_clusters import NOBODY, Moving, play_out, random_course, random_events, random_requests
 
 SIZES: dict[str, Any] = {"query_heads": 4, "kv_heads": 2, "qk_dim": 8, "v_dim": 8, "scale": 0.3}
 WINDOW = 7
@@ -31,8 +31,9 @@ SPECS = [AttentionSpec(layer=layer, window=window, **SIZES) for layer, window in
 
 @pytest.fixture(scope="module", autouse=True)
 def eager() -> Iterator[None]:
-    """Forgotten tokens are looked for with almost every step; prefixes are short, and may have many checkpoints."""
+    """Tokens are forgotten after almost every step; any number may move; prefixes are short, with many checkpoints."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moves, "TOKENS_PER_STEP", 1000)
         patch.setattr(prefix_cache, "SHORTEST", 1)
         patch.setattr(prefix_cache, "GRAIN", 1)
         patch.setattr(windows, "FEWEST", 4)
@@ -65,7 +66,8 @@ class Forgetting(Moving):
 
     def _pair(self, name: str, capacity: int) -> tuple[KvStore, KvStore]:
         made = [
-            KvStore(name, SPECS, DType.FLOAT32, capacity, 1, Overlap(), forgets=forgets) for forgets in (False, True)
+            KvStore(name, MemorySetup(SPECS, DType.FLOAT32, capacity, 1, Overlap(), False, forgets=forgets))
+            for forgets in (False, True)
         ]
         return made[0], made[1]
 
@@ -152,11 +154,10 @@ def forget_at_random(kind: type[Forgetting], seeds: Iterable[int]) -> tuple[int,
     forgotten = hits = 0
     for seed in seeds:
         draw = random.Random(seed)
-        prompts, others = requests(draw)
-        course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw))
+        prompts, others = random_requests(draw)
+        course = random_course(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), random_events(draw))
         cluster = kind(others, prompts, *course.sizes)
-        cluster.scheduler.moves.tokens_per_step = 1000
-        run(cluster, course)
+        play_out(cluster, course)
         forgotten += cluster.forgotten
         hits += cluster.hits
     return forgotten, hits

@@ -11,8 +11,8 @@ from lamina.core.errors import ConfigError
 from lamina.core.types import SamplingParams
 from lamina.engine import scaling
 from lamina.engine.engine import Engine
+from lamina.engine.scaling import Windows
 from lamina.launch import launch
-from lamina.schedule.autoscale import Windows
 from tests.support.random_models import SERVED_VOCABULARY
 from tests.support.running import Killable, Prompt, Streams, assert_same, config
 from tests.support.waiting import wait_until

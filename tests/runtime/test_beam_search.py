@@ -15,9 +15,8 @@ from lamina.core.types import DType, FinishReason, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
-from tests.schedule.test_beam_search import hugging_face
 from tests.support.prepared_checkpoints import write_prepared
-from tests.support.random_models import SERVED, SERVED_VOCABULARY, served
+from tests.support.random_models import SERVED, SERVED_VOCABULARY, best_beams, served
 from tests.support.running import Killable, Streams, wait_for_recoveries
 from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
@@ -62,7 +61,7 @@ def answers(engine: Engine, requests: list[tuple[list[int], SamplingParams]]) ->
 
 
 @pytest.mark.parametrize("family", sweep(SERVED, ["gemma2"]))
-def test_beams_are_those_of_hugging_face(family: str, tmp_path: Path) -> None:
+def test_beams_are_those_of_best_beams(family: str, tmp_path: Path) -> None:
     reference = write_prepared(served(family), tmp_path)
     workers = Killable()
     config = EngineConfig(
@@ -76,7 +75,7 @@ def test_beams_are_those_of_hugging_face(family: str, tmp_path: Path) -> None:
     )
     requests = searches(3)
     expected = [
-        [tokens for tokens, _ in hugging_face(reference, prompt, params, params.stop_token_ids)]
+        [tokens for tokens, _ in best_beams(reference, prompt, params, params.stop_token_ids)]
         for prompt, params in requests
     ]
     assert len({len(tokens) for found in expected for tokens in found}) > 3  # answers that end at different lengths
@@ -116,7 +115,9 @@ class Dropping:
 
     def _drop(self, update: RequestUpdate) -> None:
         engine = self._engine
-        holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
+        holders = [
+            group for worker in engine.cluster.capacities for group in engine._scheduler._residents.holders(worker)
+        ]
         beams = [group for group in holders if group.searches]
         if beams and self._chance.random() < 0.3:
             engine._scheduler.preempt(self._chance.choice(beams))

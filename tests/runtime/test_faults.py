@@ -25,13 +25,14 @@ from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
 from lamina.core.errors import ConfigError, EngineDeadError, ModelError, RequestError, WorkerError
 from lamina.core.types import DType, FinishReason, RequestOutput, SamplingParams
-from lamina.engine.updates import RequestUpdate, whole
+from lamina.engine.updates import RequestUpdate
 from lamina.launch import launch
 from lamina.models import directory
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import served
 from tests.support.running import LONG, worker_processes
 from tests.support.waiting import wait_until
+from tests.support.whole_outputs import whole
 
 
 def config(checkpoint: Path, memory: str = "cpu:2") -> EngineConfig:

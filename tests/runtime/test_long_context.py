@@ -10,10 +10,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, RequestOutput, SamplingParams
-from lamina.engine.updates import whole
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import VOCABULARY, variant
+from tests.support.whole_outputs import whole
 
 WORKERS = 4
 DRAWN = 8

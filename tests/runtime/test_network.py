@@ -20,11 +20,11 @@ from lamina.config.engine_config import EngineConfig
 from lamina.core.types import RequestOutput, SamplingParams
 from lamina.dataplane.transport_choice import Transport
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.launch import launch
-from lamina.schedule import balancing
+from lamina.schedule import growth
 from tests.support import network_model
 from tests.support.network_model import DTYPE, KV_TOKENS, PROMPTS, TOKENS, Model
+from tests.support.whole_outputs import whole
 
 NEAR, FAR = "10.78.0.1", "10.78.0.2"
 LOSSY = ("loss", "2%", "delay", "1ms")
@@ -40,7 +40,7 @@ def run(*words: str) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balancing, "CHEAP", 0)  # few tokens move, too, instead of being computed again
+    monkeypatch.setattr(growth, "CHEAP", 0)  # few tokens move, too, instead of being computed again
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ import pytest
 
 from lamina.control import liveness
 from lamina.core.types import RequestOutput
-from lamina.engine.updates import whole
 from lamina.launch import launch
 from tests.support.polling_runs import BY_HOST, SETTINGS, TOKENS, check_polling, params, prompts, settings
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import greedy, served
 from tests.support.running import Killable, Streams, run_all, wait_for_recoveries
+from tests.support.whole_outputs import whole
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 pytestmark = pytest.mark.slow

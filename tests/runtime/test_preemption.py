@@ -79,7 +79,9 @@ def test_what_is_dropped_and_computed_again_gives_the_same_tokens(model: Path, s
     chance = random.Random(1)
 
     def drop(update: RequestUpdate) -> None:
-        holders = [group for worker in engine.cluster.capacities for group in engine._scheduler.holders(worker)]
+        holders = [
+            group for worker in engine.cluster.capacities for group in engine._scheduler._residents.holders(worker)
+        ]
         if holders and chance.random() < 0.1:
             engine._scheduler.preempt(chance.choice(holders))
 

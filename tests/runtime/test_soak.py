@@ -11,10 +11,10 @@ import pytest
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import DType, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
-from lamina.engine.updates import whole
 from lamina.launch import launch
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, served
+from tests.support.whole_outputs import whole
 
 WAVE = 1000  # requests
 WARM_WAVES = 8

@@ -12,13 +12,13 @@ import pytest
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams
-from lamina.engine.updates import whole
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import NAMES, SERVED, served, variant
 from tests.support.rank_runs import check_ranks
 from tests.support.running import assert_same, config, survive
+from tests.support.whole_outputs import whole
 
 pytestmark = pytest.mark.slow
 

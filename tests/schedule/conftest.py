@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from lamina.kv import prefix_cache
-from lamina.schedule import admission, balancing
+from lamina.schedule import admission, growth, moves
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +14,7 @@ def impatient() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(admission, "PAUSE", 0)
         patch.setattr(admission, "PATIENCE", 1)
-        patch.setattr(balancing, "CHEAP", 3)
+        patch.setattr(growth, "CHEAP", 3)
         yield
 
 
@@ -25,3 +25,9 @@ def short_prefixes() -> Iterator[None]:
         patch.setattr(prefix_cache, "SHORTEST", 1)
         patch.setattr(prefix_cache, "GRAIN", 1)
         yield
+
+
+@pytest.fixture
+def unbounded_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any number of tokens may move in a step."""
+    monkeypatch.setattr(moves, "TOKENS_PER_STEP", 1000)

@@ -50,7 +50,10 @@ class Turns:
         self.turn += 1
 
     def taken(self) -> list[int]:
-        return [sum(group.seats for group in lane.running) for lane in self.scheduler._lanes[: self.scheduler.active]]
+        return [
+            sum(group.seats for group in lane.running)
+            for lane in self.scheduler._lanes[: self.scheduler._dealer.active]
+        ]
 
 
 @pytest.fixture

@@ -24,12 +24,11 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Client
 from lamina.kv.placement import Placement
 from lamina.kv.prefix_cache import PrefixCache
-from lamina.kv.residents import Residents
 from lamina.schedule import admission
-from lamina.schedule.admission import Admissions, giving
+from lamina.schedule.admission import Admissions, Seats, giving
+from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import FIFO
-from lamina.schedule.waiting import Seats
 from tests.support.schedules import client, request
 
 PAUSE, PATIENCE = 3, 1
@@ -78,7 +77,7 @@ class Waiting(RuleBasedStateMachine):
         self.topology = Topology(FIRST, (Member("compute0", "compute", "cpu", ""), *members), PIPELINE)
         self.placement = Placement(self.topology.capacities)
         prefixes = PrefixCache(self.placement, itertools.count(), enabled=False)
-        self.residents = Residents(self.placement, prefixes, lambda _: {})
+        self.residents = Residents(self.placement, prefixes, [])
         self.admissions = Admissions(LIMITS, self.placement, self.residents, prefixes, FIFO)
         self.seats = Seats(PIPELINE.lanes)
         self.model = Model()
@@ -139,7 +138,7 @@ class Waiting(RuleBasedStateMachine):
         self.placement.remove_growing(group.completions[0].worker, len(group.completions))
         self.seats.add_sequences(group.lane, -len(group.completions), group.request.client)
         self.residents.forget_request(group)
-        self.admissions.given_back()
+        self.admissions.note_freed()
         group.lane = -1
 
     # -- time and fairness -------------------------------------------------------------------------------------------
@@ -227,7 +226,7 @@ class Waiting(RuleBasedStateMachine):
     @rule()
     def open(self) -> None:
         self.placement.open(min(self.placement.closed))
-        self.admissions.given_back()
+        self.admissions.note_freed()
 
     # -- what always holds -------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from lamina.compute.sampler import Row, sample
 from lamina.control.logprobs import unpack
 from lamina.core.types import Logprob, SamplingParams
 from lamina.schedule.beam_search import BeamSearch, continued
-from tests.support.random_models import PAD, SERVED_VOCABULARY, random_model, served
+from tests.support.random_models import SERVED_VOCABULARY, best_beams, random_model, served
 from tests.support.sweep import sweep
 
 PROMPT = [5, 9, 31]
@@ -21,32 +21,6 @@ PROMPT = [5, 9, 31]
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
     return random_model(served("llama", layers=1))
-
-
-def hugging_face(
-    model: PreTrainedModel, prompt: list[int], params: SamplingParams, ends: list[int]
-) -> list[tuple[list[int], float]]:
-    """The ``n`` best continuations, without padding, and their scores."""
-    more: dict[str, Any] = {"min_new_tokens": params.min_tokens} if params.min_tokens else {}
-    found = model.generate(
-        torch.tensor([prompt]),
-        num_beams=params.n,
-        num_return_sequences=params.n,
-        length_penalty=params.length_penalty,
-        early_stopping=params.early_stopping,
-        max_new_tokens=params.max_tokens,
-        eos_token_id=ends or None,
-        pad_token_id=PAD,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **more,
-    )
-    answers = []
-    for tokens, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
-        stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
-        answers.append((tokens[:stop], score))
-    return answers
 
 
 @torch.inference_mode()
@@ -76,7 +50,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", sweep(CASES, random.Random(1).sample(sorted(CASES), 30)))
-def test_hypotheses_are_those_of_hugging_face(model: PreTrainedModel, case: tuple[int, float, Any, int, int]) -> None:
+def test_hypotheses_are_those_of_best_beams(model: PreTrainedModel, case: tuple[int, float, Any, int, int]) -> None:
     n, penalty, early, ends, least = case
     ending = random.Random(ends).sample(range(3, SERVED_VOCABULARY), ends)
     params = SamplingParams(
@@ -95,7 +69,7 @@ def test_hypotheses_are_those_of_hugging_face(model: PreTrainedModel, case: tupl
         assert kept or len(beams) == 1
         assert {parent for parent, _ in choice} == set(kept)  # a beam that goes on does so at its own place
         beams = continued(alike, choice)
-    expected = hugging_face(model, PROMPT, params, ending)
+    expected = best_beams(model, PROMPT, params, ending)
     assert [one.token_ids for one in search.hypotheses] == [tokens for tokens, _ in expected]
     assert [one.score for one in search.hypotheses] == pytest.approx([score for _, score in expected], rel=1e-5)
     assert [one.ended for one in search.hypotheses] == [tokens[-1] in ending for tokens, _ in expected]

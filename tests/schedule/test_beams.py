@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from lamina.core.requests import Completion, Group
 from lamina.core.steps import StepPlan
 from lamina.core.types import Request
-from tests.schedule.test_prefixes import LOSSES, Caching
-from tests.schedule.test_prefixes import requests as mixed
 from tests.support.clusters import Course
+from tests.support.lossy_clusters import LOSSES, Caching
+from tests.support.lossy_clusters import shared_prefix_requests as mixed
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 

@@ -1,143 +1,22 @@
 """Workers that are lost, join and leave at any point of a schedule: only what had not completed is lost with them, and
 no token is drawn twice."""
 
-import dataclasses
 import itertools
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamina.core.errors import RequestError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.core.types import Request
 from lamina.schedule.admission import SHARE
 from lamina.schedule.limits import Limits
-from lamina.schedule.recipients import Recipients
 from lamina.schedule.suspects import Hold
-from tests.support.clusters import MANY, Cluster, MemoryModel, requests
+from tests.support.clusters import MANY, requests
+from tests.support.lossy_clusters import NOBODY, Losing
 from tests.support.schedules import LIMITS, plan_of, request, scheduler
 
-NOBODY = Hold()
-
 pytestmark = pytest.mark.usefixtures("impatient")
-
-
-class Losing(Cluster):
-    """A cluster whose epochs end, with or without a memory worker."""
-
-    def __init__(
-        self,
-        requests: list,
-        memories: int,
-        lanes: int,
-        depth: int,
-        limits: Limits,
-        capacity: int,
-        longest: int | None,
-    ) -> None:
-        super().__init__(requests, memories, lanes, depth, limits, capacity, longest)
-        workers = [Member("compute0", "compute", "cpu", ""), Member("compute1", "compute", "cpu", "")]
-        workers += [Member(memory.name, "memory", "cpu", "", capacity) for memory in self.memories]
-        self.hold = NOBODY
-        self._numbers = itertools.count()
-        self.topology = Topology(FIRST, tuple(workers), Pipeline(lanes, 2) if lanes > 1 else Pipeline(2, 2))
-        self.recipients = Recipients(self.topology.computes, self.topology.pipeline)
-
-    def submit(self, index: int, made: Request) -> None:
-        try:
-            super().submit(index, made)
-        except RequestError:  # too long for the workers that are left
-            self.unservable.add(index)
-
-    def plan(self, lane: int) -> None:
-        """As ever, but nothing that is held runs, and nothing new is placed on a worker that leaves."""
-        closed, before = set(self.scheduler.placement.closed), len(self._in_flight[lane])
-        super().plan(lane)
-        for plan in self._in_flight[lane][before:]:
-            self.recipients.select(plan, 0.0)  # it knows all sequences that the plan names
-            forked = {fork.child for fork in plan.forks}  # what admission has planned for them
-            assert not closed & {one.worker for one in plan.grown if one.sequence not in forked}
-        for step in itertools.chain.from_iterable(plan.sequences for plan in self._in_flight[lane]):
-            assert self.hold.may_run(str(self._owners[step.sequence][0]))
-
-    def release(self) -> None:
-        """Nobody is held any more."""
-        self.hold = NOBODY
-        self.scheduler.hold_back(self.hold)
-
-    def end_epoch(self, number: int, hold: Hold = NOBODY) -> None:
-        """Memory worker ``number`` is lost, if it is not the last one; else a compute worker is, and no KV."""
-        self.hold = dataclasses.replace(hold, held=frozenset(filter(self.scheduler.alive, hold.held)))
-        self.scheduler.hold_back(self.hold)
-        lost = [memory.name for memory in self.memories[number : number + 1] if self._is_dispensable(memory.name)]
-        computes = self.topology.computes
-        self.topology = self.topology.without(lost or computes[1:])
-        self._in_flight = [[] for _ in self._in_flight]
-        remains = self.scheduler.end_epoch(self.topology)
-        self.recipients.end_epoch(self.topology, remains.kept)
-        self.memories = [memory for memory in self.memories if memory.name not in lost]
-        for memory in self.memories:
-            kept = remains.kept[memory.name]
-            assert kept.keys() <= memory.here.keys()
-            for sequence in {sequence for sequence, _ in memory.slab.segments}.difference(kept):
-                memory.forget(sequence)
-            for sequence, tokens in kept.items():
-                self.check_kept(sequence, tokens)
-                for start, stop in memory.here[sequence].items():
-                    memory.slab.truncate((sequence, start), max(0, min(tokens, stop) - start))
-        for group in self.scheduler.stranded:
-            self.unservable.add(int(group.request.request_id))
-            self.scheduler.abort(group.request.request_id)
-
-    def check_kept(self, sequence: int, tokens: int) -> None:
-        """What has been computed of a sequence is kept."""
-        index, _ = self._owners[sequence]
-        shared = 0 if sequence in self._firsts else self.requests[index][0]
-        assert tokens == max(self._computed.get(sequence, 0), shared)
-
-    def join(self, capacity: int) -> None:
-        """Another memory worker takes part from now on."""
-        name = f"later{next(self._numbers)}"
-        self.memories.append(MemoryModel(name, capacity))
-        self.topology = self.topology.joined(Member(name, "memory", "cpu", "", capacity), self.topology.pipeline)
-        self._change()
-
-    def _change(self, deal_again: bool = False) -> None:
-        self.scheduler.change_members(self.topology, deal_again)
-        self.recipients.change_members(self.topology)
-
-    def drain(self, number: int) -> None:
-        """A memory worker is to leave, if another one can hold any request."""
-        name = self.memories[number % len(self.memories)].name
-        if self._is_dispensable(name):
-            self.scheduler.drain(name)
-
-    def _is_dispensable(self, name: str) -> bool:
-        """True if another memory worker that does not leave can hold any request."""
-        capacities, closed = self.topology.capacities, self.scheduler.placement.closed
-        return any(size >= 60 for other, size in capacities.items() if other != name and other not in closed)
-
-    def leave(self) -> None:
-        """Those that leave do, once they are empty."""
-        for memory in [one for one in self.memories if one.name in self.scheduler.placement.closed]:
-            if self.scheduler.is_drained(memory.name):
-                assert memory.slab.used == 0 and not memory.here
-                self.memories.remove(memory)
-                self.topology = self.topology.left(memory.name, self.topology.pipeline)
-                self._change()
-
-    def deal_again(self) -> bool:
-        """The replicas change, if no step is in flight."""
-        if any(self._in_flight):
-            return False
-        self._change(deal_again=True)
-        return True
-
-    @property
-    def _firsts(self) -> set[int]:
-        return {group.completions[0].sequence for group in self.scheduler._requests.values()}
 
 
 holds = st.one_of(

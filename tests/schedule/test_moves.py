@@ -1,162 +1,45 @@
 """Ranges that move while their sequences decode, against what every slot of the memory workers holds."""
 
 import dataclasses
-import itertools
 import random
-from typing import Any
 
 import pytest
 
 from lamina.core.pipeline import Pipeline
-from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import Balance, Partition
 from lamina.kv import policies
 from lamina.kv.policies import POLICIES
-from lamina.schedule import balancing
-from lamina.schedule.admission import SHARE
-from lamina.schedule.balancing import Balancing
+from lamina.schedule import moves
 from lamina.schedule.limits import Limits
-from lamina.schedule.moves import Move
-from lamina.schedule.scheduler import Scheduler
-from tests.schedule.test_prefixes import Caching
-from tests.support.clusters import MANY, Course
-from tests.support.schedules import LIMITS, plan_of, request, scheduler
+from lamina.schedule.moves import Balancing
+from tests.support.lossy_clusters import Moving, play_out, random_course, random_events, random_requests, settled, step
+from tests.support.schedules import plan_of, request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
 
 
-class Moving(Caching):
-    """Ranges of requests move at random. What a step reads must be there until it has completed."""
-
-    def __init__(self, *settings: Any) -> None:
-        super().__init__(*settings)
-        self.read: dict[int, list[tuple[str, int, tuple[int, ...]]]] = {}  # by step
-        self._reading: list[tuple[str, int, tuple[int, ...]]] = []
-        self.begun: list[Move] = []
-
-    def plan(self, lane: int) -> None:
-        super().plan(lane)
-        closed = self.scheduler.placement.closed  # what leaves these workers goes wherever there is room
-        moving = [move for move in self.scheduler.moves.in_progress if move.source not in closed]
-        self.begun += [move for move in moving if move not in self.begun]
-
-    def move(self, number: int, tokens: int) -> int:
-        """One of the requests moves some tokens from one worker to another, if it can."""
-        names = [memory.name for memory in self.memories]
-        pairs = list(itertools.permutations(names, 2))
-        groups = [group for lane in self.scheduler._lanes for group in lane.running]
-        if not groups or not pairs:
-            return 0
-        source, target = pairs[number % len(pairs)]
-        return self.scheduler.moves.try_move(groups[number % len(groups)], source, target, tokens)
-
-    def move_several(self, moves: list[tuple[int, int]]) -> None:
-        for number, tokens in moves:
-            self.move(number, tokens)
-
-    def migrate(self) -> None:
-        """One of the migrations is done, not always the oldest."""
-        if self._migrations:
-            self.scheduler.migrated(self._migrations.pop(self.turn % len(self._migrations)).number)
-
-    def _check(self, plan: StepPlan) -> None:
-        self._reading = []
-        super()._check(plan)
-        self.read[plan.step] = self._reading
-
-    def _attend(self, name: str, slots: list[int], sequence: int, first: int, old: int) -> None:
-        super()._attend(name, slots, sequence, first, old)
-        self._reading += [(name, slot, self.contents[name][slot]) for slot in slots]
-
-    def complete(self, lane: int) -> None:
-        """The oldest step of a lane ends, and has read what it was to read."""
-        for name, slot, key in self.read.pop(self._in_flight[lane][0].step):
-            if name in self.scheduler.placement.capacities:
-                assert self.contents[name][slot] == key
-        super().complete(lane)
-        if self.scheduler.balancing is not None:
-            self.scheduler.balancing.note_step(3, 1.0)
-
-
-def run(cluster: Moving, course: Course) -> None:
-    cluster.play(course, 40)
-    cluster.leave()
-    cluster.check_rest()
-    assert not cluster.scheduler.moves.in_progress
-    cluster.check_ends()
-
-
-def course_of(draw: random.Random, lanes: int, longest: int | None, events: dict[str, dict[int, Any]]) -> Course:
-    return Course(
-        memories=draw.randint(2, 4),
-        lanes=lanes,
-        depth=draw.randint(1, 3),
-        limits=draw.choice([LIMITS, MANY]),
-        capacity=draw.choice([60, 60, 27]),
-        longest=longest,
-        migration_turns=draw.randint(1, 3),
-        events=events,
-        clients=draw.randint(1, 5),
-        share=draw.choice([0, SHARE]),
-    )
-
-
-def events(draw: random.Random, most: int = 25) -> dict[str, dict[int, Any]]:
-    """What happens in which turn; ``most``: turns with moves."""
-
-    def turn() -> int:
-        return draw.randint(0, 40)
-
-    return {
-        "move_several": {
-            turn(): [(draw.randint(0, 1000), draw.randint(1, 20)) for _ in range(draw.randint(1, 4))]
-            for _ in range(draw.randint(0, most))
-        },
-        "use_lanes": {turn(): draw.randint(1, 3) for _ in range(draw.choice([0, 0, 2]))},
-        "drop": {turn(): draw.randint(0, 20) for _ in range(draw.choice([0, 0, 3]))},
-        "end_epoch": {turn(): draw.randint(0, 2) for _ in range(draw.choice([0, 0, 2]))},
-        "drain": {turn(): draw.randint(0, 5) for _ in range(draw.choice([0, 0, 1]))},
-    }
-
-
-def requests(draw: random.Random) -> tuple[list[tuple[int, int, int, int]], list[Any]]:
-    """Parts of prompts, and (max_tokens, n, when completions stop, when it is aborted, when it arrives)."""
-    count = draw.randint(0, 14)
-    prompts = [(draw.randint(1, 14), draw.randint(0, 6), draw.randint(0, 3), draw.randint(0, 2)) for _ in range(count)]
-    others = [
-        (
-            draw.randint(1, 10),
-            draw.choice([1, 1, 2, 3]),
-            [draw.randint(0, 12) for _ in range(3)],
-            draw.choice([None, None, None, draw.randint(0, 25)]),
-            draw.randint(0, 25),
-        )
-        for _ in range(count)
-    ]
-    return prompts, others
-
-
 def move_at_random(seeds: range, most: int = 25) -> int:
     """Schedules with moves at random; returns how many there were."""
-    moves = 0
+    moved = 0
     for seed in seeds:
         draw = random.Random(seed)
-        prompts, others = requests(draw)
-        course = course_of(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), events(draw, most))
+        prompts, others = random_requests(draw)
+        course = random_course(draw, draw.randint(1, 3), draw.choice([None, None, 5, 11]), random_events(draw, most))
         cluster = Moving(others, prompts, *course.sizes)
-        cluster.scheduler.moves.tokens_per_step = 1000
-        run(cluster, course)
-        moves += cluster.scheduler.moves.counts.moves
-    return moves
+        play_out(cluster, course)
+        moved += cluster.scheduler.moves.counts.moves
+    return moved
 
 
+@pytest.mark.usefixtures("unbounded_moves")
 def test_whatever_moves_rows_attend_to_their_own_tokens_and_every_slot_comes_back() -> None:
     """Forks and cached prefixes share what moves; requests end, are dropped or aborted, workers are lost and leave."""
     assert move_at_random(range(150)) > 200
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unbounded_moves")
 def test_ten_thousand_moves() -> None:
     assert move_at_random(range(1000, 3700), most=400) > 10_000
 
@@ -179,41 +62,41 @@ def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released(
     assert [fork.parent for fork in forks] == [second.sequence]
 
 
+@pytest.mark.usefixtures("unbounded_moves")
 @pytest.mark.parametrize("name", POLICIES)
 def test_whatever_a_policy_moves_every_slot_comes_back_and_nothing_returns_at_once(
     name: Balance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for where, what in ((policies, "LEAST"), (policies, "LEAST_SWAP"), (policies, "UNEVEN"), (balancing, "LOOK_STEPS")):
+    for where, what in ((policies, "LEAST"), (policies, "LEAST_SWAP"), (policies, "UNEVEN"), (moves, "LOOK_STEPS")):
         monkeypatch.setattr(where, what, 1)
-    moves = 0
+    moved = 0
     for seed in range(50):
         draw = random.Random(seed)
-        prompts, others = requests(draw)
-        course = course_of(draw, 2, None, events(draw) | {"move_several": {}})
+        prompts, others = random_requests(draw)
+        course = random_course(draw, 2, None, random_events(draw) | {"move_several": {}})
         cluster = Moving(others, prompts, *course.sizes)
-        cluster.scheduler.moves.tokens_per_step = 1000
         scheduler = cluster.scheduler
         scheduler.balancing = Balancing(POLICIES[name](), scheduler.moves, scheduler.placement)
-        run(cluster, course)
-        moves += cluster.scheduler.moves.counts.moves
+        play_out(cluster, course)
+        moved += cluster.scheduler.moves.counts.moves
         seen = set[tuple[str, str, str]]()
         for one in cluster.begun:
             assert (one.group.request.request_id, one.target, one.source) not in seen, "within so few steps"
             seen.add((one.group.request.request_id, one.source, one.target))
-    assert moves > 30
+    assert moved > 30
 
 
 def test_speeds_that_balancing_has_learned_place_requests() -> None:
     """As long as a step of a worker is not known, and if an epoch ends, requests go where most room is."""
     under_test = settled()
     follows = Balancing(POLICIES["bandwidth"](), under_test.moves, under_test.placement)
-    follows._looked = -balancing.LOOK_STEPS
+    follows._looked = -moves.LOOK_STEPS
     for steps, (fast_s, slow_s) in enumerate([(0.0, 0.0), (1.0, 8.0), (2.0, 16.0)]):
         follows._reads = {"memory0": 100.0, "memory1": 100.0}
         for worker, seconds in (("memory0", fast_s), ("memory1", slow_s)):
             follows.note_attention(worker, seconds)
         assert not under_test.placement.token_s or steps == 2
-        follows._looked = -balancing.LOOK_STEPS
+        follows._looked = -moves.LOOK_STEPS
         follows.begin_moves()
         follows.note_step(1, 0.1)
     speeds = under_test.placement.token_s
@@ -242,26 +125,10 @@ def test_pools_of_several_kinds_are_balanced_by_bandwidth(
     assert policies.policy_for("ledger", topology, partition) == "ledger"
 
 
-def settled(**settings: Any) -> Scheduler:
-    """A request of 40 tokens on the first of two workers, which decodes."""
-    under_test = scheduler({"memory0": 100, "memory1": 100}, limits=Limits(4, 64, 100), **settings)
-    under_test.submit(request("long", 40, max_tokens=50, n=2))
-    step(under_test)
-    step(under_test)
-    return under_test
-
-
-def step(under_test: Scheduler) -> StepPlan:
-    plan = plan_of(under_test)
-    for _, completion in under_test.complete(0).values():
-        completion.generated.append(7)
-    return plan
-
-
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_a_range_moves_while_its_sequences_decode_and_all_that_share_it_switch_in_one_plan(prefix_cache: bool) -> None:
     under_test = settled(prefix_cache=prefix_cache)
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 30
     plan = step(under_test)
     (migration,) = plan.migrations
@@ -286,7 +153,7 @@ def test_a_range_moves_while_its_sequences_decode_and_all_that_share_it_switch_i
 
 def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_step() -> None:
     under_test = settled()
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     under_test.placement.reserve_on("memory1", 90)
     plan_of(under_test)
     assert under_test.moves.try_move(group, "memory0", "memory1", 30) == 0 and under_test.moves.counts.refused == 1
@@ -301,7 +168,7 @@ def test_a_target_without_room_refuses_and_the_bound_lets_few_tokens_move_per_st
 
 def test_a_range_that_moves_for_a_request_that_has_ended_leaves_no_worker_with_negative_reads() -> None:
     under_test = settled(prefix_cache=True)
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     under_test.moves.try_move(group, "memory0", "memory1", 30)
     step(under_test)
     under_test.abort("long")
@@ -313,7 +180,7 @@ def test_a_range_that_moves_for_a_request_that_has_ended_leaves_no_worker_with_n
 @pytest.mark.parametrize("when", ["at once", "while it is copied", "when it has arrived", "after the switch"])
 def test_a_request_that_is_cancelled_at_any_moment_of_a_move_leaves_nothing(when: str) -> None:
     under_test = settled()
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     under_test.moves.try_move(group, "memory0", "memory1", 30)
     carriers, released = set[int](), set[int]()
     if when != "at once":

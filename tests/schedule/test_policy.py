@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 
 from lamina.core.errors import ConfigError
 from lamina.core.requests import Completion, Group
-from lamina.kv.preemption import victims
 from lamina.planning.plan import hardware, model_shapes
 from lamina.planning.simulate import Arrivals, Deployment, State, simulate
+from lamina.schedule.growth import victims
 from lamina.schedule.limits import Limits
-from lamina.schedule.policy import FIFO, POLICIES, Policy, Priority, Shortest, Slo, find_policy, rank_of
-from lamina.schedule.waiting import RankedQueue
-from tests.schedule.test_prefixes import LOSSES, Caching
-from tests.schedule.test_prefixes import requests as mixed
+from lamina.schedule.policy import FIFO, POLICIES, Policy, Priority, RankedQueue, Shortest, Slo, find_policy, rank_of
 from tests.support.clusters import Course
+from tests.support.lossy_clusters import LOSSES, Caching
+from tests.support.lossy_clusters import shared_prefix_requests as mixed
 from tests.support.schedules import request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import LAST_DRAWN
 from lamina.schedule.limits import Limits
-from tests.schedule.test_prefixes import LOSSES, Caching
-from tests.schedule.test_prefixes import requests as mixed
 from tests.support.clusters import Course
+from tests.support.lossy_clusters import LOSSES, Caching
+from tests.support.lossy_clusters import shared_prefix_requests as mixed
 from tests.support.schedules import request, scheduler
 
 pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes")
@@ -83,7 +83,7 @@ def test_a_request_decodes_in_another_lane_one_step_after_its_prompt() -> None:
         under_test.complete(1)
     released = under_test.plan(1)
     assert released is not None and sorted(released.released) == [0, 1]
-    assert under_test.placement.reserved == {"memory0": 0} and under_test._seats.taken == [0, 0]
+    assert under_test.placement.reserved == {"memory0": 0} and under_test._dealer.seats.taken == [0, 0]
 
 
 def test_one_replica_decodes_however_few_are_left() -> None:

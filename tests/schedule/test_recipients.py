@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.pipeline import Arrangement, Pipeline
 from lamina.core.segments import by_sequence, for_sequence, forked, grown, moved
@@ -19,13 +20,12 @@ from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from lamina.dataplane.wire import message_rows
 from lamina.memory.device.cpu import CpuTable
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 from lamina.schedule.admission import SHARE
 from lamina.schedule.recipients import RELEASE_S, Recipients
 from lamina.schedule.turn import DEPTH
-from tests.schedule.test_turn import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 from tests.support.schedules import client, request
+from tests.support.turn_driver import CHOICES, ENOUGH, FIXED, WHOLE, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -37,7 +37,7 @@ REPLICAS = Pipeline(4, 3, choices=(Arrangement(3), Arrangement(4, rotates=True))
 def stores(memories: tuple[str, str], shards: HeadShards) -> dict[str, KvStore]:
     spec = AttentionSpec(layer=0, query_heads=shards.heads, kv_heads=shards.heads, qk_dim=1, v_dim=1, scale=1.0)
     return {
-        name: KvStore(name, [spec], DType.FLOAT32, room, 1, Overlap(), head_shards=shards.count)
+        name: KvStore(name, MemorySetup([spec], DType.FLOAT32, room, 1, Overlap(), False, head_shards=shards.count))
         for name, room in zip(memories, (60, 40), strict=True)
     }
 
@@ -253,8 +253,7 @@ def test_those_concerned_and_nobody_else_are_told_what_they_need(
     assert all(store.slab.used == 0 and store.sequences == 0 for store in driver.theirs.values())
     assert not any(replica.segments for replica in driver.replicas.values())
     recipients = driver.recipients
-    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
-    assert not recipients._admissions
+    assert not recipients._known
 
 
 def test_a_replica_learns_of_a_sequence_with_its_history_before_it_runs_it() -> None:
@@ -292,5 +291,4 @@ def test_a_request_whose_prompt_has_moved_outlives_the_worker_that_it_left() -> 
     ((_, part),) = [one for one in told if one[0] == ("memory1",)]
     assert part.forks == forks and [chunk.sequence for chunk in part.chunks] == [1]
     recipients.select(StepPlan(4, 0, 0, [], [0, 1, 4, 5], [], [], nobody), 0.0)
-    assert not any((recipients._homes, recipients._segments, recipients._knowing, recipients._holding))
-    assert not recipients._admissions
+    assert not recipients._known

@@ -110,8 +110,8 @@ def test_lanes_that_are_not_plannable_have_nothing_to_plan(
                 if aborted is not None and aborted == turn - arrival:
                     one.abort(str(index))
         lane = random.randrange(lanes)
-        if asked.migrating and random.random() < 0.3:
-            number = asked.migrating[0]
+        if asked.moves.numbers and random.random() < 0.3:
+            number = asked.moves.numbers[0]
             for one in pair:
                 one.migrated(number)
         if asked.in_flight(lane):

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.core.types import NOBODY, Client
-from lamina.schedule.waiting import Seats
+from lamina.schedule.admission import Seats
 
 
 @given(lanes=st.integers(1, 6), changes=st.lists(st.tuples(st.integers(0, 5), st.integers(-3, 3)), max_size=100))

@@ -17,12 +17,11 @@ from lamina.schedule.admission import SHARE
 from lamina.schedule.moves import Range
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import Hold
-from tests.schedule.test_epochs import NOBODY
-from tests.schedule.test_moves import Moving, settled, step
 from tests.support.clusters import MANY, Course
+from tests.support.lossy_clusters import NOBODY, Moving, settled, step
 from tests.support.schedules import LIMITS, plan_of, request
 
-pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes", "short_blocks")
+pytestmark = pytest.mark.usefixtures("impatient", "short_prefixes", "short_blocks", "unbounded_moves")
 BLOCK = 2
 
 
@@ -54,7 +53,6 @@ class Spilling(Moving):
         self._random = random
         self._disks: dict[tuple[str, int], list[tuple[int, ...]]] = {}
         self._transfers: list[tuple[Spill | Fetch, list[int]]] = []
-        self.scheduler.moves.tokens_per_step = 1000
 
     def prompt(self, index: int) -> list[int]:
         """As in ``Caching``, of several kinds that do not begin alike."""
@@ -249,7 +247,7 @@ def test_keys_of_blocks_depend_on_all_tokens_before_and_on_the_salt() -> None:
 def continued() -> tuple[Scheduler, Group]:
     """A request of 40 tokens decodes on memory0, whose disk has eight tokens more of a prompt that begins alike."""
     under_test = settled(prefix_cache=True, overcommit=3.0)
-    (group,) = under_test.holders("memory0")
+    (group,) = under_test._residents.holders("memory0")
     disk = under_test.disks._disks["memory0"]
     keys = keys_of("", ids_of(range(48)), 48)[20:]
     disk.put(keys, disk.allocate_blocks(len(keys)))

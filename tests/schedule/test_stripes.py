@@ -8,21 +8,22 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lamina.control.messages import MemorySetup
 from lamina.core.errors import RequestError
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
 from lamina.core.topology import FIRST, Member, Topology
 from lamina.core.types import AttentionSpec, DType, Overlap, Request, SamplingParams, Segment
 from lamina.dataplane.wire import check_segments
-from lamina.engine.reading import segments_of
 from lamina.engine.stats import holdings
+from lamina.engine.updates import segments_of
 from lamina.kv import prefix_cache
 from lamina.kv.stripes import StripedPlacement
 from lamina.memory.store import KvStore
 from lamina.schedule.admission import SHARE
 from lamina.schedule.turn import Turn
-from tests.schedule.test_turn import ENOUGH, FIXED, Driver
 from tests.support.schedules import ATTENTIONS, LIMITS, client
+from tests.support.turn_driver import ENOUGH, FIXED, Driver
 
 pytestmark = pytest.mark.usefixtures("impatient")
 
@@ -57,8 +58,8 @@ class Striped(Driver):
 
     @staticmethod
     def store(number: int, capacity: int) -> KvStore:
-        overlap = Overlap()
-        return KvStore(f"memory{number}", [SPEC], DType.FLOAT32, capacity, 1, overlap, head_shards=SHARDS.count)
+        setup = MemorySetup([SPEC], DType.FLOAT32, capacity, 1, Overlap(), False, head_shards=SHARDS.count)
+        return KvStore(f"memory{number}", setup)
 
     def come(self, name: str) -> None:
         """It begins like others, or like none."""

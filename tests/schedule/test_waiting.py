@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from lamina.core.errors import OverloadedError
 from lamina.core.requests import Completion, Group
 from lamina.core.types import Client, Request, SamplingParams
-from lamina.schedule.waiting import Places, WaitingQueue
+from lamina.schedule.limits import Places
+from lamina.schedule.policy import WaitingQueue
 
 NUMBERS = itertools.count()
 

@@ -32,7 +32,7 @@ def check_turn(run: "Simulation") -> None:
     scheduler = engine._scheduler
     running = collections.Counter(group for lane in scheduler._lanes for group in lane.running)
     waiting = collections.Counter([*scheduler._admissions._queue, *scheduler._admissions._skipped])
-    waiting.update(list(scheduler._holding._parked))
+    waiting.update(list(scheduler._holding._waiting))
     waiting.update(list(scheduler.disks.held))
     for name, group in scheduler._requests.items():
         places = running[group] + waiting[group]
@@ -80,7 +80,9 @@ def check_quiet(run: "Simulation") -> None:
     require(not engine._tracked and not scheduler._requests, "ended requests are still known")
     require(not len(engine._places), "ended requests still have places")
     require(not engine._turn.in_flight, "steps are in flight although nothing runs")
-    require(not scheduler._seats.total and not scheduler._seats.leaving, "ended sequences still have seats")
+    require(
+        not scheduler._dealer.seats.total and not scheduler._dealer.seats.leaving, "ended sequences still have seats"
+    )
     placement, prefixes = scheduler.placement, scheduler.prefixes
     for place in placement.capacities:
         left = placement.reserved[place], placement.returning[place], placement.sequences[place]

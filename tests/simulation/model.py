@@ -90,7 +90,7 @@ class HashRunner(NativeRunner):
         super().__init__(DType.FLOAT32)
         self._on_slice = on_slice
 
-    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
+    def reserve(self, rows: int, draws: int, shards: int) -> None:
         """Nothing is reserved."""
 
     def padded(self, rows: int) -> int:
@@ -102,12 +102,9 @@ class HashRunner(NativeRunner):
         rows: Rows,
         attention: torch.Tensor | None,
         context: tuple[torch.Tensor, ...],
-        on_query: Callable[[torch.Tensor], None] | None,
     ) -> SliceOutput:
         self._on_slice(len(rows.ids))
         q = torch.zeros(len(rows.ids), QUERY_HEADS, SIZE)
-        if on_query is not None:
-            on_query(q)
         states = self._states(index, rows, attention, context)
         v = torch.from_numpy(values(states, index))
         return SliceOutput((q, v * 0.125, v, torch.from_numpy(states.view(np.int64).reshape(-1, 1).copy())))

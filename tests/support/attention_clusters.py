@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.runner import NativeRunner
+from lamina.control.messages import MemorySetup
 from lamina.core.heads import HeadShards
 from lamina.core.steps import StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap
@@ -39,7 +40,7 @@ SPECS = [
 ]
 
 
-overlaps = st.builds(Overlap, q_first=st.booleans(), mini_batches=st.integers(1, 3))
+overlaps = st.builds(Overlap, mini_batches=st.integers(1, 3))
 
 
 class Memory:
@@ -50,7 +51,9 @@ class Memory:
     ) -> None:
         self.station = station
         self.store = KvStore(
-            station.name, specs, DType.FLOAT32, capacity, 1, overlap, device=device, head_shards=shards
+            station.name,
+            MemorySetup(specs, DType.FLOAT32, capacity, 1, overlap, False, head_shards=shards),
+            device,
         )
         self.puller = Puller(station.fetch, station.arena, station.plan, self.store)
 
@@ -169,10 +172,8 @@ def attend(
 ) -> np.ndarray:
     """One attention as a step runs it."""
     spec = cluster.specs[layer]
-    q, k, v = map(torch.from_numpy, tensors)
-    output = SliceOutput((q, k, v))
-    exchange.send_queries(layer, spec, q)
-    exchange.send_kv(layer, spec, output)
+    output = SliceOutput(tuple(map(torch.from_numpy, tensors)))
+    exchange.send_requests(layer, spec, output)
     chunks = exchange.attend_chunks(spec, output)
     cluster.mail.expect(0, exchange.peers)
     while missing := cluster.mail.missing[0]:

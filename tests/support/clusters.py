@@ -306,7 +306,7 @@ class Cluster:
 
     def drop(self, number: int) -> None:
         """Drop the KV of a request that has some."""
-        holders = [group for memory in self.memories for group in self.scheduler.holders(memory.name)]
+        holders = [group for memory in self.memories for group in self.scheduler._residents.holders(memory.name)]
         if holders:
             self.scheduler.preempt(holders[number % len(holders)])
 

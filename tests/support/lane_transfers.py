@@ -78,10 +78,9 @@ def check_lanes(
         in_place: list[Any] = [b""] * workers
         if turn < 2:
             in_place, places = mapped(kit, rng, moves, [tensor[0].nbytes // shards for tensor in fixed])
-            queries, keys, values = transfer.all(fixed[0], fixed[1], fixed[2], places)
+            queries, keys, values = transfer.fill_messages(fixed[0], fixed[1], fixed[2], places)
         else:
-            queries = [each.copy() for each in transfer.queries(fixed[0])]
-            keys, values = transfer.keys_values(fixed[1], fixed[2])
+            queries, keys, values = transfer.fill_messages(fixed[0], fixed[1], fixed[2])
         for got, source, groups in ((queries, q, moves.queries), (keys, k, moves.appends), (values, v, moves.appends)):
             assert len(got) == len(groups)
             for message, shard_numbers, body in zip(got, groups, in_place, strict=True):

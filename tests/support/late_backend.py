@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lamina.compute.device.emulated import Emulated
-from lamina.compute.device.kit import Cut, Replay
+from lamina.compute.device.kit import Replay
 from lamina.kernels.gpu.backend import ALIGNMENT, Program
 from lamina.kernels.gpu.interpreter import Interpreter
 from lamina.transport.arena import HostMemory
@@ -142,10 +142,11 @@ class LateKit(Emulated):
         self.queue = Queue()
         self.mode = _Flushing(self.queue)
 
-    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+    def capture(self, work: Callable[[], object]) -> Replay:
         """See ``Kit``."""
         self.queue.flush()
-        return [lambda replay=replay: self.queue.put(replay) for replay in super().capture(work)]  # type: ignore[misc]
+        replay = super().capture(work)
+        return lambda: self.queue.put(replay)
 
     def write_rows(self, source: torch.Tensor, table: torch.Tensor, bodies: torch.Tensor, lead: int) -> None:
         """See ``Kit``."""

@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lamina.core.types import SamplingParams
+
 VOCABULARY = 96
 LAYERS = 2
 BOS, EOS, PAD = 0, 1, 2
@@ -271,3 +273,29 @@ def greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
     )
     continuation: list[int] = out[0, len(prompt) :].tolist()
     return continuation
+
+
+def best_beams(
+    model: PreTrainedModel, prompt: list[int], params: SamplingParams, ends: list[int]
+) -> list[tuple[list[int], float]]:
+    """Return the ``n`` best continuations by Hugging Face's beam search, without padding, and their scores."""
+    more: dict[str, Any] = {"min_new_tokens": params.min_tokens} if params.min_tokens else {}
+    found = model.generate(
+        torch.tensor([prompt]),
+        num_beams=params.n,
+        num_return_sequences=params.n,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=params.max_tokens,
+        eos_token_id=ends or None,
+        pad_token_id=PAD,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **more,
+    )
+    answers = []
+    for tokens, score in zip(found.sequences[:, len(prompt) :].tolist(), found.sequences_scores.tolist(), strict=True):
+        stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+        answers.append((tokens[:stop], score))
+    return answers

@@ -15,12 +15,13 @@ from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
 from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingParams, StructuredOutputs
 from lamina.engine.engine import Engine
-from lamina.engine.updates import RequestUpdate, Whole, whole
+from lamina.engine.updates import RequestUpdate, Whole
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
 from tests.support.random_models import SERVED_VOCABULARY, greedy, served
 from tests.support.waiting import END_S, wait_until
+from tests.support.whole_outputs import whole
 
 Prompt = tuple[list[int], SamplingParams]
 LONG = SamplingParams(max_tokens=100, ignore_eos=True, temperature=0.0)

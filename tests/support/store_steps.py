@@ -4,11 +4,11 @@ from typing import Any
 
 import numpy as np
 
+from lamina.control.messages import MemorySetup
 from lamina.core.steps import Admission, DecodeRows, SequenceStep, StepPlan
 from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams, Segment
 from lamina.dataplane.wire import body_nbytes
-from lamina.memory.store import KvStore
-from lamina.memory.tables import StepTables
+from lamina.memory.store import KvStore, StepTables
 
 ROWS, SEQUENCES, CAPACITY = 12, 4, 400
 
@@ -41,7 +41,7 @@ def serve(store: KvStore, step: StepTables, rng: np.random.Generator) -> list[np
 
 def opened(device: str, specs: list[AttentionSpec], overlap: Overlap, kv: Any, shards: int) -> KvStore:
     """A store with empty sequences."""
-    store = KvStore("memory0", specs, DType.FLOAT32, CAPACITY, 1, overlap, kv, device, shards)
+    store = KvStore("memory0", MemorySetup(specs, DType.FLOAT32, CAPACITY, 1, overlap, False, kv, shards), device)
     heads = 0, specs[0].kv_heads
     segments = [Segment(each, "memory0", heads, (0, None)) for each in range(SEQUENCES)]
     admitted = [Admission(each, 1, 1, [segments[each]], SamplingParams(), 0) for each in range(SEQUENCES)]

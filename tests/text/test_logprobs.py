@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from lamina.control.frontend_messages import CompletionTokens
 from lamina.control.logprobs import pack
 from lamina.core.types import FinishReason, Logprob, Request, SamplingParams
-from lamina.engine.reading import Reading
-from lamina.engine.updates import RequestUpdate, TokenUpdate, Whole
+from lamina.engine.updates import Reading, RequestUpdate, TokenUpdate, Whole
 from lamina.models.directory import find
 from lamina.serve.answers import Sent
 from lamina.serve.openai_answers import ChatWriter, completion_choice

@@ -18,7 +18,7 @@ from lamina.core.topology import Epoch, Member, Topology
 from lamina.dataplane.channel import Channel
 from lamina.dataplane.leases import DOORBELLS, SLOTS, ArenaPlan, Lease, lease_nbytes
 from lamina.dataplane.transport_choice import Offer, Transport
-from lamina.engine.epochs import Ending
+from lamina.engine.losses import Ending
 from lamina.worker import fence as fences
 from lamina.worker import links as linking
 from lamina.worker.fence import Fence

@@ -169,7 +169,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         self._shared.pop(key).close()
 
     def connect(self, descriptor: bytes, timeout_s: float) -> RdmaPeer:
-        where = listener.decode(descriptor, "rdma")
+        where = listener.decode(descriptor, "rdma", Descriptor)
         with contextlib.ExitStack() as undo:
             connection, pair, granted = self._join(where, timeout_s, undo)
             sender = Sender(self._registered().device, pair, granted, where.name)

@@ -1,6 +1,6 @@
 """The protocol of devices. Nothing above it asks which device it is."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -129,10 +129,9 @@ class Runner(Carrier, Protocol):
     def sinks(self) -> Sequence[Floats | None]:
         """The sink logits float32 [Hq] of each attention before one of ``slices``, or None."""
 
-    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
+    def reserve(self, rows: int, draws: int, shards: int) -> None:
         """Prepare for steps of up to ``rows`` rows, of which ``draws`` draw a token: take the device's memory that they
-        need, and keep it; record them. ``queries_first``: ``run`` may be given ``on_query``. ``shards``: to a row, see
-        ``Moves``.
+        need, and keep it; record them. ``shards``: to a row, see ``Moves``.
 
         Raises torch.OutOfMemoryError if there is too little.
         """
@@ -146,9 +145,8 @@ class Runner(Carrier, Protocol):
         rows: Rows,
         attention: torch.Tensor | None,
         context: tuple[torch.Tensor, ...],
-        on_query: Callable[[torch.Tensor], None] | None,
     ) -> SliceOutput:
-        """q, k, v and context of slice ``index``, not the last; ``on_query`` is called with q before k and v exist.
+        """Return q, k, v and context of slice ``index``, not the last.
 
         ``attention`` and ``context`` may be in host memory. The next slice that runs here may overwrite q, k and v;
         ``context`` stays valid until two more slices have run with the same ``rows``.
@@ -171,19 +169,15 @@ class Transfers(Protocol):
 
     lingers: bool
 
-    def queries(self, q: torch.Tensor) -> Sequence[Array]:
-        """Return the shards of q [rows, Hq, D] that travel, in the order of messages: [Rq, Hq / n, D] each."""
-
-    def keys_values(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Sequence[Array], Sequence[Array]]:
-        """Return the shards of k [rows, Hkv, D] and v [rows, Hkv, Dv] that travel, in the order of messages."""
-
-    def all(
+    def fill_messages(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bodies: Sequence[int] = ()
     ) -> tuple[Sequence[Array], Sequence[Array], Sequence[Array]]:
-        """``queries`` and ``keys_values`` at once.
+        """Return the shards of q [rows, Hq, D], k [rows, Hkv, D] and v [rows, Hkv, Dv] that travel, by message:
+        [Rq, Hq / n, D], [Rk, Hkv / n, D] and [Rk, Hkv / n, Dv] each.
 
-        ``bodies``: by message, an address that has been mapped, where its k, v and q are written one after another and
-        not in its arrays; 0: none.
+        Args:
+            bodies: by message, an address that has been mapped, where its k, v and q are written one after another and
+                not in its arrays; 0: none.
         """
 
     def merged(

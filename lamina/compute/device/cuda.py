@@ -6,14 +6,14 @@ import logging
 import os
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lamina.compute.device.kit import Cut, Replay
+from lamina.compute.device.kit import Replay
 from lamina.core.errors import ConfigError, TransportError
 from lamina.kernels.gpu.device import set_up_cuda
 from lamina.kernels.gpu.expert_product import ELEMENTS
@@ -47,32 +47,23 @@ class Cuda:
         # torch's kernels for other GPUs read on the host how many rows each expert has.
         self.grouped = torch.cuda.get_device_capability(self.place)[0] in (9, 10)
 
-    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+    def capture(self, work: Callable[[], object]) -> Replay:
         """Record a CUDA graph. Graphs share one pool of memory: they are replayed one after another."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        graphs: list[torch.cuda.CUDAGraph] = []
-
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-
-        def cut() -> None:
-            graphs[-1].capture_end()
-            begin()
-
+        graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            work(lambda: None)  # libraries load and allocate at their first call, which cannot be recorded
+            work()  # libraries load and allocate at their first call, which cannot be recorded
             self._stream.synchronize()
-            begin()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                work(cut)
+                work()
             except BaseException:
-                self._drop(graphs[-1])
+                self._drop(graph)
                 raise
-            graphs[-1].capture_end()
+            graph.capture_end()
         current.wait_stream(self._stream)
-        return [graph.replay for graph in graphs]
+        return graph.replay
 
     def _drop(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a recording that has failed. Its pool of memory may be left as if it were still being recorded to."""
@@ -88,15 +79,14 @@ class Cuda:
         compiled: Main = torch.compile(graph, dynamic=True, fullgraph=True)
         return compiled
 
-    def time_replays(self, replays: Sequence[Replay]) -> float:
+    def time_replay(self, replay: Replay) -> float:
         """Return the median time over rounds, in seconds."""
         times = list[float]()
         for _ in range(TIMED_ROUNDS):
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
             for _ in range(TIMED_CALLS):
-                for replay in replays:
-                    replay()
+                replay()
             stop.record()
             stop.synchronize()
             times.append(start.elapsed_time(stop) / 1e3 / TIMED_CALLS)

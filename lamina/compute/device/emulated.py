@@ -2,7 +2,7 @@
 
 import ctypes
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lamina.compute.device.kit import Cut, Replay
+from lamina.compute.device.kit import Replay
 from lamina.lowering.gpu_slices import Main
 from lamina.splitter import as_numpy
 from lamina.transport.device.inboxes import SharedMaker
@@ -27,27 +27,26 @@ class Emulated:
     def __init__(self) -> None:
         self._recorder: _Recorder | None = None
 
-    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+    def capture(self, work: Callable[[], object]) -> Replay:
         """Record the work. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they
         used."""
         recorder = _Recorder()
-        work(lambda: None)
+        work()
         self._recorder = recorder
         try:
             with recorder:
-                work(recorder.next_part)
+                work()
         finally:
             self._recorder = None
-        return recorder.replays
+        return recorder.replay
 
     def compiled(self, graph: Main) -> Main | None:
         """Return None: only operators can be recorded here, not a compiled graph."""
         return None
 
-    def time_replays(self, replays: Sequence[Replay]) -> float:
+    def time_replay(self, replay: Replay) -> float:
         start = time.perf_counter()
-        for replay in replays:
-            replay()
+        replay()
         return time.perf_counter() - start
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
@@ -115,27 +114,16 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators in parts.
-
-    Attributes:
-        replays: for each part, a function that runs it again.
-    """
+    """Records operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Replay] = []
-        self.replays: list[Replay] = []
-        self.next_part()
 
-    def next_part(self) -> None:
-        """Begin another part."""
-        calls = self._calls = []
-
-        def replay() -> None:
-            for call in calls:
-                call()
-
-        self.replays.append(replay)
+    def replay(self) -> None:
+        """Run everything recorded again."""
+        for call in self._calls:
+            call()
 
     def record_call(self, call: Replay) -> None:
         """Record what is no operator of torch."""

@@ -5,7 +5,7 @@ compile only what they use.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from lamina.lowering.gpu_slices import Main, PlacedSlice
 
 logger = logging.getLogger(__name__)
 
-Record = Callable[[Main], Sequence[Replay]]
+Record = Callable[[Main], Replay]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Fusion:
         self._fused: dict[Main, Main | None] = {}
         self._failed = set[Main]()
 
-    def record(self, piece: PlacedSlice, rows: int, record: Record) -> Sequence[Replay]:
+    def record(self, piece: PlacedSlice, rows: int, record: Record) -> Replay:
         """Return the faster of two recordings of a slice for so many rows, by ``record``. The first time, makes
         both."""
         graph = piece.graph
@@ -62,7 +62,7 @@ class Fusion:
         if known is not None:
             return fused
         plain = record(graph)
-        found = Seconds(self._kit.time_replays(plain), self._kit.time_replays(fused))
+        found = Seconds(self._kit.time_replay(plain), self._kit.time_replay(fused))
         logger.info("a slice of %d rows: %.1f us, fused %.1f", rows, 1e6 * found.plain, 1e6 * found.fused)
         self._known[key] = found
         tuning_cache.save(self._path, (tuning_cache.load(self._path, dict[str, Seconds]) or {}) | self._known)

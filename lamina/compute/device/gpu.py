@@ -3,8 +3,7 @@
 What differs between a card and the emulation of one for tests is a ``Kit``.
 """
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +16,7 @@ from lamina.compute.device.base import Floats, Partial
 from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.fusion import Fusion
-from lamina.compute.device.kit import ROWS, Cut, Kit, Replay, padded_rows
+from lamina.compute.device.kit import ROWS, Kit, Replay, padded_rows
 from lamina.compute.device.rehearsal import rehearse
 from lamina.compute.device.sums import GpuSums
 from lamina.compute.device.transfers import GpuTransfers, Lines
@@ -129,26 +128,19 @@ class GpuRunner(GpuCarrier):
         self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce, kit.grouped), strict=True))
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
-        self._recorded: dict[tuple[int, int, bool], _Recorded] = {}
+        self._recorded: dict[tuple[int, int], _Recorded] = {}
         # Ranks would have to choose alike, and to time the same recordings at once.
         self._fusion = Fusion(kit) if reduce is None else None
 
-    def reserve(self, rows: int, draws: int, queries_first: bool, shards: int) -> None:
-        rehearse(self, rows, draws, queries_first, shards)
+    def reserve(self, rows: int, draws: int, shards: int) -> None:
+        rehearse(self, rows, draws, shards)
 
     def padded(self, rows: int) -> int:
         return padded_rows(rows)
 
-    def run(
-        self,
-        index: int,
-        rows: Rows,
-        attention: Tensor | None,
-        context: tuple[Tensor, ...],
-        on_query: Callable[[Tensor], None] | None,
-    ) -> SliceOutput:
+    def run(self, index: int, rows: Rows, attention: Tensor | None, context: tuple[Tensor, ...]) -> SliceOutput:
         arrived = context if attention is None else (attention, *context)
-        results = self._results(index, rows, arrived, on_query)
+        results = self._results(index, rows, arrived)
         return SliceOutput((*results[:3], *(tensor.clone() for tensor in results[3:])))
 
     def logits(self, rows: Rows, attention: Tensor, context: tuple[Tensor, ...], chosen: Tensor) -> Tensor:
@@ -156,11 +148,9 @@ class GpuRunner(GpuCarrier):
         which = torch.nn.functional.pad(chosen, (0, count - len(chosen)))
         arrived = [tensor[which.to(tensor.device)] for tensor in (attention, *context)]
         few = Rows(rows.ids[which], rows.positions[which])
-        return self._results(len(self.attentions), few, arrived, None)[0][: len(chosen)]
+        return self._results(len(self.attentions), few, arrived)[0][: len(chosen)]
 
-    def _results(
-        self, index: int, rows: Rows, arrived: Sequence[Tensor], on_query: Callable[[Tensor], None] | None
-    ) -> Sequence[Tensor]:
+    def _results(self, index: int, rows: Rows, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, count = self._slices[index], len(rows.ids)
         placed = self._placed(rows)
         prepared = placed.prepared.get(piece.prelude_key)
@@ -168,16 +158,17 @@ class GpuRunner(GpuCarrier):
             prepared = placed.prepared[piece.prelude_key] = piece.prepare(rows.positions)
         if count > ROWS[-1] or not piece.capturable:
             there = [tensor.to(self._kit.place) for tensor in arrived]
-            return piece(prepared, placed.ids, placed.positions, there, on_query)
+            return piece(prepared, placed.ids, placed.positions, there)
         self._take_in(piece, rows, placed, prepared)
         inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
         for fixed, tensor in zip(inputs, arrived, strict=True):
             if fixed.data_ptr() != tensor.data_ptr():
                 fixed.copy_(tensor)
-        key = index, count, on_query is not None
-        if key not in self._recorded:
-            self._recorded[key] = self._record(piece, count, inputs, cuts=on_query is not None)
-        return self._recorded[key].run(on_query)
+        recorded = self._recorded.get((index, count))
+        if recorded is None:
+            recorded = self._recorded[index, count] = self._record(piece, count, inputs)
+        recorded.replay()
+        return recorded.results
 
     def _placed(self, rows: Rows) -> _Placed:
         if not isinstance(rows.placed, _Placed):
@@ -203,43 +194,29 @@ class GpuRunner(GpuCarrier):
         """Fixed memory for ``count`` rows of this kind."""
         return self.lines.fixed_rows(what, count, tuple(like.shape[1:]), like.dtype)
 
-    def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor], cuts: bool) -> "_Recorded":
+    def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor]) -> "_Recorded":
         """Record a slice for so many rows; what it reads is in fixed memory."""
         ids = self._at("ids", count, torch.empty(0, dtype=torch.int64))
         positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
         prepared = self._prepared[piece.prelude_key, count]
         fixed: list[Tensor] = []
 
-        def work(cut: Cut, main: Main | None = None) -> None:
-            def on_query(q: Tensor) -> None:
-                self._at("out 0", count, q).copy_(q)
-                cut()
-
-            results = piece(prepared, ids, positions, inputs, on_query if cuts else None, main)
+        def work(main: Main) -> None:
+            results = piece(prepared, ids, positions, inputs, main)
             fixed[:] = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
-            for number, (target, tensor) in enumerate(zip(fixed, results, strict=True)):
-                if number or not cuts:
-                    target.copy_(tensor)
+            for target, tensor in zip(fixed, results, strict=True):
+                target.copy_(tensor)
 
-        if cuts or self._fusion is None:
-            return _Recorded(self._kit.capture(work), fixed)
-        capture = self._kit.capture
-        replays = self._fusion.record(piece, count, lambda main: capture(functools.partial(work, main=main)))
-        return _Recorded(replays, fixed)
+        def record(main: Main) -> Replay:
+            return self._kit.capture(lambda: work(main))
+
+        replay = record(piece.graph) if self._fusion is None else self._fusion.record(piece, count, record)
+        return _Recorded(replay, fixed)
 
 
 @dataclass(frozen=True)
 class _Recorded:
     """A slice that runs by replaying; ``results`` is where it leaves its results."""
 
-    parts: Sequence[Replay]
+    replay: Replay
     results: Sequence[Tensor]
-
-    def run(self, on_query: Callable[[Tensor], None] | None) -> Sequence[Tensor]:
-        first, *others = self.parts
-        first()
-        if on_query is not None:
-            on_query(self.results[0])
-        for part in others:
-            part()
-        return self.results

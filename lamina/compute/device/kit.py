@@ -1,6 +1,6 @@
 """What differs between a card and the emulation of one for tests; all other code for GPUs runs on both."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,6 @@ def padded_rows(rows: int) -> int:
     return next((size for size in ROWS if size >= rows), -(-rows // MULTIPLE) * MULTIPLE)
 
 
-Cut = Callable[[], None]
 Replay = Callable[[], None]
 
 
@@ -40,16 +39,16 @@ class Kit(Protocol):
     grouped: bool
     name: str
 
-    def capture(self, work: Callable[[Cut], None]) -> Sequence[Replay]:
+    def capture(self, work: Callable[[], object]) -> Replay:
         """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same
-        memory, in parts: one up to each call of its argument, and the rest. ``work`` may be called more than once."""
+        memory. ``work`` may be called more than once."""
 
     def compiled(self, graph: Main) -> Main | None:
         """Return the graph with its operators fused, for all numbers of rows: compiles when it is called, which raises
         RuntimeError for what cannot be fused. None: nothing is fused here."""
 
-    def time_replays(self, replays: Sequence[Replay]) -> float:
-        """Return how long these take, one after another."""
+    def time_replay(self, replay: Replay) -> float:
+        """Return how many seconds a recording takes."""
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """Return the attention of a chunk to itself; None if the card has no fused kernel for this element type."""

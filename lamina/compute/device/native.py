@@ -28,21 +28,17 @@ class NativeTransfers:
         self._replies: dict[tuple[int, ...], Arrays] = {}
         self._here: tuple[Sequence[Partial], list[Arrays]] = (), []
 
-    def queries(self, q: Tensor) -> list[Array]:
-        array = as_numpy(q)
-        return [self._take(array, shards) for shards in self._moves.queries]
-
-    def keys_values(self, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array]]:
-        keys, values = as_numpy(k), as_numpy(v)
-        appends = self._moves.appends
-        return [self._take(keys, shards) for shards in appends], [self._take(values, shards) for shards in appends]
-
-    def all(
+    def fill_messages(
         self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
     ) -> tuple[list[Array], list[Array], list[Array]]:
         """Return q, k and v as the arrays of messages. ``bodies`` are all 0: no memory of peers is mapped."""
         assert not any(bodies)
-        return self.queries(q), *self.keys_values(k, v)
+        asked, kept = self._moves.queries, self._moves.appends
+        queries, keys, values = (
+            [self._take(array, shards) for shards in which]
+            for array, which in ((as_numpy(q), asked), (as_numpy(k), kept), (as_numpy(v), kept))
+        )
+        return queries, keys, values
 
     def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
         return as_numpy(k), as_numpy(v)

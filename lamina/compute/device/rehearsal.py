@@ -4,8 +4,6 @@ Afterwards every slice is recorded for every number of rows, with what moves the
 have loaded, and torch holds the memory that the largest step needs: it keeps what it has once allocated.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -22,21 +20,17 @@ COSTLIEST = SamplingParams(top_p=0.5, top_k=0, min_p=1e-9, repetition_penalty=1.
 """What needs most memory to draw from."""
 
 
-def rehearse(runner: Runner, rows: int, draws: int, queries_first: bool, shards: int) -> None:
+def rehearse(runner: Runner, rows: int, draws: int, shards: int) -> None:
     """Run steps of up to ``rows`` rows, of which up to ``draws`` draw a token, on a device whose memory torch manages.
 
-    ``queries_first``: q of steps that decode is asked for before k and v. ``shards``: of heads, in which rows travel.
-    Raises torch.OutOfMemoryError.
+    ``shards``: of heads, in which rows travel. Raises torch.OutOfMemoryError.
     """
     most = runner.padded(rows)
     for count in sorted({most, *(each for each in ROWS if each < most)}, reverse=True):  # the smaller fit in after that
-        for on_query in (None, _ignore) if queries_first else (None,):
-            _run(runner, count, min(count, draws), on_query, shards, rows if count == most else 0)
+        _run(runner, count, min(count, draws), shards, rows if count == most else 0)
 
 
-def _run(
-    runner: Runner, count: int, draws: int, on_query: Callable[[Tensor], None] | None, shards: int, chunk: int
-) -> None:
+def _run(runner: Runner, count: int, draws: int, shards: int, chunk: int) -> None:
     """One step of ``count`` rows that decode, all on one memory worker.
 
     The first ``chunk`` attend to each other as well, as a prompt's do, and then tokens are drawn at the greatest cost.
@@ -57,12 +51,8 @@ def _run(
                     sample(torch.zeros_like(logits), [Row(0, params, prompt=[0], output=[0])] * draws)
             break
         spec = runner.attentions[index]
-        output = runner.run(index, step, attention, context, on_query)
-        if on_query is None:
-            transfers.all(output.q, output.k, output.v)
-        else:
-            transfers.queries(output.q)
-            transfers.keys_values(output.k, output.v)
+        output = runner.run(index, step, attention, context)
+        transfers.fill_messages(output.q, output.k, output.v)
         if chunk:
             bounds, start = np.array([0, chunk], np.int32), np.zeros(1, np.int32)
             table = SegmentTable(bounds, start, bounds, start, np.arange(chunk, dtype=np.int32))
@@ -75,7 +65,3 @@ def _context_before(runner: Runner, count: int) -> tuple[Tensor, ...]:
     first = runner.slices.start
     crossings = runner.contexts[first - 1] if first else ()
     return tuple(torch.zeros((count, *one.shape), dtype=one.dtype) for one in crossings)
-
-
-def _ignore(query: Tensor) -> None:
-    """What happens with q in a rehearsal."""

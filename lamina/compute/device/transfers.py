@@ -82,7 +82,7 @@ class Lines:
     def recorded(self, what: object, work: Callable[[], None]) -> Replay:
         """``work``, recorded at its first use."""
         if what not in self._recorded:
-            (self._recorded[what],) = self.kit.capture(lambda cut: work())
+            self._recorded[what] = self.kit.capture(work)
         return self._recorded[what]
 
     def add_copy(self, what: object, owner: object, *pairs: tuple[Tensor, Tensor]) -> None:
@@ -169,18 +169,25 @@ class GpuTransfers:
         self._merges: dict[object, _Merge] = {}
         self._replies: dict[tuple[int, int, int, bool], Tensor] = {}
 
-    def queries(self, q: Tensor) -> list[Array]:
-        return self._collect((), ("queries", q))[0]
-
-    def all(
+    def fill_messages(
         self, q: Tensor, k: Tensor, v: Tensor, bodies: Sequence[int] = ()
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        keys, values, queries = self._collect(bodies, ("appends", k), ("appends", v), ("queries", q))
+        sources = ("appends", k), ("appends", v), ("queries", q)
+        key = id(k), id(v), id(q)  # slices leave their results in the same tensors every time
+        found = self._collected.get(key)
+        if found is None:
+            recorded = self._recorded and all(self._lines.owns(source) for _, source in sources)
+            found = self._plan_collecting(sources, recorded)
+            if recorded:
+                self._collected[key] = found
+        for what, pair in found.tables:
+            self._lines.add_copy(what, self, pair)
+        pinned = found.starts
+        found.bodies[:] = [at or start for at, start in zip(bodies, pinned, strict=True)] if bodies else pinned
+        found.replay()
+        self._lines.kit.synchronize()
+        keys, values, queries = found.messages
         return queries, keys, values
-
-    def keys_values(self, k: Tensor, v: Tensor) -> tuple[list[Array], list[Array]]:
-        keys, values = self._collect((), ("appends", k), ("appends", v))
-        return keys, values
 
     def bulk(self, k: Tensor, v: Tensor) -> tuple[Array, Array]:
         """Return K and V of a chunk in pinned memory, of few sizes."""
@@ -197,24 +204,6 @@ class GpuTransfers:
 
     def wait_for_reads(self) -> None:
         self._lines.kit.synchronize()
-
-    def _collect(self, bodies: Sequence[int], *sources: tuple[str, Tensor]) -> tuple[list[Array], ...]:
-        """Return the rows of each message of these tensors [rows, H, D], by the names of their groups, in pinned
-        memory; for ``bodies`` see ``Transfers.all``."""
-        key = tuple(id(source) for _, source in sources)  # slices leave their results in the same tensors every time
-        found = self._collected.get(key)
-        if found is None:
-            recorded = self._recorded and all(self._lines.owns(source) for _, source in sources)
-            found = self._plan_collecting(sources, recorded)
-            if recorded:
-                self._collected[key] = found
-        for what, pair in found.tables:
-            self._lines.add_copy(what, self, pair)
-        pinned = found.starts
-        found.bodies[:] = [at or start for at, start in zip(bodies, pinned, strict=True)] if bodies else pinned
-        found.replay()
-        self._lines.kit.synchronize()
-        return found.messages
 
     def _plan_collecting(self, sources: Sequence[tuple[str, Tensor]], recorded: bool) -> _Collected:
         lines, count, shards = self._lines, len(self._moves.queries), self._moves.shards

@@ -112,8 +112,6 @@ class Deployment:
         kv_tokens_per_worker, prefix_cache, balance: as in ``EngineConfig``; the first and the last have no meaning for
             other systems.
         policy, slo_ttft_ms: the order of requests, as in ``EngineConfig``; without meaning for other systems.
-        victim: the choice, of ``lamina.kv.preemption``, that names the request whose KV is dropped when a memory
-            worker runs out of slots.
         profile: measured fits, which replace the package's for the kinds that it has.
         prices: the market in which it is paid; None leaves out what it costs.
         engine: what the engine of every system needs besides its kernels. Lamina's own was not measured on GPUs and is
@@ -137,7 +135,6 @@ class Deployment:
     balance: Balance = "off"
     policy: str = "fifo"
     slo_ttft_ms: int | None = None
-    victim: str = "latest"
     profile: ProfileStore | None = None
     prices: Prices | None = None
     engine: Engine = NO_OVERHEAD

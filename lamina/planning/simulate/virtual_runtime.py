@@ -26,13 +26,12 @@ from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
 from lamina.core.types import Request, SamplingParams, Segment
 from lamina.kv.placement import Placement
-from lamina.kv.preemption import POLICIES
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
+from lamina.schedule.limits import MAX_WAITING
 from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
-from lamina.schedule.waiting import MAX_WAITING
 
 TIMED = 8  # decisions are timed in one turn of this many: reading the CPU clock is a system call
 
@@ -145,7 +144,6 @@ class Simulation:
             kv_heads=shape.kv_heads,
             plan_ahead=self._config.plan_ahead,
             policy=find_policy(deployment.policy, deployment.slo_ttft_ms),
-            victim=POLICIES[deployment.victim],
             step_bound_s=None if deployment.slo_tbt_ms is None else deployment.slo_tbt_ms / 1e3,
             prefix_cache=self._shares,
             balance=deployment.balance,

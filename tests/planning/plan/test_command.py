@@ -13,7 +13,7 @@ from click import Context
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lamina.cli import app, plan_ways
+from lamina.cli import app, plan_commands
 from lamina.cluster import sizing
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import UserError
@@ -217,12 +217,12 @@ def test_a_launch_line_quantises_what_the_plan_does(
     own = replace(known, dtype=DType.FLOAT16) if model == "float16" else known
     monkeypatch.setattr(model_shapes, "find", lambda name: own)
     shape = own.stored_as("auto", weights)
-    assert plan_ways.quantization_option(shape, model, compute).strip() == expected
-    assert bool(plan_ways.unquantised(shape, model, compute)) == lacks
-    assert bool(plan_ways.untried(shape, compute)) == (weights != "auto" and compute != "cpu")
+    assert plan_commands.quantization_option(shape, model, compute).strip() == expected
+    assert bool(plan_commands.unquantised(shape, model, compute)) == lacks
+    assert bool(plan_commands.untried(shape, compute)) == (weights != "auto" and compute != "cpu")
     device = replace(hardware.load()["h100"], kind=compute)
     way = Way(kind=Kind.LOCAL, chunk=128, compute=device, compute_workers=1, tensor_parallel=1)
-    (line,) = plan_ways.launching(SimpleNamespace(way=way), shape, model, 100)  # type: ignore[arg-type]
+    (line,) = plan_commands.launching(SimpleNamespace(way=way), shape, model, 100)  # type: ignore[arg-type]
     if lacks:
         assert line == "lamina launch cannot start this yet: it lacks products of fp8 weights on CPUs."
         return
@@ -236,6 +236,6 @@ def test_a_checkpoint_that_is_quantised_already_is_launched_as_it_is(monkeypatch
     stored = replace(model_shapes.find("Llama-3-8B"), weight_dtype="fp8")
     monkeypatch.setattr(model_shapes, "find", lambda name: stored)
     for compute in ("cpu", "h100"):
-        assert plan_ways.quantization_option(stored, "m", compute) == "" and not plan_ways.unquantised(
+        assert plan_commands.quantization_option(stored, "m", compute) == "" and not plan_commands.unquantised(
             stored, "m", compute
         )

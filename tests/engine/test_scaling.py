@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import FIRST, Member, Topology
-from lamina.schedule.autoscale import HIGH, LOW, Autoscaler, Load, Windows, compute_load, memory_load
+from lamina.engine.scaling import HIGH, LOW, Autoscaler, Load, Windows, compute_load, memory_load
 from lamina.schedule.limits import Limits
 from tests.support.schedules import plan_of, request, scheduler
 

@@ -1,4 +1,4 @@
-"""Workers on their way into a cluster that serves: started, prepared and linked without holding up a step."""
+"""Workers on their way into and out of a cluster that serves, without holding up a step."""
 
 import contextlib
 import enum
@@ -6,24 +6,25 @@ import itertools
 import logging
 import string
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
 from lamina.cluster.joining import Fabric, enter, prepare_worker
 from lamina.control.agent_messages import Start
-from lamina.control.messages import Failed, Forget, ToEngine
+from lamina.control.messages import Failed, Forget, Stop, ToEngine, ToWorker
 from lamina.control.sockets import ControlServer
-from lamina.core.errors import DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
+from lamina.core.errors import ConfigError, DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
 from lamina.core.topology import Member, Role, Topology
+from lamina.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arrive
 
 
-class Stage(enum.Enum):
+class JoinStage(enum.Enum):
     """How far a joiner is. Of all joiners, one at a time is linked, and enters before the next one is linked."""
 
     PREPARING = enum.auto()
@@ -48,7 +49,7 @@ class Joiner:
     started_at: float
     conversation: Conversation[Any]
     on_failed: Callable[[LaminaError, bool], None]
-    stage: Stage = Stage.PREPARING
+    stage: JoinStage = JoinStage.PREPARING
     asked: Ask | None = None
     answers: dict[str, ToEngine] = field(default_factory=dict)
     deadline: float = 0.0
@@ -80,11 +81,9 @@ class Joins:
 
     @property
     def stages(self) -> Mapping[str, str]:
-        """How far each joiner is."""
         return {joiner.name: joiner.stage.name.lower() for joiner in list(self._joiners.values())}
 
     def count(self, role: Role) -> int:
-        """Joiners of this role."""
         return sum(joiner.role == role for joiner in self._joiners.values())
 
     def start(self, role: Role, kind: str, on_failed: Callable[[LaminaError, bool], None]) -> str:
@@ -127,10 +126,10 @@ class Joins:
             joiner.asked = next(joiner.conversation) if answers is None else joiner.conversation.send(answers)
             joiner.deadline = self._control.liveness.awake_s + joiner.asked.timeout_s
         except StopIteration as done:
-            if joiner.stage is Stage.PREPARING:
-                joiner.stage, joiner.member = Stage.PREPARED, done.value
+            if joiner.stage is JoinStage.PREPARING:
+                joiner.stage, joiner.member = JoinStage.PREPARED, done.value
             else:
-                joiner.stage = Stage.LINKED
+                joiner.stage = JoinStage.LINKED
         except LaminaError as error:
             self._fail(joiner, error)
 
@@ -148,8 +147,8 @@ class Joins:
         if joined is None or self._stale is not None or self._current is not None:
             return
         for joiner in self._joiners.values():
-            if joiner.stage is Stage.PREPARED and joiner.member is not None:
-                joiner.stage = Stage.LINKING
+            if joiner.stage is JoinStage.PREPARED and joiner.member is not None:
+                joiner.stage = JoinStage.LINKING
                 joiner.conversation = enter(self._control, self._fabric, joined(joiner.member), joiner.member)
                 self._advance(joiner, None)
                 return
@@ -157,7 +156,7 @@ class Joins:
     @property
     def _current(self) -> Joiner | None:
         """The joiner that is being linked, or was and has not entered."""
-        late = (Stage.LINKING, Stage.LINKED)
+        late = (JoinStage.LINKING, JoinStage.LINKED)
         return next((joiner for joiner in self._joiners.values() if joiner.stage in late), None)
 
     def _look_for_failures(self) -> None:
@@ -184,7 +183,7 @@ class Joins:
     def linked(self) -> Joiner | None:
         """The joiner that may enter now."""
         current = self._current
-        return current if current is not None and current.stage is Stage.LINKED else None
+        return current if current is not None and current.stage is JoinStage.LINKED else None
 
     def entered(self, joiner: Joiner) -> None:
         """Note that ``joiner`` has become a member."""
@@ -192,7 +191,7 @@ class Joins:
         log.info("%s joins %.2f s after it was started", joiner.name, time.monotonic() - joiner.started_at)
 
     def interrupt(self, lost: str) -> None:
-        """A member is lost: give up the joiner that is being linked, if one is."""
+        """Give up the joiner that is being linked, if one is: member ``lost`` is lost."""
         if (current := self._current) is not None:
             self._fail(current, TransportError(f"{current.name} was joining when {lost} was lost"), again=True)
 
@@ -202,22 +201,11 @@ class Joins:
         self._control.dismiss(joiner.name)
         if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
             self._stale = joiner.asked.kind, left
-        try:
-            self._workers.kill_worker(joiner.name, reason=str(error))
-        except TransportError as stuck:  # it may still write into its leases: nobody else gets them
-            log.warning("%s", stuck)
-        else:
-            self._forget(joiner)
+        linked = joiner.stage in (JoinStage.LINKING, JoinStage.LINKED)
+        _end_process(self._workers, self._control, joiner.name, self._members if linked else (), str(error))
         joiner.on_failed(error, again)
 
-    def _forget(self, joiner: Joiner) -> None:
-        """Tell those that may have a link to it that its process has ended."""
-        if joiner.stage not in (Stage.PREPARING, Stage.PREPARED):
-            with contextlib.suppress(UnreachableError):  # the engine's watch notices it
-                self._control.send(sorted(self._members), Forget([joiner.name]))
-
     def close(self) -> None:
-        """Forget all joiners: the engine ends."""
         for joiner in list(self._joiners.values()):
             joiner.conversation.close()
             joiner.on_failed(TransportError("the engine has stopped"), False)
@@ -227,3 +215,152 @@ class Joins:
 def _numbers(names: Iterable[str]) -> "itertools.count[int]":
     """Return an endless counter of numbers for workers started later, beyond those in ``names``."""
     return itertools.count(1 + max((int(name.lstrip(string.ascii_lowercase)) for name in names), default=-1))
+
+
+STOP_S = 10.0  # for a worker that was told to stop to exit
+
+
+class LeaveStage(enum.Enum):
+    """How far a leaver is. Up to DRAINING it is a member."""
+
+    DRAINING = enum.auto()
+    PARTING = enum.auto()  # the others end their links to it
+    STOPPING = enum.auto()
+
+
+@dataclass(eq=False)
+class Leaver:
+    """A worker that leaves.
+
+    Attributes:
+        change: number of the Change that leaves it out.
+        waiting: members that have not applied it.
+        deadline: for its process to exit.
+    """
+
+    name: str
+    role: Role
+    stage: LeaveStage = LeaveStage.DRAINING
+    change: int = 0
+    waiting: set[str] = field(default_factory=set)
+    deadline: float = 0.0
+
+
+class Leaves:
+    """All leavers. The engine's thread owns it."""
+
+    def __init__(self, control: ControlServer, workers: Workers, scheduler: Scheduler) -> None:
+        self._control, self._workers, self._scheduler = control, workers, scheduler
+        self._leavers: dict[str, Leaver] = {}
+
+    @property
+    def names(self) -> Collection[str]:
+        """All leavers that are members."""
+        return {leaver.name for leaver in self._leavers.values() if leaver.stage is LeaveStage.DRAINING}
+
+    @property
+    def parted(self) -> Collection[str]:
+        """All leavers that are members no more."""
+        return self._leavers.keys() - self.names
+
+    @property
+    def stages(self) -> Mapping[str, str]:
+        return {leaver.name: leaver.stage.name.lower() for leaver in list(self._leavers.values())}
+
+    def validate_leave(self, names: Sequence[str], topology: Topology) -> None:
+        """Raises ConfigError, with the figures, if the others have no room for what these memory workers hold."""
+        placement = self._scheduler.placement
+        going = [name for name in names if name in topology.capacities]
+        staying = topology.capacities.keys() - placement.closed - set(going)
+        if not going:
+            return
+        held = placement.held(going)
+        left = sum(placement.left(name) for name in staying)
+        if held > left:
+            hold = "holds" if len(going) == 1 else "hold"
+            raise ConfigError(
+                f"{', '.join(going)} {hold} {held} tokens, and the memory workers that stay have room for {left}. "
+                "Wait until requests have ended, or add memory workers first"
+            )
+        most = max((group.tokens for group in self._scheduler.requests), default=0)
+        total = sum(placement.capacities[name] for name in staying)
+        if most > total:
+            raise ConfigError(
+                f"a request in progress may need {most} KV tokens, and the memory workers that stay hold {total}. "
+                "Wait until it has ended, or add memory workers first"
+            )
+
+    def begin_leave(self, name: str, topology: Topology) -> None:
+        """Begin to drain a member, which leaves once nothing depends on it."""
+        role: Role = "memory" if name in topology.capacities else "compute"
+        self._leavers[name] = Leaver(name, role)
+        if role == "memory":
+            self._scheduler.drain(name)
+
+    @property
+    def ready(self) -> list[str]:
+        """Members that may leave now, once no step in flight needs them."""
+        draining = [leaver for leaver in self._leavers.values() if leaver.stage is LeaveStage.DRAINING]
+        return [one.name for one in draining if one.role == "compute" or self._scheduler.is_drained(one.name)]
+
+    def part(self, name: str, change: int, others: Collection[str]) -> None:
+        """Note that ``name`` has stopped being a member with Change number ``change``, which all ``others`` get."""
+        leaver = self._leavers[name]
+        leaver.stage, leaver.change, leaver.waiting = LeaveStage.PARTING, change, set(others)
+
+    def note_changed(self, worker: str, number: int) -> None:
+        """Record that ``worker`` has applied topology change ``number`` and all earlier ones."""
+        for leaver in self._leavers.values():
+            if leaver.stage is LeaveStage.PARTING and number >= leaver.change:
+                leaver.waiting.discard(worker)
+
+    def on_worker_lost(self, name: str) -> None:
+        """Forget a leaver that was lost before it had left."""
+        del self._leavers[name]
+
+    def apply_topology(self, topology: Topology) -> list[str]:
+        """Follow a loss of members. Returns the leavers that stay, since no other worker of their pool is left."""
+        back = []
+        for leaver in list(self._leavers.values()):
+            others = [one.name for one in topology.members if one.role == leaver.role and one.name not in self.names]
+            if leaver.stage is LeaveStage.DRAINING and not others:
+                del self._leavers[leaver.name]
+                back.append(leaver.name)
+                if leaver.role == "memory":
+                    self._scheduler.resume(leaver.name)
+        return back
+
+    def turn(self, members: Collection[str]) -> list[str]:
+        """Stop leavers that no member has a link to any more. Returns leavers whose processes have ended."""
+        left = []
+        for leaver in [one for one in self._leavers.values() if one.stage is not LeaveStage.DRAINING]:
+            leaver.waiting &= set(members)
+            if leaver.stage is LeaveStage.PARTING and not leaver.waiting:
+                leaver.stage, leaver.deadline = LeaveStage.STOPPING, self._control.liveness.awake_s + STOP_S
+                _tell(self._control, [leaver.name], Stop())
+            late = self._control.liveness.awake_s > leaver.deadline
+            if leaver.stage is LeaveStage.STOPPING and (late or leaver.name in self._workers.ended()):
+                if _end_process(self._workers, self._control, leaver.name, members):
+                    log.info("%s has left", leaver.name)
+                del self._leavers[leaver.name]
+                left.append(leaver.name)
+        return left
+
+
+def _end_process(
+    workers: Workers, control: ControlServer, name: str, linked: Collection[str], reason: str = ""
+) -> bool:
+    """End the process of a worker, and tell those that may have a link to it. False if it cannot be ended."""
+    try:
+        workers.kill_worker(name, reason=reason)
+    except TransportError as error:  # it may still write into its leases: nobody else gets them
+        log.warning("%s", error)
+        return False
+    if linked:
+        _tell(control, sorted(linked), Forget([name]))
+    return True
+
+
+def _tell(control: ControlServer, workers: Sequence[str], message: ToWorker) -> None:
+    with contextlib.suppress(UnreachableError):  # the engine's watch notices it
+        control.send(workers, message)

@@ -1,15 +1,95 @@
-"""Deadlines of workers while the engine serves, and why workers failed."""
+"""Which workers are lost, when the others may begin the next epoch, and deadlines of steps and migrations."""
 
-from collections.abc import Iterable, Mapping
+import collections
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers, failure, silence
-from lamina.control.messages import Failed
+from lamina.control.messages import EpochEnded, Failed
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, LaminaError, TransportError
 from lamina.core.steps import Migration, StepPlan
 from lamina.core.topology import Topology
-from lamina.engine.epochs import Complaints
 from lamina.schedule.turn import Turn
+
+GRACE_S = 2.0  # from a complaint until the process of the worker must have been seen to end, or the link counts as cut
+ACKNOWLEDGE_S = 60.0  # for a worker to end an epoch: it may be inside a long slice
+
+
+@dataclass
+class Complaints:
+    """Workers that others have no link to any more, or that the engine cannot reach, while their processes run."""
+
+    _reasons: dict[tuple[str, str], tuple[str, float]] = field(default_factory=dict)
+
+    def report(self, reporter: str, worker: str, reason: str, now: float) -> None:
+        """Record that ``reporter`` cannot reach ``worker``."""
+        self._reasons.setdefault((reporter, worker), (reason, now))
+
+    def keep_members(self, topology: Topology) -> None:
+        """Forget complaints by or of workers that do not take part any more."""
+        self._reasons = {
+            pair: said
+            for pair, said in self._reasons.items()
+            if pair[1] in topology.names and (pair[0] in topology.names or pair[0] == "engine")
+        }
+
+    def due(self, topology: Topology, now: float) -> tuple[str, str] | None:
+        """Return the worker to give up, with the reason, if a complaint is older than ``GRACE_S``."""
+        if not any(now - since > GRACE_S for _, since in self._reasons.values()):
+            return None
+        worker = blamed(list(self._reasons), topology)
+        return worker, next(f"{pair[0]}: {reason}" for pair, (reason, _) in self._reasons.items() if worker in pair)
+
+
+def blamed(pairs: Collection[tuple[str, str]], topology: Topology) -> str:
+    """Return the worker to give up, of pairs (complaining, accused) of which at least one cannot reach the other.
+
+    Either may be the one whose network fails: it is the one in most pairs. The last worker of its role is given up only
+    if no other is in any pair; of equals, the last memory worker, which costs least.
+    """
+    counts = collections.Counter(member for pair in set(pairs) for member in topology.members if member.name in pair)
+    spare = [member for member in counts if topology.lacks([member.name]) is None]
+    return max(spare or counts, key=lambda member: (counts[member], member.role == "memory", member.name)).name
+
+
+@dataclass
+class Ending:
+    """How far the members are with the end of an epoch.
+
+    Attributes:
+        topology: of the next epoch.
+        lost_at: when the first of the losses that end the epoch was noticed.
+        since: when the members were told.
+    """
+
+    topology: Topology
+    lost_at: float
+    since: float
+    _missing: dict[str, list[str]] = field(default_factory=dict)  # by member that has answered
+
+    def on_epoch_ended(self, worker: str, message: EpochEnded) -> bool:
+        """Record that a member has dropped the old epoch. True once all have, and none of its messages can arrive."""
+        if message.epoch == self.topology.epoch:
+            self._missing[worker] = message.missing
+        return self._missing.keys() >= self.topology.names and not any(self._missing.values())
+
+    def overdue(self, now: float) -> Mapping[str, str]:
+        """Return members to give up, with the reason: members without an answer, else the member that most wait for."""
+        waited = now - self.since
+        if waited < ACKNOWLEDGE_S:
+            return {}
+        silent = self.topology.names - self._missing.keys()
+        if silent:
+            return {name: f"it has not ended its steps within {waited:.0f} s" for name in silent}
+        pairs = [(worker, peer) for worker, missing in self._missing.items() for peer in missing]
+        worker = blamed(pairs, self.topology)
+        return {worker: f"what it sends has not reached {_others(pairs, worker)} for {waited:.0f} s"}
+
+
+def _others(pairs: Collection[tuple[str, str]], worker: str) -> str:
+    return ", ".join(sorted({name for pair in pairs if worker in pair for name in pair} - {worker}))
+
 
 PROGRESS_TIMEOUT_S = 120.0  # without progress of any worker on a step; with progress, a step may take any time
 MIGRATION_TIMEOUT_S = 600.0
@@ -38,29 +118,29 @@ class Watch:
         self._migrations: dict[int, tuple[Migration, float]] = {}  # in progress, with their deadlines
 
     def apply_topology(self, topology: Topology) -> None:
-        """Only members of ``topology`` are watched from now on."""
+        """Watch only members of ``topology`` from now on."""
         self._topology = topology
         self._complaints.keep_members(topology)
         self._failures = {worker: message for worker, message in self._failures.items() if worker in topology.names}
 
     def began(self, plan: StepPlan) -> None:
-        """A plan is about to be sent."""
+        """Record that a plan is about to be sent."""
         self.progressed([plan.lane], "engine")
         for migration in plan.migrations:
             self._migrations[migration.number] = migration, self._control.liveness.awake_s + MIGRATION_TIMEOUT_S
 
     def progressed(self, lanes: Iterable[int], worker: str) -> None:
-        """A worker has made progress on steps of these lanes."""
+        """Record that a worker has made progress on steps of these lanes."""
         for lane in lanes:
             self._progress.pop(lane, None)
             self._progress[lane] = self._control.liveness.awake_s, worker
 
     def failed(self, worker: str, message: Failed) -> None:
-        """A worker has said why it cannot continue."""
+        """Record why a worker cannot continue."""
         self._failures[worker] = message
 
     def complain(self, reporter: str, worker: str, reason: str) -> None:
-        """``reporter`` cannot reach ``worker``, whose process may still run."""
+        """Record that ``reporter`` cannot reach ``worker``, whose process may still run."""
         if worker in self._topology.names:  # not one whose loss the reporter has noticed later than the engine
             self._complaints.report(reporter, worker, reason, self._control.liveness.awake_s)
 
@@ -76,7 +156,7 @@ class Watch:
         return failed | self.ended.keys()
 
     def lost(self) -> dict[str, LaminaError]:
-        """Members that take no more part, with the cause; some of their processes may still run."""
+        """Return members that take no more part, with the cause; some of their processes may still run."""
         self.silent = self._control.liveness.suspects()
         lost: dict[str, LaminaError] = {worker: exited(worker, reason) for worker, reason in self.ended.items()}
         lost |= {worker: silence({worker: s}) for worker, s in self._control.liveness.lost().items()}
@@ -102,7 +182,7 @@ class Watch:
                 f"the last was {worker}. Look at the load and the logs of the machines of the other workers"
             )
         if self._migrations:
-            going = set(self._turn.scheduler.migrating)
+            going = set(self._turn.scheduler.moves.numbers)
             self._migrations = {one: begun for one, begun in self._migrations.items() if one in going}
         for migration, deadline in self._migrations.values():
             if now > deadline:

@@ -1,0 +1,136 @@
+"""The commands that start or simulate what `lamina plan` finds, and what Lamina lacks to start it."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lamina.core.types import DType
+
+if TYPE_CHECKING:
+    from lamina.planning.plan.model_shapes import ModelShape
+    from lamina.planning.plan.ways import Way
+    from lamina.planning.simulate.trial import Course, Trial
+
+
+def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> str:
+    """Return the `lamina simulate` command that repeats the run behind a row of the table."""
+    from lamina.planning.plan.ways import Kind
+    from lamina.planning.simulate.trial import SEED
+
+    way, deployment = trial.way, course.deployment(trial.capacity)
+    second = f" --memory {way.memory.kind}:{way.memory_workers}" if way.memory else ""
+    second = " --memory local" if way.kind is Kind.LOCAL else second
+    lanes = f" --lanes {way.lanes} --pipelining {deployment.pipelining}" if way.kind is Kind.OFFLOADED else ""
+    lanes += f" --kv-tokens-per-worker {way.segment}" if way.segment else ""
+    chosen = f"--first {trial.requests}" if course.replays else f"--draw {trial.requests} --seed {SEED}"
+    return (
+        f"lamina simulate --model {shlex.quote(model)} --system {way.kind.system} "
+        f"--compute {way.compute.kind}:{way.compute_workers}{second} --tensor-parallel {way.tensor_parallel}{lanes} "
+        f"--max-num-seqs {deployment.max_num_seqs} --max-num-batched-tokens {way.chunk} "
+        f"--trace {shlex.quote(str(trace))} {chosen} "
+        f"--rate-scale {course.rate_scale(trial.rate, trial.requests)} --prices {course.prices}"
+        + type_options(deployment.model)
+    )
+
+
+def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
+    """Return why `lamina launch` cannot start a way yet; None if it can."""
+    from lamina.planning.plan.ways import Kind
+
+    if way.kind is Kind.APART:
+        return "lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."
+    if way.kind is Kind.ONE_POOL:
+        return "lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."
+    lacking = missing(way, shape, model)
+    return f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}." if lacking else None
+
+
+def missing(way: "Way", shape: "ModelShape", model: str) -> list[str]:
+    """Return what `lamina launch` lacks to start a way."""
+    from lamina.cluster.pool import RUNNABLE
+    from lamina.planning.plan.ways import Kind
+
+    kinds = _typed_kinds(way)
+    lacking = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
+    if way.tensor_parallel > 1 and way.kind is Kind.LOCAL:
+        lacking.append("local memory with tensor parallelism")
+    return lacking + unquantised(shape, model, kinds[0])
+
+
+def _typed_kinds(way: "Way") -> list[str]:
+    """Return the kinds of a way's pools by the names that `lamina launch` takes."""
+    from lamina.planning.plan.hardware import ALIASES
+
+    typed = {entry: name for name, entry in ALIASES.items()}
+    return [typed.get(kind.kind, kind.kind) for kind in (way.compute, way.memory) if kind is not None]
+
+
+def launching(trial: "Trial", shape: "ModelShape", model: str, sequences: int) -> list[str]:
+    """Return the `lamina launch` command of a way, or why Lamina cannot serve it yet. ``sequences``: most at once."""
+    way = trial.way
+    if (reason := obstacle(way, shape, model)) is not None:
+        return [reason]
+    batch = f" --max-num-seqs {sequences} --max-num-batched-tokens {way.chunk}"
+    return [launch_command(way, shape, model, batch)]
+
+
+def launch_command(way: "Way", shape: "ModelShape", model: str, batch: str) -> str:
+    """Return the `lamina launch` command that starts a way. ``batch``: its options for sequences and rows."""
+    from lamina.planning.plan.model_shapes import directory_to_launch
+    from lamina.planning.plan.ways import Partition
+
+    compute, *memory = _typed_kinds(way)
+    order = f" --lanes {way.lanes} --pipelining {'rotational' if way.rotates else 'fixed'}" if memory else ""
+    return (
+        f"lamina launch --model {shlex.quote(directory_to_launch(model))} --compute {compute}:{way.compute_workers} "
+        f"--memory {f'{memory[0]}:{way.memory_workers}' if memory else 'local'}{order}"
+        + (f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else "")
+        + (" --partition head" if way.partition is Partition.HEAD else "")
+        + batch
+        + (f" --kv-tokens-per-worker {way.segment}" if way.segment else "")
+        + kv_option(shape)
+        + quantization_option(shape, model, compute)
+    )
+
+
+def kv_option(shape: "ModelShape") -> str:
+    """Return the option of ``lamina launch`` for the KV type of a plan."""
+    return "" if shape.kv_cache_dtype == "auto" else f" --kv-cache-dtype {shape.kv_cache_dtype}"
+
+
+def _quantises(shape: "ModelShape", model: str) -> bool:
+    """Return whether a plan quantises weights that the checkpoint has unquantised."""
+    from lamina.planning.plan.model_shapes import find
+
+    return shape.weight_dtype != find(model).weight_dtype
+
+
+def unquantised(shape: "ModelShape", model: str, compute: str) -> list[str]:
+    """Return what ``lamina launch`` lacks to quantise weights as planned, for compute workers of this kind."""
+    lacks = _quantises(shape, model) and (compute, shape.weight_dtype) == ("cpu", "fp8")
+    return ["products of fp8 weights on CPUs"] if lacks else []
+
+
+def quantization_option(shape: "ModelShape", model: str, compute: str) -> str:
+    """Return the options of ``lamina launch`` for weights that a plan quantises, for compute workers of this kind."""
+    if not _quantises(shape, model) or unquantised(shape, model, compute):
+        return ""
+    of_bfloat16 = (compute == "cpu" or shape.weight_dtype == "int4") and shape.dtype is not DType.BFLOAT16
+    return f" --quantization {shape.weight_dtype}" + (" --dtype bfloat16" if of_bfloat16 else "")
+
+
+def untried(shape: "ModelShape", compute: str) -> list[str]:
+    """Say what a plan for quantised weights takes for granted, for compute workers of this kind."""
+    if shape.weight_dtype == "auto" or compute == "cpu":
+        return []
+    widened = (
+        " It multiplies 8-bit floats in 16 bits, and the plan takes devices that can to do so twice as fast."
+        if shape.fp8
+        else ""
+    )
+    return [f"Lamina's product of {shape.weight_dtype} weights has never run on a GPU.{widened}"]
+
+
+def type_options(shape: "ModelShape") -> str:
+    """Return the options of ``lamina simulate`` for the types of KV and weights."""
+    return kv_option(shape) + ("" if shape.weight_dtype == "auto" else f" --weight-dtype {shape.weight_dtype}")

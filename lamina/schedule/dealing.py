@@ -1,0 +1,215 @@
+"""The lane of each request: dealt out, dealt out again, handed over or lent; and which lanes to plan for. Pure."""
+
+from collections.abc import Callable, Sequence
+
+from lamina.core.pipeline import LaneRole
+from lamina.core.requests import Group
+from lamina.core.steps import Admission, SequenceStep
+from lamina.kv.placement import Placement
+from lamina.kv.prefix_cache import PrefixCache
+from lamina.schedule.admission import Admissions, Seats
+from lamina.schedule.lane import Lane, Residents, ran
+from lamina.schedule.limits import Limits
+
+
+class Readiness:
+    """Every lane is in one of these states: it may have something to plan, it has as many steps in flight as the driver
+    allows, or it had nothing to plan last time and rests."""
+
+    def __init__(self, lanes: int) -> None:
+        """All may have something to plan."""
+        self._lanes = lanes
+        self._changed = set(range(lanes))
+        self._ahead = set[int]()
+        self._resting = set[int]()
+
+    def extend(self, lanes: int) -> None:
+        """There are ``lanes`` now; the new ones rest."""
+        self._resting.update(range(self._lanes, lanes))
+        self._lanes = max(self._lanes, lanes)
+
+    def wake(self) -> None:
+        """Any lane may have something to plan, unless enough of its steps are in flight."""
+        self._changed |= self._resting
+        self._resting.clear()
+
+    def restart(self) -> None:
+        """Any lane may have something to plan: none has a step in flight."""
+        self._changed, self._ahead, self._resting = set(range(self._lanes)), set(), set()
+
+    def note_change(self, lane: int) -> None:
+        """This lane may have something to plan."""
+        self._changed.add(lane)
+        self._resting.discard(lane)
+
+    def note_completed(self, lane: int) -> None:
+        """A step of this lane is not in flight any more."""
+        self._ahead.discard(lane)
+        self.note_change(lane)
+
+    def note_ahead(self, lane: int) -> None:
+        """Note that this lane has as many steps in flight as allowed."""
+        self._ahead.add(lane)
+        self._changed.discard(lane)
+        self._resting.discard(lane)
+
+    def note_nothing(self, lane: int) -> None:
+        """This lane had nothing to plan."""
+        self._changed.discard(lane)
+        self._resting.add(lane)
+
+    def candidates(self, moving: bool, dealing: bool) -> set[int]:
+        """Return the lanes to plan for. ``moving``: all requests are about to be dealt out again; ``dealing``: some
+        wait."""
+        if moving:
+            return set(range(self._lanes)) - self._ahead
+        if dealing and self._resting:  # the first lane planned deals to all of them
+            return self._changed | {min(self._resting)}
+        return self._changed
+
+
+class Dealer:
+    """Gives each request its lane.
+
+    Attributes:
+        active: Number of lanes in use.
+        seats: Seats of requests in them.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        placement: Placement,
+        lanes: Sequence[Lane],
+        prefixes: PrefixCache,
+        residents: Residents,
+        admissions: Admissions,
+        ready: Readiness,
+        role: Callable[[int], LaneRole],
+    ) -> None:
+        """Use all lanes at first. ``lanes``: all of them, also those added later. ``role``: what each lane runs."""
+        self.active = len(lanes)
+        self.seats = Seats(self.active, role)
+        self._rows = limits.max_num_batched_tokens
+        self._placement = placement
+        self._lanes = lanes
+        self._prefixes = prefixes
+        self._residents = residents
+        self._admissions = admissions
+        self._ready = ready
+
+    def use_lanes(self, active: int) -> None:
+        """Use the first ``active`` lanes. The caller has all requests dealt out again."""
+        self.active = active
+
+    def rows_left(self, lane: int) -> int:
+        """Return the rows of a step of this lane that sequences do not need once all of them decode."""
+        return self._rows - (self.seats.taken[lane] if lane < self.active else 0)
+
+    def deal(self) -> None:
+        """Deal waiting requests, always to the emptiest lane, as many prompts as its next step can run.
+
+        Other lanes than the one being planned admit theirs with their next plan.
+        """
+        for group in self._admissions.deal(self.seats, lambda lane: self._lanes[lane].allowance > 0):
+            own = self._lanes[group.lane]
+            own.running[group] = own.dealt[group] = None
+            own.allowance -= group.to_run
+            self.seats.add_sequences(group.lane, group.seats, group.request.client)
+            self._ready.note_change(group.lane)
+
+    def undo_deal(self, group: Group) -> None:
+        """Undo ``deal`` for a request that no worker knows of yet."""
+        own = self._lanes[group.lane]
+        del own.dealt[group], own.running[group]
+        own.allowance += group.to_run
+        self.seats.add_sequences(group.lane, -group.seats, group.request.client)
+        for worker, tokens in own.held(group).items():
+            self._placement.will_release(worker, tokens)
+            self._placement.free_slots(worker, tokens)
+        for completion in group.completions:
+            self._placement.remove_growing(completion.worker, 1)
+        self._prefixes.on_request_end(group)
+        self._prefixes.let_go(group)
+        group.share(0)
+        self._residents.forget_request(group)
+        self._admissions.note_freed()
+        group.lane = -1
+
+    def admit(self, lane: Lane) -> list[Admission]:
+        """Admit the requests dealt to the lane: the plan that is being made tells the workers."""
+        admitted = [group.admission for group in lane.dealt]
+        for group in lane.dealt:
+            self._prefixes.admit(group)
+            lane.prompts.add(group, group.completions[0])
+        lane.dealt.clear()
+        return admitted
+
+    def deal_again(self, role: Callable[[int], LaneRole], may_run: Callable[[Group], bool]) -> None:
+        """Deal all requests out again, those with most sequences first. No step is in flight. Those that may not run
+        keep their KV."""
+        lanes = self._lanes
+        self.seats = Seats(self.active, role)
+        groups = sorted((group for own in lanes for group in own.running), key=lambda group: -len(group.completions))
+        dealt = {group for own in lanes for group in own.dealt}
+        ending = [owner for own in lanes for owner in own.ending]
+        prompts_run = {group for own in lanes for group in own.prompts_run}
+        for own in lanes:
+            own.clear()
+        for group in groups:
+            decodes = group.searches or group.forked
+            group.lane, group.until = self.seats.emptiest_to_decode if decodes else self.seats.emptiest, 0
+            self.seats.add_sequences(group.lane, group.seats, group.request.client)
+            own = lanes[group.lane]
+            own.take_over(group, group in dealt, not may_run(group))
+            if group in prompts_run:
+                own.prompts_run.append(group)
+        for owner in ending:  # a request's lane releases the sequence that it may still fork from
+            lanes[owner[0].lane].ending.append(owner)
+        self._ready.restart()
+        self._admissions.note_freed()
+        for own in lanes:
+            own.allowance = self.rows_left(own.number)
+
+    def keep_prefixes(self, lane: Lane) -> None:
+        """Add the prompts that the completed steps of a lane have computed to the prefix cache."""
+        self._prefixes.keep_computed(lane.number, lane.prompts_computed(), lambda one: ran(self._lanes, one))
+
+    def hand_over(self) -> None:
+        """Let requests whose prompts have been computed in lanes for prompts decode in other lanes."""
+        for own in self._lanes[: self.active]:
+            if own.role != "prefill" or not own.prompted:
+                continue
+            self.keep_prefixes(own)
+            for group, first in own.pop_computed(self._fits_to_decode):
+                client, lane = group.request.client, self.seats.emptiest_to_decode
+                self.seats.add_sequences(own.number, -group.seats, client)
+                self.seats.add_sequences(lane, group.seats, client)
+                group.lane, group.until = lane, 0
+                self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
+                own.ending = [owner for owner in own.ending if owner[0] is not group]
+                self._lanes[lane].continue_request(group, first)
+                self._ready.note_change(lane)
+                self._admissions.note_freed()
+
+    def _fits_to_decode(self, group: Group) -> bool:
+        return group.seats <= self.rows_left(self.seats.emptiest_to_decode)
+
+    def borrow(self, lane: Lane, chunks: list[SequenceStep]) -> Group | None:
+        """Let a lane without requests run a chunk of another lane's prompt, and wake such lanes if this one has chunks
+        to lend. Returns the request whose chunk has been added to ``chunks``.
+
+        Local memory would attend to a chunk before the chunks of other lanes are stored.
+        """
+        if self.active == 1 or self._placement.local or lane.role == "decode":
+            return None
+        if lane.running or lane.number >= self.active:
+            if chunks and lane.prompts.lendable(self._rows) is not None:
+                self._ready.wake()
+            return None
+        lenders = (one for one in self._lanes[: self.active] if one is not lane and one.prompts)
+        if (found := lane.borrow(lenders, self._rows)) is None:
+            return None
+        chunk, lender = found
+        chunks.append(chunk)
+        return lender
