@@ -10,8 +10,8 @@ from typing import Any
 from safetensors.torch import save_file
 
 from lamina.core.types import DType
-from lamina.models import directory, weights
-from lamina.models.configuration import load_config, meta_model
+from lamina.models import directory, pretrained
+from lamina.models.pretrained import load_config, meta_model
 
 MODELS: dict[str, dict[str, int]] = {
     "3m": {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -58,7 +58,7 @@ def checkpoint(name: str, place: Path) -> Path:
         config = load_config(model)
         names = sorted(meta_model(config, DType.BFLOAT16).state_dict())
         save_file(
-            weights.load(model, names, config, DType.BFLOAT16, "dummy"), part / "model.safetensors", {"format": "pt"}
+            pretrained.load(model, names, config, DType.BFLOAT16, "dummy"), part / "model.safetensors", {"format": "pt"}
         )
         part.rename(path)
     return path

@@ -1,9 +1,10 @@
-"""Adapters for families whose own code computes attention, or numbers the rows of a step as if they were positions.
+"""Adapts models of some families: their own attentions, row numbers taken for positions, parameters kept in float32.
 
 Each adapter replaces that arithmetic of one family and leaves its weights, projections and rotary embedding alone. A
 model is built with ``build_implementation``, adapted, and then switched to our implementation.
 """
 
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lamina.core.types import DType
 from lamina.splitter.attention import IMPLEMENTATION, attention
 
 
@@ -37,8 +39,21 @@ def knows_positions(model_type: str) -> bool:
     return model_type in ("bloom", "mpt")
 
 
+def keep_in_float32(model: PreTrainedModel, dtype: DType) -> None:
+    """Convert parameters of ``model`` (mutated), built in ``dtype``, to float32 where ``from_pretrained`` does.
+
+    ``_keep_in_fp32_modules`` applies to float16 only (bfloat16 has float32's range), the strict list to both.
+    """
+    kept = set(model._keep_in_fp32_modules_strict or ()) if dtype is not DType.FLOAT32 else set()
+    if dtype is DType.FLOAT16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    patterns = [re.compile(pattern.replace("*", ".*")) for pattern in kept]
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if any(pattern.search(name) for pattern in patterns):
+            tensor.data = tensor.data.float()
+
+
 def _code(module: nn.Module) -> Any:
-    """Return the Python module of a family, from one of its modules."""
     return sys.modules[type(module).__module__]
 
 

@@ -1,8 +1,7 @@
-"""The placeholder operator for attention in captured graphs, and the AttentionSpec read from it.
+"""Attentions of Hugging Face models: the marker that captured graphs have for them, and the AttentionSpec read from it.
 
-Hugging Face models call the function registered under their ``attn_implementation``. Ours is an opaque operator with a
-shape but no arithmetic; the graph is cut at it. No mask function is registered under our name, so the models build no
-mask; window and chunk are arguments instead.
+The models call the function registered under their ``attn_implementation``. No mask function is registered under our
+name, so the models build no mask; window and chunk are arguments instead.
 """
 
 import sys
@@ -14,41 +13,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lamina.core.errors import UnsupportedModelError
 from lamina.core.types import AttentionSpec
+from lamina.splitter.markers import ATTENTION
 
 IMPLEMENTATION = "lamina"
-
-
-@torch.library.custom_op("lamina::attention", mutates_args=())
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    slopes: list[float],
-    scale: float,
-    window: int,
-    chunk: int,
-    softcap: float,
-) -> Tensor:
-    raise AssertionError("lamina::attention marks where a model is cut; it must not be executed")
-
-
-@_attention.register_fake
-def _attention_shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    slopes: list[float],
-    scale: float,
-    window: int,
-    chunk: int,
-    softcap: float,
-) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
-OPERATOR = torch.ops.lamina.attention.default
 
 
 def attention(
@@ -63,7 +30,7 @@ def attention(
     chunk: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Insert the placeholder for one causal attention over one sequence.
+    """Insert the marker of one causal attention over one sequence.
 
     Args:
         query: [1, Hq, T, D].
@@ -74,7 +41,7 @@ def attention(
     Returns: [1, T, Hq, Dv], without values.
     """
     rows = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-    out: Tensor = OPERATOR(*rows, sinks, slopes or [], scale, window, chunk, softcap)
+    out: Tensor = ATTENTION(*rows, sinks, slopes or [], scale, window, chunk, softcap)
     return out.unsqueeze(0)
 
 

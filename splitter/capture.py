@@ -6,7 +6,8 @@ take another branch). Of a deep model, only enough layers are captured to see ev
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +20,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.core.errors import UnsupportedModelError
 from lamina.core.types import DType
-from lamina.splitter import adapters, layer_trace
-from lamina.splitter.attention import OPERATOR
-from lamina.splitter.operators import EXAMPLE_ROWS, Operators, write_operators
-from lamina.splitter.precision import keep_in_float32
+from lamina.splitter import adapters
+from lamina.splitter.markers import ATTENTION
+from lamina.splitter.operators import EXAMPLE_ROWS, LayerRecorder, representatives, shortest_prefix, write_operators
 from lamina.splitter.split_model import Weight
 
 
@@ -54,7 +54,7 @@ class Capture:
     @property
     def attentions(self) -> list[fx.Node]:
         """Attention operators of ``graph``, first to last."""
-        return [node for node in self.graph.nodes if node.target is OPERATOR]
+        return [node for node in self.graph.nodes if node.target is ATTENTION]
 
 
 class _Flat(nn.Module):
@@ -87,11 +87,12 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
     with torch.no_grad():
         recorder = _record(flat, mode, config)
         records = recorder.records()
-        prefix = layer_trace.shortest_prefix(records)
+        prefix = shortest_prefix(records)
         modules = dict(model.named_modules())
         layers = _layers(model, len(records) - 1)
         del layers[prefix:]
-        written = _write(flat, mode, config, recorder.writes_in_place)
+        with _tracing(config):
+            written = write_operators(flat, mode, recorder.writes_in_place)
     names = {name: target.removeprefix("model.") for name, target in written.tensors.items()}
     weights = {name: ties.get(target, target) for name, target in names.items() if target in shapes}
     constants = {name: target for name, target in names.items() if target not in shapes}
@@ -101,7 +102,7 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
         constants=constants | {name: name for name in written.literals},
         ids=written.ids,
         positions=written.positions,
-        representatives=layer_trace.representatives(records, prefix),
+        representatives=representatives(records, prefix),
         shapes={name: weight for name, weight in shapes.items() if name not in ties},
         ties=ties,
         buffer=lambda name: written.literals[name] if name in written.literals else _constant(model, modules, name),
@@ -109,7 +110,6 @@ def capture(config: PretrainedConfig, dtype: DType) -> Capture:
 
 
 def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
-    """Build the model with fake weights, ready to be traced."""
     config = copy.deepcopy(config)
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise UnsupportedModelError(
@@ -123,23 +123,18 @@ def _build(config: PretrainedConfig, dtype: DType, mode: FakeTensorMode) -> Any:
                 attn_implementation=adapters.build_implementation(config.model_type),
             )
             adapters.adapt(model, config.model_type)
-            keep_in_float32(model, dtype)
+            adapters.keep_in_float32(model, dtype)
     except Exception as error:  # families' own checks raise any type
         raise UnsupportedModelError(f"transformers cannot build {config.model_type!r} as a decoder: {error}") from error
     return model.eval()
 
 
-def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> layer_trace.Recorder:
+def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> LayerRecorder:
     """Run the whole model once without values and check that each layer has exactly one attention."""
-    recorder = layer_trace.Recorder(flat.model)
-    try:
-        # Models choose operators by whether they are being compiled; the record must see those that are captured.
-        with _compiling_state_context(), mode, recorder:
-            flat(torch.zeros(EXAMPLE_ROWS, dtype=torch.long), torch.arange(EXAMPLE_ROWS))
-    except UnsupportedModelError:
-        raise
-    except Exception as error:
-        raise _untraceable(config, error) from error
+    recorder = LayerRecorder(flat.model)
+    # Models choose operators by whether they are being compiled; the record must see those that are captured.
+    with _tracing(config), _compiling_state_context(), mode, recorder:
+        flat(torch.zeros(EXAMPLE_ROWS, dtype=torch.long), torch.arange(EXAMPLE_ROWS))
     found, layers = recorder.attentions, config.num_hidden_layers
     if found != layers:
         raise UnsupportedModelError(
@@ -155,9 +150,11 @@ def _record(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig) -> laye
     return recorder
 
 
-def _write(flat: _Flat, mode: FakeTensorMode, config: PretrainedConfig, writes_in_place: bool) -> Operators:
+@contextmanager
+def _tracing(config: PretrainedConfig) -> Iterator[None]:
+    """Raise UnsupportedModelError for whatever goes wrong while the model runs."""
     try:
-        return write_operators(flat, mode, writes_in_place)
+        yield
     except UnsupportedModelError:
         raise
     except Exception as error:

@@ -1,17 +1,21 @@
-"""Finds the minimum cut at an attention: the cheapest set of tensors to send to the next slice besides q, k and v.
+"""Cuts a captured graph at its attentions: finds the slice of each node, and the values that cross each cut.
 
 Everything an attention needs comes before its cut and everything it feeds comes after. The other nodes (the residual
-stream, a parallel feed-forward) go on the side that makes the tensors to send cheapest. A tensor used by several nodes
-is sent once, so the capacity belongs to the node, not to its edges.
+stream, a parallel feed-forward) go on the side that makes the tensors to send cheapest: a minimum cut. A tensor used by
+several nodes is sent once, so the capacity belongs to the node, not to its edges.
 """
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import networkx as nx
+import torch
+from torch import fx
 
 from lamina.core.errors import UnsupportedModelError
+from lamina.splitter.capture import Capture
 
 Node = TypeVar("Node", bound=Hashable)
 
@@ -45,7 +49,8 @@ def minimum_cut(
         targets = {entry(user) for user in users(node) if user in inside} - {"source"}
         if node in after or (node in before and not targets):
             continue
-        flow.add_edge(entry(node), ("out", node), **_capacity(cost(node)))
+        bound = cost(node)
+        flow.add_edge(entry(node), ("out", node), **({} if math.isinf(bound) else {"capacity": bound}))
         for target in targets:
             flow.add_edge(("out", node), target)  # no capacity given: infinite
             if target != "sink":
@@ -59,5 +64,108 @@ def minimum_cut(
     return before | {node for node in nodes if ("in", node) in source_side}
 
 
-def _capacity(cost: float) -> Mapping[str, float]:
-    return {} if math.isinf(cost) else {"capacity": cost}
+@dataclass(frozen=True)
+class Partition:
+    """Which slice computes each node (``home``), and which nodes' values cross each cut (``contexts``).
+
+    ``home`` omits replicable nodes, placeholders and attention operators: an attention's result is a slice's input.
+    """
+
+    home: Mapping[fx.Node, int]
+    contexts: tuple[tuple[fx.Node, ...], ...]
+    replicable: frozenset[fx.Node]
+
+
+def partition(captured: Capture) -> Partition:
+    """Cut the graph at every attention, first to last."""
+    repeated = _replicable(captured)
+    attentions = captured.attentions
+    nodes = [node for node in captured.graph.nodes if node.op == "call_function" and node not in repeated]
+    inside = set(nodes)
+    before: set[fx.Node] = set()
+    home: dict[fx.Node, int] = {}
+    contexts = []
+    for index, attention in enumerate(attentions):
+
+        def users(node: fx.Node, attention: fx.Node = attention) -> list[fx.Node]:
+            # q, k and v reach their attention through the memory workers
+            return [user for user in node.users if user is not attention]
+
+        needed = ancestors(attention.all_input_nodes) & inside
+        after = _reach([attention], lambda node: node.users) & inside
+        before = minimum_cut(nodes, users, before | needed, after, _bytes_per_token)
+        for node in before:
+            home.setdefault(node, index)
+        contexts.append(tuple(node for node in nodes if node in before and any(u not in before for u in users(node))))
+    for node in nodes:
+        home.setdefault(node, len(attentions))
+    for attention in attentions:
+        del home[attention]
+    return Partition(home, tuple(contexts), frozenset(repeated))
+
+
+def _replicable(captured: Capture) -> set[fx.Node]:
+    """Return the nodes that each slice computes itself: of ids, positions and constants alone, or weights alone."""
+    placeholders = {node for node in captured.graph.nodes if node.op == "placeholder"}
+    on_weights = {node for node in placeholders if node.name in captured.weights}
+    constants = {node for node in placeholders if node.name in captured.constants}
+    on_inputs = placeholders - on_weights
+    for node in captured.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sources = set(node.all_input_nodes)
+        if sources <= on_inputs:
+            on_inputs.add(node)
+        elif sources <= on_weights | constants:
+            on_weights.add(node)
+    return on_inputs | on_weights
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes and everything they are computed from."""
+    return _reach(nodes, lambda node: node.all_input_nodes)
+
+
+def _reach(nodes: Iterable[fx.Node], neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(neighbours(node))
+    return seen
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How a tensor holds one row per token: [1, ..., T, *shape] with ``ones`` dimensions before T."""
+
+    ones: int
+    shape: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        """Elements per token."""
+        return math.prod(self.shape)
+
+
+def row_layout(node: fx.Node) -> RowLayout | None:
+    """Return the layout of a node's value; None if it cannot be sent, as it has not exactly one row per token."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return None
+    sizes = list(value.shape)
+    ones = next((dim for dim, size in enumerate(sizes) if isinstance(size, torch.SymInt) or size != 1), len(sizes))
+    rows, shape = sizes[ones : ones + 1], sizes[ones + 1 :]
+    if not rows or not isinstance(rows[0], torch.SymInt) or not rows[0].node.expr.is_symbol:
+        return None
+    if any(isinstance(size, torch.SymInt) for size in shape):
+        return None
+    return RowLayout(ones, tuple(shape))
+
+
+def _bytes_per_token(node: fx.Node) -> float:
+    """Return the bytes per token of a node's value; infinite if it cannot be sent."""
+    layout = row_layout(node)
+    return math.inf if layout is None else layout.width * node.meta["val"].dtype.itemsize

@@ -1,12 +1,34 @@
-"""Describes a split model in figures: its kinds of slices, and the bytes per token at every cut."""
+"""Describes a split model: its kinds of slices, the bytes per token at every cut, as figures, JSON and an SVG drawing.
+
+Only distinct slices are drawn: one period of a deep model. Colours follow the reader's light or dark theme.
+"""
 
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from xml.sax.saxutils import escape
 
 from lamina.core.types import AttentionSpec
 from lamina.splitter.split_model import Cut, Slice, SplitModel
+
+_MARGIN, _LINE = 24, 18
+_SLICE_X, _SLICE_WIDTH = _MARGIN, 330
+_ATTENTION_X, _ATTENTION_WIDTH = 560, 300
+_WIDTH = _ATTENTION_X + _ATTENTION_WIDTH + _MARGIN
+_MOST_KINDS = 8
+
+_STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #1f2328 }
+  .title { font-weight: 600 } .quiet { font-size: 12px; fill: #59636e }
+  .back { fill: #ffffff } .slice { fill: #ddf4ff; stroke: #818b98 } .attention { fill: #fff1e5; stroke: #818b98 }
+  .arrow { stroke: #818b98; stroke-width: 1.5; fill: none; marker-end: url(#head) } .head { fill: #818b98 }
+  .divider { stroke: #818b98; stroke-dasharray: 4 4 }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .quiet { fill: #9198a1 }
+    .back { fill: #0d1117 } .slice { fill: #0c2d4d } .attention { fill: #4a2a10 }
+  }
+"""
 
 
 @dataclass(frozen=True)
@@ -157,3 +179,115 @@ def as_dict(model: SplitModel) -> dict[str, Any]:
             for cut in model.cuts
         ],
     }
+
+
+def svg(model: SplitModel) -> str:
+    """Return the picture, a complete SVG document."""
+    shown = kinds(model)
+    hidden = len(shown) - _MOST_KINDS
+    if hidden > 0:
+        shown = [*shown[: _MOST_KINDS - 1], shown[-1]]
+    parts: list[str] = []
+    top = 108
+    for place, kind in enumerate(shown):
+        lines = _slice_lines(kind)
+        height = _LINE * (len(lines) + 1) + 18
+        parts += _box("slice", _SLICE_X, top, _SLICE_WIDTH, height, _slice_title(kind), lines)
+        if kind.end is not None:
+            parts += _crossings(model, kind, kind.end, top, height)
+        if hidden > 0 and place == _MOST_KINDS - 2:
+            parts.append(_text(_ATTENTION_X, top + height + 44, f"... {hidden} more kinds of slices ...", "quiet"))
+        top += height + _gap(kind)
+    return "\n".join([*_head(model, top - _gap(shown[-1]) + _MARGIN), *parts, "</svg>\n"])
+
+
+def _head(model: SplitModel, height: int) -> list[str]:
+    total = total_traffic(model)
+    border = _ATTENTION_X - 36
+    summary = (
+        f"{model.config.model_type}, {model.dtype.value}: {len(model.attentions)} attentions, "
+        f"{len(model.slices)} slices of {len(kinds(model))} kinds"
+    )
+    cost = (
+        f"Per token: {size(total.q + total.kv)} to memory workers, {size(total.out)} back, "
+        f"{size(total.context)} between slices"
+    )
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}">',
+        f"<title>{escape(summary)}</title><style>{_STYLE}</style>",
+        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 8 4 0 8z" class="head"/></marker></defs>',
+        f'<rect class="back" width="{_WIDTH}" height="{height}"/>',
+        _text(_MARGIN, 34, summary, "title"),
+        _text(_MARGIN, 54, cost, "quiet"),
+        _text(_SLICE_X, 94, "Compute workers", "title"),
+        _text(_ATTENTION_X, 94, "Memory workers", "title"),
+        f'<line class="divider" x1="{border}" y1="80" x2="{border}" y2="{height - _MARGIN}"/>',
+    ]
+
+
+def _gap(kind: Kind) -> int:
+    """Height between a slice and the next: room for the result that comes back and one line per context tensor."""
+    return 60 + 16 * (len(kind.end.cut.context) if kind.end else 0)
+
+
+def _slice_title(kind: Kind) -> str:
+    word = "Slice" if len(kind.indices) == 1 else "Slices"
+    return f"{word} {ranges(kind.indices)}"
+
+
+def _slice_lines(kind: Kind) -> list[str]:
+    before_q, after_q = (_modules(names) for names in run_order(kind.slice))
+    if kind.end is None:
+        return before_q + after_q
+    return [*before_q, "— q is complete —", *(name for name in after_q if name not in before_q)]
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(short(name) for name in names))
+
+
+def _crossings(model: SplitModel, kind: Kind, end: End, top: int, height: int) -> list[str]:
+    """Return the attention beside the gap after a slice, and arrows: q, k, v there, the result back, context down."""
+    cost = traffic(model, kind.slice.index)
+    edge, bottom = _SLICE_X + _SLICE_WIDTH, top + height
+    middle = (edge + _ATTENTION_X) // 2 - 18
+    lines = attention_summary(end.attention).split(", ")
+    lines = [", ".join(lines[:2]), ", ".join(lines[2:])]
+    box_top, down = bottom - 66, _SLICE_X + 40
+    context = [f"{crossing.name.removeprefix('model.')} {list(crossing.shape)}" for crossing in end.cut.context]
+    title = f"Attention{'s' if len(kind.indices) > 1 else ''} {ranges(kind.indices)}"
+    return [
+        *_box("attention", _ATTENTION_X, box_top, _ATTENTION_WIDTH, 72, title, lines),
+        f'<path class="arrow" d="M{edge} {bottom - 50}H{_ATTENTION_X}"/>',
+        _text(middle, bottom - 55, f"q {size(cost.q)}", "quiet", "middle"),
+        f'<path class="arrow" d="M{edge} {bottom - 20}H{_ATTENTION_X}"/>',
+        _text(middle, bottom - 25, f"k, v {size(cost.kv)}", "quiet", "middle"),
+        f'<path class="arrow" d="M{_ATTENTION_X + 40} {bottom + 6}V{bottom + 26}H{edge - 20}V{bottom + _gap(kind)}"/>',
+        _text(middle, bottom + 21, f"out {size(cost.out)}", "quiet", "middle"),
+        f'<path class="arrow" d="M{down} {bottom}V{bottom + _gap(kind)}"/>',
+        _text(down + 10, bottom + 44, f"context {size(cost.context)}", "quiet"),
+        *(_text(down + 10, bottom + 60 + 16 * row, line, "quiet") for row, line in enumerate(context)),
+    ]
+
+
+def _box(kind: str, x: int, y: int, width: int, height: int, title: str, lines: list[str]) -> list[str]:
+    return [
+        f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>',
+        _text(x + 12, y + 22, title, "title"),
+        *(_text(x + 12, y + 22 + _LINE * (row + 1), line, "quiet") for row, line in enumerate(lines)),
+    ]
+
+
+def _text(x: int, y: int, text: str, style: str, anchor: str = "start") -> str:
+    return f'<text class="{style}" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def size(nbytes: int) -> str:
+    """``1536 B``, ``16 KiB``, ``2.5 MiB``."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 10_000 and ((unit == "B" and value % 1024) or value < 1024):
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"

@@ -34,8 +34,8 @@ ONLY = Rank(0, 1)
 """The rank of a replica of one process."""
 
 
-class NotAPartError(ValueError):
-    """Raised if a view of a part is not a product of index sets."""
+class MixesError(ValueError):
+    """An operator needs more than a part of its inputs, or is not known."""
 
 
 def block(size: int, rank: int, ranks: int) -> Indices:
@@ -44,8 +44,7 @@ def block(size: int, rank: int, ranks: int) -> Indices:
 
 
 def union(parts: Iterable[Part], shape: Sequence[Any]) -> Part:
-    """Return the smallest part of a tensor of ``shape`` that includes all of ``parts``, of which there is at least
-    one."""
+    """Return the smallest part of a tensor of ``shape`` that includes all of ``parts``, which are not empty."""
     first, *others = parts
     joined = dict(first)
     for other in others:
@@ -61,7 +60,7 @@ def equal(a: Part, b: Part) -> bool:
 def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
     """Return the elements of ``part``, of a tensor of shape ``old``, as a part of a view of it with shape ``new``.
 
-    Dimensions whose size is a symbol must be whole. Raises NotAPartError.
+    Dimensions whose size is a symbol must be whole. Raises MixesError if it is not a product of index sets.
     """
     result: dict[int, Indices] = {}
     for before, after in _groups(old, new):
@@ -69,12 +68,12 @@ def reshaped(part: Part, old: Sequence[Any], new: Sequence[Any]) -> Part:
             continue
         sizes = [[shape[dim] for dim in dims] for shape, dims in ((old, before), (new, after))]
         if not all(isinstance(size, int) for size in itertools.chain(*sizes)):
-            raise NotAPartError
+            raise MixesError
         held = [part.get(dim, np.arange(old[dim])) for dim in before]
         flat = np.ravel_multi_index(np.meshgrid(*held, indexing="ij"), sizes[0]).ravel()
         found = [np.unique(indices) for indices in np.unravel_index(flat, sizes[1])] if after else []
         if np.prod([len(indices) for indices in found], dtype=np.int64) != len(flat):
-            raise NotAPartError
+            raise MixesError
         result |= {
             dim: indices.astype(np.int64) for dim, indices in zip(after, found, strict=True) if len(indices) != new[dim]
         }

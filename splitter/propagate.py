@@ -12,17 +12,13 @@ import numpy as np
 import torch
 from torch import fx
 
-from lamina.splitter.parts import Indices, NotAPartError, Part, reshaped
+from lamina.splitter.parts import Indices, MixesError, Part, reshaped
 
 aten = torch.ops.aten
 VIEWS = ("view", "_unsafe_view", "reshape")
 
 Needs = Mapping[fx.Node, Part]
 """The part of each input that is a tensor; inputs that are not named are needed whole."""
-
-
-class MixesError(ValueError):
-    """The operator needs more than a part of its inputs, or is not known."""
 
 
 def needs(node: fx.Node, part: Part) -> Needs:
@@ -36,10 +32,7 @@ def needs(node: fx.Node, part: Part) -> Needs:
     rule = _RULES.get(name(node))
     if rule is None or node.op != "call_function":
         raise MixesError
-    try:
-        return rule(node, part)
-    except NotAPartError as error:
-        raise MixesError from error
+    return rule(node, part)
 
 
 def shape(node: Any) -> tuple[Any, ...] | None:
@@ -201,7 +194,6 @@ def reduced(node: fx.Node) -> tuple[set[int], bool]:
 
 
 def _along(node: fx.Node, part: Part) -> Needs:
-    """Operators of (input, dimension) that keep the shape."""
     source: Any = node.args[0]
     dim: Any = node.args[1]
     if dim % len(sizes(node)) in part:

@@ -1,18 +1,30 @@
-"""Finds operators that mix tokens outside the attentions, or compute with row numbers; such models cannot be split.
+"""Checks that rows are independent: finds what mixes tokens outside the attentions, or computes with row numbers.
 
 A slice runs over rows of any number of sequences at once, and over one new token at a time. That is correct only if
 row t of every result depends on row t of the inputs alone. A convolution over time or a state-space scan beside the
 attention violates this without changing any shape, so operators are checked by what they do to the token dimension.
 So does a model that numbers the rows of its input as if they were positions: a row number may select rows, but nothing
-may be computed with it. Mixture-of-expert layers sort rows by expert and back, which is allowed; ``reorder`` checks
-that rows come back.
+may be computed with it. Mixture-of-expert layers sort rows by expert and back, which is allowed;
+``depends_on_order`` checks that rows come back.
+
+``mixing`` and ``numbering`` judge the operators that they know; ``depends_on_order`` tries all of them: it runs the
+graph with its rows in two orders and alone. It needs no weights: the product of rows with a matrix of weights is
+replaced by a product with a random matrix of rank 2 and the same shape. The results of attentions are random numbers,
+which move with their rows. Everything is computed in float64, so that rounding is far below any effect of order.
 """
 
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_aggregate, map_arg
+
+from lamina.core.errors import UnsupportedModelError
+from lamina.splitter.capture import Capture
+from lamina.splitter.markers import ATTENTION
+from lamina.splitter.propagate import Product, name
 
 _ALONG_DIMENSION = {  # operators of (input, dimension or dimensions, ...)
     *("all", "amax", "amin", "any", "argmax", "argmin", "logsumexp", "max", "mean", "median", "min", "prod", "sum"),
@@ -31,6 +43,21 @@ _FILLING: dict[str, int | None] = {  # operators that repeat one value -> the pl
     **dict.fromkeys(("empty", "empty_like", "new_empty", "new_ones", "new_zeros", "ones", "ones_like"), None),
     **dict.fromkeys(("zeros", "zeros_like"), None),
     **{"fill": 1, "full": 1, "full_like": 1, "new_full": 2},
+}
+
+_IDS = torch.tensor([3, 7, 3, 1, 4])
+_POSITIONS = torch.tensor([0, 5, 2, 5, 1])
+_ORDERS = ([4, 0, 2, 1, 3], [3, 1], [2])
+_RANK = 2
+_TOLERANCE = 1e-6
+_LARGE = 1 << 20
+"""Weights of more elements repeat their last dimension."""
+
+_WIDE = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
 }
 
 
@@ -52,24 +79,19 @@ def _numbers_rows(node: fx.Node) -> bool:
     """Return whether the node makes values of the numbers or the count of rows, which its inputs do not hold."""
     if "size" in node.meta:
         return False
-    name = _name(node)
-    if name == "getitem" and isinstance(node.args[0], fx.Node) and _name(node.args[0]) == "sort":
+    kind = name(node)
+    if kind == "getitem" and isinstance(node.args[0], fx.Node) and name(node.args[0]) == "sort":
         return bool(node.args[1] == 1) and _sorts_rows(node.args[0])  # where each row was
-    if name in _COUNTING or name == "argsort":
-        return _sorts_rows(node) if name == "argsort" else bool(_row_dimensions(_input(node)))
-    if name in _FILLING:
+    if kind == "argsort":
+        return _sorts_rows(node)
+    if kind in _FILLING:
         return any("size" in source.meta for source in _filled_with(node))
     sources = node.all_input_nodes
     if torch.Tag.pointwise in getattr(node.target, "tags", ()):
         return any("size" in source.meta for source in sources)
-    value = _value(node)
-    return value is not None and bool(_row_dimensions(value)) and all("size" in source.meta for source in sources)
-
-
-def _input(node: fx.Node) -> Tensor:
-    source = _value(node.args[0])
-    assert source is not None
-    return source
+    value = _value(node.args[0] if kind in _COUNTING else node)
+    made_of_sizes = kind in _COUNTING or all("size" in source.meta for source in sources)
+    return value is not None and bool(_row_dimensions(value)) and made_of_sizes
 
 
 def _sorts_rows(node: fx.Node) -> bool:
@@ -79,49 +101,43 @@ def _sorts_rows(node: fx.Node) -> bool:
 
 
 def _read(node: fx.Node) -> set[fx.Node]:
-    """Return the inputs whose elements the result is made of; not those that only give its shape or select among
-    rows."""
-    name = _name(node)
-    if name in _FILLING:
+    """Return the inputs whose elements the result is made of, without those that give its shape or select rows."""
+    kind = name(node)
+    if kind in _FILLING:
         return set(_filled_with(node))
     selecting: Any = None
     source = _value(node.args[0]) if node.args else None
     rows = _row_dimensions(source) if source is not None else set()
-    if name in ("index", "index_put", "_unsafe_index"):
+    if kind in ("index", "index_put", "_unsafe_index"):
         places: Any = node.args[1]
         selecting = [place for dim, place in enumerate(places) if dim in rows]
-    elif name in _SELECTING and source is not None:
+    elif kind in _SELECTING and source is not None:
         selecting = [node.args[2]] if _dimensions(node.args[1], source.dim()) <= rows else []
-    elif name in ("grouped_mm_fallback", "_grouped_mm"):
+    elif kind in ("grouped_mm_fallback", "_grouped_mm"):
         selecting = [node.args[2] if len(node.args) > 2 else node.kwargs["offs"]]
     return set(node.all_input_nodes) - {place for place in selecting or () if isinstance(place, fx.Node)}
 
 
 def _filled_with(node: fx.Node) -> list[fx.Node]:
-    """Return the values that an operator of ``_FILLING`` repeats."""
-    place = _FILLING[_name(node)]
+    place = _FILLING[name(node)]
     given = [node.args[place]] if place is not None and len(node.args) > place else []
     return [value for value in given if isinstance(value, fx.Node)]
 
 
 def _is_number(node: fx.Node) -> bool:
     value = _value(node)
-    return value is not None and value.is_floating_point() and _name(node) not in _COUNTING
-
-
-def _name(node: fx.Node) -> str:
-    return str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
+    return value is not None and value.is_floating_point() and name(node) not in _COUNTING
 
 
 def _mixes(node: fx.Node) -> bool:
-    name = _name(node)
-    if name in _NEVER or "scaled_dot_product" in name:
+    kind = name(node)
+    if kind in _NEVER or "scaled_dot_product" in kind:
         return True
-    if name in _CONTRACTION:
-        left = _value(node.args[_CONTRACTION[name]])
+    if kind in _CONTRACTION:
+        left = _value(node.args[_CONTRACTION[kind]])
         return left is not None and left.dim() - 1 in _row_dimensions(left)
     source = _value(node.args[0]) if node.args else None
-    check = _reduces if name in _ALONG_DIMENSION else _OTHERS.get(name)
+    check = _reduces if kind in _ALONG_DIMENSION else _OTHERS.get(kind)
     return source is not None and check is not None and check(node, source.dim(), _row_dimensions(source))
 
 
@@ -182,3 +198,116 @@ _OTHERS: dict[str, Callable[[fx.Node, int, set[int]], bool]] = {
     "roll": _along_third,
     "slice": _slices,
 }
+
+
+def depends_on_order(captured: Capture) -> str | None:
+    """Return the first result whose rows depend on each other: q, k or v of an attention, or logits.
+
+    Raises UnsupportedModelError for an operator that cannot be run.
+    """
+    trial = _Trial(captured)
+    together = trial.run(list(range(len(_IDS))))
+    for order in _ORDERS:
+        for label, found in trial.run(order).items():
+            expected = together[label][order]
+            bound = _TOLERANCE * float(expected.abs().nan_to_num().max())
+            if not torch.allclose(found, expected, rtol=0, atol=bound, equal_nan=True):
+                return label
+    return None
+
+
+class _Trial:
+    def __init__(self, captured: Capture) -> None:
+        self._captured = captured
+        self._tensors: dict[str, Tensor] = {}  # random, by purpose
+        self._fixed = {  # values that are the same in every run
+            node: self._fixed_value(node)
+            for node in captured.graph.nodes
+            if node.op == "placeholder" and node not in (captured.ids, captured.positions) and node.users
+        }
+
+    def run(self, rows: Sequence[int]) -> Mapping[str, Tensor]:
+        """Every q, k and v, and the logits, of some of the rows in the given order."""
+        captured = self._captured
+        values: dict[fx.Node, Any] = {captured.ids: _IDS[rows], captured.positions: _POSITIONS[rows], **self._fixed}
+        results: dict[str, Tensor] = {}
+        for node in captured.graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is ATTENTION:
+                count = sum(label.endswith("q") for label in results)
+                for letter, source in zip("qkv", node.args, strict=False):
+                    results[f"attention {count}: {letter}"] = values[source]
+                values[node] = self._normal(f"{node.name}", (len(_IDS), *node.meta["val"].shape[1:]))[rows]
+            else:
+                values[node] = self._compute(node, values)
+        (logits,) = captured.graph.output_node().all_input_nodes
+        return {**results, "logits": values[logits]}
+
+    def _compute(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        args: Any = map_aggregate(map_arg(node.args, values.__getitem__), _widened)
+        kwargs: Any = map_aggregate(map_arg(node.kwargs, values.__getitem__), _widened)
+        if name(node) == "_softmax":
+            args = (*args[:2], False)  # "from half to float" is for half
+        function: Callable[..., Any] = node.target  # type: ignore[assignment]
+        product = Product.from_node(node)
+        if product is not None and not _has_rows(product.weight):
+            function, args, kwargs = self._multiply, (product, node, values), {}
+        elif name(node) == "embedding" and not _has_rows(node.args[0]):
+            function, args, kwargs = self._embed, (node, values), {}
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:  # operators raise any type
+            raise UnsupportedModelError(
+                f"{node.meta.get('path', node.name)}: {node.target} cannot be run to check that rows do not depend on "
+                f"each other ({error}); this model cannot be split, please report its config.json"
+            ) from error
+
+    def _multiply(self, product: Product, node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
+        x: Tensor = values[product.x]
+        weight = product.weight
+        shape = weight.meta["val"].shape
+        inputs, outputs = shape[product.inputs], shape[product.outputs]
+        into = self._normal(f"{weight.name} into", (inputs, _RANK)) / inputs**0.5
+        # Not BLAS: on a busy machine its threads wait for each other far longer than these products take.
+        result = torch.stack([(x * column).sum(-1) for column in into.unbind(1)], -1)
+        if len(shape) == 3:  # of experts
+            factors = self._normal(f"{weight.name} experts", (shape[0], _RANK))
+            if x.dim() == 3:
+                result = result * factors[:, None]
+            else:
+                ends = values[node.args[2] if len(node.args) > 2 else node.kwargs["offs"]]  # type: ignore[index]
+                result = result * factors[torch.searchsorted(ends, torch.arange(len(x)), right=True)]
+        out = self._normal(f"{weight.name} out", (_RANK, outputs))
+        result = sum((result[..., place, None] * row for place, row in enumerate(out)), torch.zeros(outputs))
+        return result if product.bias is None else result + values[product.bias]
+
+    def _embed(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Tensor:
+        table, ids = node.args[:2]
+        assert isinstance(table, fx.Node) and isinstance(ids, fx.Node)
+        width = table.meta["val"].shape[1]
+        return torch.sin((values[ids][..., None] + 1) * self._normal(f"{table.name} rows", (width,)))
+
+    def _fixed_value(self, node: fx.Node) -> Tensor:
+        captured = self._captured
+        if node.name in captured.constants:
+            constant: Tensor = captured.buffer(captured.constants[node.name])
+            return constant.to(_widened(constant.dtype))
+        value: Tensor = node.meta["val"]
+        if value.numel() <= _LARGE:
+            return 1 + self._normal(node.name, value.shape) / 4
+        return (1 + self._normal(node.name, value.shape[-1:]) / 4).expand(value.shape)
+
+    def _normal(self, purpose: str, shape: Sequence[int]) -> Tensor:
+        if purpose not in self._tensors:
+            generator = torch.Generator().manual_seed(zlib.crc32(purpose.encode()))
+            self._tensors[purpose] = torch.randn(tuple(shape), dtype=torch.float64, generator=generator)
+        return self._tensors[purpose]
+
+
+def _widened(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _has_rows(node: Any) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)

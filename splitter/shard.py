@@ -13,7 +13,6 @@ Each rank makes its own graph; all have the same sequence of sums.
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,15 +22,13 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.node import map_arg
 
 from lamina.core.errors import UnsupportedModelError
-from lamina.splitter.attention import OPERATOR
 from lamina.splitter.capture import Capture
-from lamina.splitter.collective import ALL_REDUCE
-from lamina.splitter.flow import ancestors
-from lamina.splitter.parts import WHOLE, Indices, Part, Rank, block, equal, positions, runs, union
+from lamina.splitter.cut import ancestors
+from lamina.splitter.markers import ALL_REDUCE, ATTENTION
+from lamina.splitter.parts import WHOLE, Indices, MixesError, Part, Rank, block, equal, positions, runs, union
 from lamina.splitter.propagate import (
     VIEWS,
     Cut,
-    MixesError,
     Needs,
     Product,
     is_pointwise,
@@ -45,22 +42,13 @@ from lamina.splitter.propagate import (
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """The graph of one rank. ``parts``: of the sharded weights, by placeholder name."""
-
-    captured: Capture
-    parts: Mapping[str, Part]
-
-
-def shard(captured: Capture, rank: Rank) -> Sharded:
-    """Return the graph that ``rank`` computes; ``captured`` is not changed.
+def shard(captured: Capture, rank: Rank) -> tuple[Capture, Mapping[str, Part]]:
+    """Return the graph that ``rank`` computes, and its parts of the sharded weights, by placeholder name.
 
     Raises UnsupportedModelError: its heads cannot be divided by the number of ranks, or an attention's result is used
     in a way that needs all heads.
     """
-    plan = _Plan(captured, rank)
-    return _Writer(plan).build()
+    return _Writer(_Plan(captured, rank)).build()
 
 
 def heads_of(query_heads: int, kv_heads: int, rank: Rank) -> tuple[Indices, Indices]:
@@ -118,7 +106,6 @@ class _Plan:
         return block(size, rank.number, rank.count)
 
     def _find_columns(self) -> set[fx.Node]:
-        """Return the linear layers that q, k and v come from."""
         found: set[fx.Node] = set()
         for attention in self.captured.attentions:
             for node in attention.args[:3]:
@@ -140,7 +127,7 @@ class _Plan:
         sources = _sources(product.x, {len(sizes(product.x)) - 1: self._block(product.size, rank)})
         return bool(sources) and all(
             equal(part, {1: self.heads(node, rank)[0]})
-            if node.target is OPERATOR
+            if node.target is ATTENTION
             else node not in rows and part.keys() == {len(sizes(node)) - 1}
             for node, part in (sources or {}).items()
         )
@@ -171,7 +158,7 @@ class _Plan:
         product = Product.from_node(node)
         if node.op == "placeholder":
             part = part if node in self.weights else WHOLE
-        elif node.target is OPERATOR:
+        elif node.target is ATTENTION:
             part, uses = self._attention(node, part)
         elif product is not None and node in self.rows:
             part, uses = WHOLE, product.by_inputs(self.rows[node])
@@ -237,7 +224,7 @@ def _sources(node: Any, part: Part) -> dict[fx.Node, Part] | None:
         node, part = todo.pop()
         if not part or node.op == "placeholder":
             continue
-        if node.target is OPERATOR or Product.from_node(node) is not None:
+        if node.target is ATTENTION or Product.from_node(node) is not None:
             found[node] = part
             continue
         try:
@@ -248,8 +235,6 @@ def _sources(node: Any, part: Part) -> dict[fx.Node, Part] | None:
 
 
 class _Writer:
-    """Writes the graph of a plan."""
-
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
         self._graph = fx.Graph()
@@ -257,8 +242,7 @@ class _Writer:
         self._held: dict[tuple[Any, ...], fx.Node] = {}
         self._mode = plan.captured.ids.meta["val"].fake_mode
 
-    def build(self) -> Sharded:
-        """Return the graph, with the shapes of its values."""
+    def build(self) -> tuple[Capture, Mapping[str, Part]]:
         captured = self._plan.captured
         for node in self._plan.nodes:
             if node in self._plan.parts:
@@ -268,13 +252,8 @@ class _Writer:
         self._graph.eliminate_dead_code()
         self._graph.lint()
         parts = {node.name: part for node, part in self._plan.parts.items() if node in self._plan.weights and part}
-        copies = self._copies
-        return Sharded(
-            dataclasses.replace(
-                captured, graph=self._graph, ids=copies[captured.ids], positions=copies[captured.positions]
-            ),
-            parts,
-        )
+        ids, positions = self._copies[captured.ids], self._copies[captured.positions]
+        return dataclasses.replace(captured, graph=self._graph, ids=ids, positions=positions), parts
 
     def _write(self, node: fx.Node) -> fx.Node:
         plan, part = self._plan, self._plan.parts[node]
@@ -296,13 +275,12 @@ class _Writer:
         return copy
 
     def _compute(self, node: fx.Node, part: Part) -> fx.Node:
-        """Return the node that computes an operator on parts."""
         plan, arguments = self._plan, self._arguments(node)
         if name(node) in (*VIEWS, "expand"):
             given: Any = arguments[1]
             local = [len(part[dim]) if dim in part and size != -1 else size for dim, size in enumerate(given)]
             arguments = (arguments[0], local, *arguments[2:])
-        elif node.target is OPERATOR:
+        elif node.target is ATTENTION:
             heads, slopes = plan.heads(node)[0], arguments[4]
             arguments = (*arguments[:4], [slopes[head] for head in heads] if slopes else [], *arguments[5:])
         kwargs: Any = map_arg(node.kwargs, lambda source: self._part(source, plan.uses[node].get(source, WHOLE)))
@@ -351,7 +329,6 @@ class _Writer:
         return copy
 
     def _take(self, copy: fx.Node, dim: int, places: Indices, like: fx.Node) -> fx.Node:
-        """Some indices of a dimension, ascending."""
         if len(places) == sizes(copy)[dim]:
             return copy
         key = (copy, dim, places.tobytes())

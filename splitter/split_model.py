@@ -114,8 +114,7 @@ class SliceOutput:
 
 
 def as_numpy(tensor: Tensor) -> Array:
-    """Return the tensor's memory, or that of a copy in host memory, as a C-contiguous array; bfloat16 as uint16
-    bits."""
+    """Return the tensor's memory, or a copy in host memory, as a C-contiguous array; bfloat16 as uint16 bits."""
     tensor = tensor.detach().contiguous().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.int16).numpy().view(np.uint16)

@@ -6,10 +6,8 @@ from torch import fx
 
 from lamina.core.errors import UnsupportedModelError
 from lamina.splitter.capture import Capture
-from lamina.splitter.flow import ancestors, row_layout
-from lamina.splitter.reorder import depends_on_order
-from lamina.splitter.rows import mixing, numbering
-from lamina.splitter.slices import Partition
+from lamina.splitter.cut import Partition, ancestors, row_layout
+from lamina.splitter.rows import depends_on_order, mixing, numbering
 from lamina.splitter.split_model import Slice, SplitModel
 
 

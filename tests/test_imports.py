@@ -40,7 +40,7 @@ ONLY_IN = {
     "pyverbs": ("transport/rdma/*.py",),
     "cupy": ("*cuda*.py", "*triton*.py", "*gpu*.py", "transport/device/*.py"),
     "triton": ("*cuda*.py", "*triton*.py", "*gpu*.py"),
-    "torchao": ("lamina/lowering/quantisation/gpu_codes.py",),
+    "torchao": ("lamina/lowering/weight_forms.py",),
 }
 
 # Usable, and testable, with the nouns and settings alone.

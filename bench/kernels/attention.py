@@ -35,9 +35,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from lamina import _native
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.attention import Array, Scales, append, merge, partial
-from lamina.kernels.host_memory import allocate, read, read_rows
+from lamina.kernels.host_memory import allocate
 from lamina.kernels.segments import SegmentTable
 from lamina.memory.device.cpu import KvArrays
 
@@ -143,9 +144,9 @@ def decode(shape: Shape, threads: int, slots: str, tokens: list[int], rounds: in
     slab_rows = [each.view(np.uint8).reshape(len(each), -1) for each in (requests.k, requests.v)]
     reads, row_reads, _, calls = interleave(
         rounds,
-        lambda: read(memory, threads),
-        lambda: [read_rows(rows, requests.slots, threads) for rows in slab_rows],
-        lambda: read(memory, threads),  # empties the caches again
+        lambda: _native.read_memory(memory, threads),
+        lambda: [_native.read_rows(rows, requests.slots, threads) for rows in slab_rows],
+        lambda: _native.read_memory(memory, threads),  # empties the caches again
         lambda: requests.attend(requests.whole, threads),
     )
     read_rates = [len(memory) / each for each in reads]
@@ -166,9 +167,9 @@ def codes(shape: Shape, threads: int, element: KvElement, tokens: list[int], rou
     narrow = plain.as_codes(element)
     reads, plains, _, narrows = interleave(
         rounds,
-        lambda: read(memory, threads),
+        lambda: _native.read_memory(memory, threads),
         lambda: plain.attend(plain.whole, threads),
-        lambda: read(memory, threads),
+        lambda: _native.read_memory(memory, threads),
         lambda: narrow.attend(narrow.whole, threads),
     )
     speedup = median_ratio(plains, narrows)
@@ -196,9 +197,9 @@ def split(shape: Shape, threads: int, tokens: list[int], rounds: int, memory: Ar
 
     _, whole, _, merged = interleave(
         rounds,
-        lambda: read(memory, threads),
+        lambda: _native.read_memory(memory, threads),
         lambda: requests.attend(requests.whole, threads),
-        lambda: read(memory, threads),
+        lambda: _native.read_memory(memory, threads),
         in_segments,
     )
     rates = {
@@ -214,9 +215,9 @@ def ragged(shape: Shape, threads: int, rounds: int, memory: Array) -> Result:
     equal = Requests(shape, [sum(uneven) // RAGGED_SEQUENCES] * RAGGED_SEQUENCES)
     _, equals, _, raggeds = interleave(
         rounds,
-        lambda: read(memory, threads),
+        lambda: _native.read_memory(memory, threads),
         lambda: equal.attend(equal.whole, threads),
-        lambda: read(memory, threads),
+        lambda: _native.read_memory(memory, threads),
         lambda: one_long.attend(one_long.whole, threads),
     )
     rates = {

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kernels.slices import restart_with_worker_variables, seconds
-from lamina.kernels.host_memory import read
+from lamina import _native
+from lamina.lowering.cpu_codes import PackedCodes, linear_codes, pack_codes
 from lamina.lowering.native_operators import NATIVE
-from lamina.lowering.quantisation.cpu_codes import PackedCodes, linear_codes, pack_codes
 from lamina.models.quantisation.codes import quantise
 
 MATRICES = 6
@@ -42,7 +42,8 @@ def main() -> None:
     table = Table(*heads, "int8 / bandwidth", "int4 / bandwidth", title=f"linear layers of {args.size} x {args.size}")
     for threads in args.threads:
         torch.set_num_threads(threads)
-        bandwidth = READ_BYTES / statistics.median(seconds(partial(read, memory, threads)) for _ in range(args.rounds))
+        read = partial(_native.read_memory, memory, threads)
+        bandwidth = READ_BYTES / statistics.median(seconds(read) for _ in range(args.rounds))
         for rows in args.rows:
             x = torch.randn(rows, args.size).to(torch.bfloat16)
             calls: list[Callable[[], object]] = [partial(in_bfloat16, x, pairs, args.size)]

@@ -27,8 +27,8 @@ from lamina.cluster.local_workers import OPENMP_SPIN_COUNT, allocation_variables
 from lamina.core.types import DType
 from lamina.lowering import LoweredSlice, lower
 from lamina.lowering.native_operators import ONEDNN, Packing, packing
-from lamina.models import directory, weights
-from lamina.models.configuration import load_config
+from lamina.models import directory, pretrained
+from lamina.models.pretrained import load_config
 from lamina.splitter import SplitModel, split
 
 
@@ -120,7 +120,7 @@ def main() -> None:
         place = directory.find(path, weights=False)
         config = load_config(place)
         model = split(config, DType.BFLOAT16)
-        tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
+        tensors = pretrained.load(place, sorted(model.weights), config, DType.BFLOAT16, "dummy")
     slices = lower(model).with_weights(tensors)
     linears = [[tensors[n] for n in part.weights if tensors[n].dim() == 2] for part in model.slices[1:-1]]
     own = packing(DType.BFLOAT16)

@@ -24,8 +24,8 @@ from lamina.kernels.host_memory import allocate
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import lower
 from lamina.memory.slab import Slab
-from lamina.models import directory, weights
-from lamina.models.configuration import load_config
+from lamina.models import directory, pretrained
+from lamina.models.pretrained import load_config
 from lamina.splitter import as_numpy, split
 
 
@@ -93,7 +93,7 @@ class Unsplit:
         place = directory.find(cell.model)
         config = load_config(place)
         model = split(config, DType.BFLOAT16)
-        tensors = weights.load(place, sorted(model.weights), config, DType.BFLOAT16)
+        tensors = pretrained.load(place, sorted(model.weights), config, DType.BFLOAT16)
         self._runner = SliceRunner(lower(model), tensors)
         self.kv = Kv(model.attentions, cell.batch * cell.longest, cell.threads)
 

@@ -39,8 +39,9 @@ from rich.table import Column, Table
 from bench import ROOT
 from bench.models import MODELS, checkpoint, kv_bytes_per_token, weight_bytes
 from bench.peers.offline import DECODED
+from lamina import _native
 from lamina.cluster.local_workers import OPENMP_SPIN_COUNT, allocation_variables
-from lamina.kernels.host_memory import allocate, read
+from lamina.kernels.host_memory import allocate
 
 READ_BYTES = 512 * 1024 * 1024
 TIMEOUT_S = 1800
@@ -93,7 +94,7 @@ def read_bandwidth(threads: int) -> float:
     rates = []
     for _ in range(7):
         start = time.perf_counter()
-        read(memory, threads)
+        _native.read_memory(memory, threads)
         rates.append(READ_BYTES / (time.perf_counter() - start))
     return statistics.median(rates)
 

@@ -94,7 +94,7 @@ def split(
         check_writable("--output", output)
     place = find_config(model)  # errors come before the slow imports
     with waiting("Importing transformers and splitting the model"):
-        from lamina.models.configuration import load_config, resolve_dtype
+        from lamina.models.pretrained import load_config, resolve_dtype
         from lamina.splitter import split as split_model
 
         config = load_config(place)
@@ -114,7 +114,7 @@ def render_table(model: "SplitModel") -> "Table":
     from rich.table import Table
 
     from lamina.splitter import describe
-    from lamina.splitter.draw import size
+    from lamina.splitter.describe import size
 
     total = describe.total_traffic(model)
     caption = [
@@ -165,7 +165,7 @@ def render_json(model: "SplitModel") -> str:
 
 
 def render_svg(model: "SplitModel") -> str:
-    from lamina.splitter.draw import svg
+    from lamina.splitter.describe import svg
 
     return svg(model)
 

@@ -26,7 +26,7 @@ from lamina.config.environment import environment
 from lamina.core.types import DType
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.native_operators import packing
-from lamina.lowering.records import NotStorableError, StoredModel, decode_dtype, encode_dtype, restore, store
+from lamina.lowering.records import NotStorableError, decode, encode
 from lamina.models.directory import CONFIG, ModelDirectory
 from lamina.models.tensors import Recipe, WeightPlan
 from lamina.splitter.parts import ONLY, Rank
@@ -67,7 +67,7 @@ class _Weights(msgspec.Struct):
 class _Record(msgspec.Struct):
     """A file's content, after its SHA-256; without ``weights``, transformers converts them."""
 
-    model: StoredModel
+    model: LoweredModel
     weights: _Weights | None
 
 
@@ -132,7 +132,7 @@ def cache_key(ingredients: Mapping[str, bytes]) -> str:
 
 def _split(place: ModelDirectory, dtype: DType | None, target: Target, rank: Rank = ONLY) -> Prepared:
     from lamina.lowering import lower
-    from lamina.models.configuration import load_config, resolve_dtype
+    from lamina.models.pretrained import load_config, resolve_dtype
     from lamina.splitter import split
 
     config = load_config(place)
@@ -146,20 +146,20 @@ def _recall(file: Path, place: ModelDirectory) -> Prepared | None:
         digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         if digest != _digest(file, payload):
             raise NotStorableError("its checksum is wrong")
-        record = msgspec.msgpack.decode(payload, type=_Record, dec_hook=decode_dtype)
-        lowered = restore(record.model)
+        record = msgspec.msgpack.decode(payload, type=_Record, dec_hook=decode)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, NotStorableError, msgspec.MsgspecError, SafetensorError) as error:
         logger.warning("%s cannot be used (%s): splitting the model again", file, error)
         return None
-    return Prepared(lowered, _plan(place, lowered.dtype) if record.weights is None else _restore_plan(record.weights))
+    plan = _plan(place, record.model.dtype) if record.weights is None else _restore_plan(record.weights)
+    return Prepared(record.model, plan)
 
 
 def _keep(file: Path, prepared: Prepared) -> None:
     try:
-        record = _Record(store(prepared.lowered), _store_plan(prepared.weights))
-        payload = msgspec.msgpack.encode(record, enc_hook=encode_dtype)
+        record = _Record(prepared.lowered, _store_plan(prepared.weights))
+        payload = msgspec.msgpack.encode(record, enc_hook=encode)
     except NotStorableError as error:
         logger.info("this model is split at every start: %s", error)
         return
@@ -202,10 +202,10 @@ def _digest(file: Path, payload: bytes) -> bytes:
 
 
 def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
-    from lamina.models import weights
-    from lamina.models.configuration import load_config
+    from lamina.models import pretrained
+    from lamina.models.pretrained import load_config
 
-    return weights.plan(place, load_config(place), dtype)
+    return pretrained.plan(place, load_config(place), dtype)
 
 
 def _store_plan(plan: WeightPlan) -> _Weights | None:

@@ -16,7 +16,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel
 from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter import SliceOutput
-from lamina.splitter.collective import Reduce
+from lamina.splitter.markers import Reduce
 
 
 def padded(rows: int) -> int:

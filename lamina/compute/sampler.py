@@ -22,8 +22,8 @@ from lamina.control.logprobs import pack, pack_rows
 from lamina.control.messages import Draw
 from lamina.core.errors import LogitsError
 from lamina.core.types import Logprob, SamplingParams
-from lamina.kernels.gpu.expert_product import ELEMENTS
 from lamina.kernels.gpu.specialize import draw_program
+from lamina.lowering.expert_operators import ELEMENTS
 from lamina.lowering.native_operators import ELEMENT_TYPES, PATH, largest
 
 _CANDIDATES = 1024  # most likely tokens tried for top-p before a whole row is sorted

@@ -1,7 +1,7 @@
 """Partial attention over segments of a KV slab on the CPU: append, attend, merge."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,16 +53,6 @@ Scales = tuple[FloatArray, FloatArray]
 BEST_PATH = _native.attention_paths()[-1]
 
 
-class _Scoring(TypedDict):
-    scale: float
-    window: int
-    chunk: int
-    softcap: float
-    alibi_slopes: FloatArray | None
-    k_scales: FloatArray | None
-    v_scales: FloatArray | None
-
-
 def partial(
     q: Array,
     k: Array,
@@ -111,10 +101,9 @@ def partial(
         from lamina.kernels.gpu import cuda
 
         return cuda.partial(q, k, v, segments, spec, out, lse, scales)
-    _check_spec(q, k, v, spec)
     out = np.empty((q.shape[0], q.shape[1], v.shape[2]), np.float32) if out is None else out
     lse = np.empty(q.shape[:2], np.float32) if lse is None else lse
-    arrays, scoring = _arrays(q, k, v, segments, out, lse), _scoring(spec, scales)
+    arrays, scoring = _arguments(q, k, v, segments, spec, out, lse, scales)
     _native.attention_partial(*arrays, **scoring, threads=threads, path=path)
     return out, lse
 
@@ -140,39 +129,41 @@ def partial_tasks(
     rows merges its partials into those already there. Together the calls give the result of ``partial`` over all
     tokens, up to rounding. Raises ValueError like ``partial``, and for tasks out of range.
     """
-    _check_spec(q, k, v, spec)
     first, last = tasks
-    arrays = _arrays(q, k, v, segments, out, lse)
-    scoring = _scoring(spec, scales)
+    arrays, scoring = _arguments(q, k, v, segments, spec, out, lse, scales)
     _native.attention_partial_tasks(*arrays, **scoring, threads=threads, path=path, first=first, last=last, adds=adds)
 
 
 def count_tasks(query_offsets: IntArray, spec: AttentionSpec) -> int:
-    """Return the number of tasks of an attention of these query rows (``SegmentTable``): blocks of rows x key/value
-    heads."""
+    """Return the number of tasks of an attention of these query rows: blocks of rows x key/value heads."""
     return _native.attention_count_tasks(query_offsets, spec.query_heads, spec.kv_heads)
 
 
-def _arrays(
-    q: Array, k: Array, v: Array, segments: SegmentTable, out: FloatArray, lse: FloatArray
-) -> tuple[Array, Array, Array, IntArray, IntArray, Array, IntArray, IntArray, FloatArray, FloatArray]:
+def _arguments(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: SegmentTable,
+    spec: AttentionSpec,
+    out: FloatArray,
+    lse: FloatArray,
+    scales: Scales | None,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arrays and numbers for the native attentions. Raises ValueError for arrays that do not fit the spec."""
+    shapes = (q.shape[1:], k.shape[1:], v.shape[1:])
+    wanted = ((spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim))
+    if shapes != wanted:
+        raise ValueError(f"q, k and v have rows of shapes {shapes}; the spec of layer {spec.layer} says {wanted}")
     kv_offsets = segments.kv_offsets.astype(np.int64, copy=False)
-    return (
-        *(q, k, v, segments.query_offsets, segments.query_start, kv_offsets),
-        *(segments.kv_start, segments.slots, out, lse),
-    )
-
-
-def _scoring(spec: AttentionSpec, scales: Scales | None) -> _Scoring:
+    tables = (segments.query_offsets, segments.query_start, kv_offsets, segments.kv_start, segments.slots)
+    scoring = {name: getattr(spec, name) for name in ("scale", "window", "chunk", "softcap")}
     slopes = None if spec.alibi_slopes is None else np.asarray(spec.alibi_slopes, np.float32)
-    return {
-        "scale": spec.scale,
-        "window": spec.window,
-        "chunk": spec.chunk,
-        "softcap": spec.softcap,
+    k_scales, v_scales = scales or (None, None)
+    return (q, k, v, *tables, out, lse), {
+        **scoring,
         "alibi_slopes": slopes,
-        "k_scales": scales and scales[0],
-        "v_scales": scales and scales[1],
+        "k_scales": k_scales,
+        "v_scales": v_scales,
     }
 
 
@@ -198,13 +189,6 @@ def append(
     _check_values(v_slab, v, slots, k_slab, v_scales)
     _native.attention_append(k_slab, k, slots, threads, k_scales)
     _native.attention_append(v_slab, v, slots, threads, v_scales)
-
-
-def _check_spec(q: Array, k: Array, v: Array, spec: AttentionSpec) -> None:
-    shapes = (q.shape[1:], k.shape[1:], v.shape[1:])
-    wanted = ((spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim))
-    if shapes != wanted:
-        raise ValueError(f"q, k and v have rows of shapes {shapes}; the spec of layer {spec.layer} says {wanted}")
 
 
 def _check_values(v_slab: Array, v: Array, slots: IntArray, k_slab: Array, v_scales: FloatArray | None) -> None:

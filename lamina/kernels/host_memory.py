@@ -1,12 +1,10 @@
-"""Allocates huge-page memory for KV slabs and packed weights, and reads memory at full bandwidth for comparison."""
+"""Allocates huge-page memory for KV slabs and packed weights."""
 
 import mmap
 from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
-
-from lamina import _native
 
 HUGE_PAGE_BYTES = 2 * 1024 * 1024
 
@@ -28,23 +26,3 @@ def allocate(nbytes: int) -> npt.NDArray[np.uint8]:
     buffer = np.frombuffer(mapping, np.uint8)
     start = -buffer.ctypes.data % HUGE_PAGE_BYTES
     return buffer[start : start + nbytes]
-
-
-def read(memory: npt.NDArray[np.uint8], threads: int) -> int:
-    """Reads all of ``memory`` as fast as possible: the reference for memory-bound kernels. Returns a checksum.
-
-    Raises:
-        ValueError: threads is below 1.
-    """
-    return _native.read_memory(memory, threads)
-
-
-def read_rows(rows: npt.NDArray[np.uint8], slots: npt.NDArray[np.int32], threads: int) -> int:
-    """Reads rows ``slots`` [N] of ``rows`` [slots, row bytes] in that order: the reference for reading a slab.
-
-    Prefetches rows. Returns a checksum, the sum of the rows' 8-byte words modulo 2**64.
-
-    Raises:
-        ValueError: rows are not a multiple of 64 bytes, a slot is out of range, or threads is below 1.
-    """
-    return _native.read_rows(rows, slots, threads)

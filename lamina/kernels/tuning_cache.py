@@ -15,8 +15,7 @@ T = TypeVar("T")
 
 
 def place(what: str, *names: str) -> Path | None:
-    """Return the file of one kind of measurement for the devices and versions with these names; None if the user has no
-    cache directory."""
+    """Return the file of measurements of the devices and versions ``names``; None without a cache directory."""
     cache = environment().cache_dir
     name = "-".join(names).replace(" ", "-").replace("/", "-").lower()
     return cache and cache / what / f"{name}.json"

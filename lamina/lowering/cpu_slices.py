@@ -17,10 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from lamina.core.types import AttentionSpec, DType
-from lamina.lowering.fuse import fuse
-from lamina.lowering.native_operators import Packing, packing
-from lamina.lowering.native_program import SliceProgram, Workspace
-from lamina.lowering.quantisation.cpu_codes import (
+from lamina.lowering.cpu_codes import (
     Experts,
     Linear,
     PackedCodes,
@@ -31,9 +28,12 @@ from lamina.lowering.quantisation.cpu_codes import (
     pack_experts,
     take_codes,
 )
+from lamina.lowering.fuse import fuse
+from lamina.lowering.native_operators import Packing, packing
+from lamina.lowering.native_program import SliceProgram, Workspace
 from lamina.lowering.translate import translate
 from lamina.models.quantisation.codes import Codes, ExpertCodes, Weight, plain
-from lamina.splitter.collective import Reduce, bind
+from lamina.splitter.markers import Reduce, bind
 from lamina.splitter.split_model import Crossing, Shard, Slice, SliceOutput, SplitModel
 
 LINEAR = torch.ops.aten.linear.default
@@ -49,7 +49,7 @@ class Target(enum.Enum):
 
 @dataclass(frozen=True)
 class SliceGraphs:
-    """``main`` takes weights (packed at the indices in ``packed``), the results of ``prelude``, then rows as before."""
+    """What a slice runs: ``main`` takes weights (packed at indices ``packed``), results of ``prelude``, and rows."""
 
     main: fx.GraphModule
     prelude: fx.GraphModule | None = None  # None: ``main`` takes the constants themselves
@@ -58,9 +58,9 @@ class SliceGraphs:
 
 @dataclass(frozen=True)
 class LoweredPart:
-    """A lowered slice without its weights. ``weights``, ``constants`` and ``last`` are those of ``Slice``."""
+    """A lowered slice without its weights: fields of ``Slice``, and the index of its graphs in ``LoweredModel``."""
 
-    graphs: SliceGraphs
+    graphs: int
     weights: tuple[str, ...]
     constants: tuple[str, ...]
     last: bool
@@ -76,28 +76,27 @@ class LoweredSlice:
     def __init__(
         self,
         part: LoweredPart,
-        table: "PositionTable | None",
+        graphs: SliceGraphs,
+        table: "PositionTable",
         tensors: Mapping[str, Weight],
-        constants: Mapping[str, Tensor],
         packing: Packing | None,
         arrivals: Sequence[tuple[int, ...]],
     ) -> None:
         """``arrivals`` are the shapes of a row of attention (but for slice 0) and context."""
-        self._main = part.graphs.main
+        self._main = graphs.main
         self._table = table
         self.weights = [
-            _packed(tensors[name], packing if place in part.graphs.packed else None)
+            _packed(tensors[name], packing if place in graphs.packed else None)
             for place, name in enumerate(part.weights)
         ]
-        self._constants = [constants[name] for name in part.constants]
-        self.prelude_key = (id(table), part.constants)
+        self.prelude_key = id(table)
         hoisted = list(zip(*(self.prepare(torch.arange(count)) for count in (2, 3)), strict=True))
         steps = translate(self._main.graph, self.weights, hoisted, arrivals)
         self.program = None if steps is None else SliceProgram(steps, self.weights)
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the values that depend on positions [T] alone; the same for all slices with this ``prelude_key``."""
-        return tuple(self._constants) if self._table is None else self._table.lookup(positions)
+        return self._table.lookup(positions)
 
     def run(
         self,
@@ -119,7 +118,7 @@ class LoweredSlice:
 
 
 class PositionTable:
-    """A prelude's results for positions 0, 1, ...: computed once, then looked up.
+    """A prelude's results for positions 0, 1, ...: computed once, then looked up. Without a prelude, the constants.
 
     Every value of a slice belongs to one row, so a prelude's result for a position does not depend on other positions.
     ``positions`` is the number that the model supports: later ones may raise.
@@ -129,14 +128,14 @@ class PositionTable:
 
     def __init__(
         self,
-        prelude: fx.GraphModule,
-        constants: list[Tensor],
+        prelude: fx.GraphModule | None,
+        constants: Sequence[Tensor],
         positions: int,
         device: torch.device = HOST,
     ) -> None:
         self._most = min(positions, self.MOST)
         self._prelude = prelude
-        self._constants = constants
+        self._constants = tuple(constants)
         self._device = device
         shorter, longer = (self._compute(torch.arange(count)) for count in (2, 3))
         # The dimension whose length is the number of positions; None for a result without one.
@@ -148,12 +147,14 @@ class PositionTable:
         self._table: tuple[Tensor, ...] = ()
 
     def _compute(self, positions: Tensor) -> tuple[Tensor, ...]:
+        if self._prelude is None:
+            return self._constants
         return tuple(value.contiguous() for value in self._prelude(*self._constants, positions.to(self._device)))
 
     def lookup(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the prelude's results for positions int64 [T], which are in host memory."""
         needed = int(positions.max()) + 1 if len(positions) else 0
-        if needed > self._most:
+        if needed > self._most or self._prelude is None:
             return self._compute(positions)
         if needed > self._count:
             self._count = min(self._most, max(self.FIRST, 1 << (needed - 1).bit_length()))
@@ -170,7 +171,8 @@ class LoweredModel:
     """Everything needed to run a split model except its weights.
 
     Attributes:
-        parts: one for each slice that it has, from slice ``first`` on; equal slices share their graphs.
+        graphs: of all slices of the model; equal slices share theirs.
+        parts: one for each slice that it has, from slice ``first`` on.
         contexts: the context of each cut.
         weights: names of all weights that slices or sinks use.
         positions: the number that the model supports; 0 if its config does not say.
@@ -180,6 +182,7 @@ class LoweredModel:
     """
 
     dtype: DType
+    graphs: tuple[SliceGraphs, ...]
     parts: tuple[LoweredPart, ...]
     contexts: tuple[tuple[Crossing, ...], ...]
     attentions: tuple[AttentionSpec, ...]
@@ -219,31 +222,53 @@ class LoweredModel:
         Packed weights are copies: drop ``tensors`` to free their memory. ``reduce``: how the ranks of a replica add up
         what each has computed; slices of one rank alone need none.
         """
-        tables: dict[tuple[fx.GraphModule, tuple[str, ...]], PositionTable] = {}
-
-        def table(part: LoweredPart) -> PositionTable | None:
-            prelude = part.graphs.prelude
-            if prelude is None:
-                return None
-            key = prelude, part.constants
-            if key not in tables:
-                tables[key] = PositionTable(prelude, [self.constants[name] for name in part.constants], self.positions)
-            return tables[key]
-
-        def arrivals(index: int) -> list[tuple[int, ...]]:
-            if index == 0:
-                return []
-            spec = self.attentions[index - 1]
-            return [(spec.query_heads, spec.v_dim), *(crossing.shape for crossing in self.contexts[index - 1])]
-
         pack = packing(self.dtype)
-        parts = with_codes(
-            self.parts if reduce is None else _bound(self.parts, reduce), tensors, linear_codes, linear_experts
-        )
-        numbered = zip(self.slices, parts, strict=True)
+        graphs = self.with_codes(tensors, linear_codes, linear_experts, reduce)
+        tables = self.position_tables([each.prelude for each in graphs], self.constants)
         return [
-            LoweredSlice(part, table(part), tensors, self.constants, pack, arrivals(index)) for index, part in numbered
+            LoweredSlice(part, each, table, tensors, pack, self._arrivals(index))
+            for index, part, each, table in zip(self.slices, self.parts, graphs, tables, strict=True)
         ]
+
+    def _arrivals(self, index: int) -> list[tuple[int, ...]]:
+        if index == 0:
+            return []
+        spec = self.attentions[index - 1]
+        return [(spec.query_heads, spec.v_dim), *(crossing.shape for crossing in self.contexts[index - 1])]
+
+    def with_codes(
+        self, tensors: Mapping[str, Weight], linear: Linear, experts: Experts, reduce: Reduce | None
+    ) -> list[SliceGraphs]:
+        """Return the graphs of each part, which use ``linear`` and ``experts`` with weights that are not tensors.
+
+        They call ``reduce`` where ranks meet. Parts with equal graphs share them."""
+        made: dict[tuple[int, frozenset[int]], SliceGraphs] = {}
+        found = []
+        for part in self.parts:
+            places = frozenset(at for at, name in enumerate(part.weights) if not isinstance(tensors[name], Tensor))
+            key = part.graphs, places
+            if key not in made:
+                graphs = self.graphs[part.graphs]
+                main = graphs.main if reduce is None else bind(graphs.main, reduce)
+                main = take_codes(main, places, linear, experts) if places else main
+                made[key] = dataclasses.replace(graphs, main=main)
+            found.append(made[key])
+        return found
+
+    def position_tables(
+        self,
+        preludes: Sequence[fx.GraphModule | None],
+        constants: Mapping[str, Tensor],
+        device: torch.device = HOST,
+    ) -> list[PositionTable]:
+        """Return the table of each part, given its prelude; parts with equal preludes and constants share a table."""
+        tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
+        for part, prelude in zip(self.parts, preludes, strict=True):
+            key = id(prelude), part.constants
+            if key not in tables:
+                values = [constants[name] for name in part.constants]
+                tables[key] = PositionTable(prelude, values, self.positions, device)
+        return [tables[id(prelude), part.constants] for part, prelude in zip(self.parts, preludes, strict=True)]
 
 
 def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes | PackedExperts:
@@ -254,42 +279,23 @@ def _packed(weight: Weight, packing: Packing | None) -> Tensor | PackedCodes | P
     return plain(weight).contiguous() if packing is None else packing.pack(plain(weight))
 
 
-def with_codes(
-    parts: Sequence[LoweredPart], tensors: Mapping[str, Weight], linear: Linear, experts: Experts
-) -> list[LoweredPart]:
-    """Return the parts with graphs that use ``linear`` and ``experts`` with those weights that are not tensors; slices
-    whose graphs are equal share theirs as before."""
-    graphs: dict[tuple[SliceGraphs, frozenset[int]], SliceGraphs] = {}
-    found = []
-    for part in parts:
-        places = frozenset(place for place, name in enumerate(part.weights) if not isinstance(tensors[name], Tensor))
-        if places and (part.graphs, places) not in graphs:
-            main = take_codes(part.graphs.main, places, linear, experts)
-            graphs[part.graphs, places] = dataclasses.replace(part.graphs, main=main)
-        found.append(dataclasses.replace(part, graphs=graphs[part.graphs, places]) if places else part)
-    return found
-
-
-def _bound(parts: Sequence[LoweredPart], reduce: Reduce) -> list[LoweredPart]:
-    """Return the parts with graphs that call ``reduce``; equal slices share theirs as before."""
-    graphs = {part.graphs.main: part.graphs for part in parts}
-    bound = {main: dataclasses.replace(each, main=bind(main, reduce)) for main, each in graphs.items()}
-    return [dataclasses.replace(part, graphs=bound[part.graphs.main]) for part in parts]
-
-
 def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
     """Lower the graphs of ``model``, which is not changed, for this processor or for GPUs."""
     pack = packing(model.dtype) if target is Target.CPU else None
-    graphs: dict[fx.GraphModule, SliceGraphs] = {}
+    places: dict[fx.GraphModule, int] = {}
+    graphs: list[SliceGraphs] = []
     for part in model.slices:
-        if part.graph not in graphs:
+        if part.graph not in places:
             main, packed = _pack(part, pack, model.dtype) if pack else (copy.deepcopy(part.graph), frozenset[int]())
-            graphs[part.graph] = _hoist(part, main, packed)
+            lowered = _hoist(part, main, packed)
             if target is Target.CPU:
-                fuse(graphs[part.graph].main)
+                fuse(lowered.main)
+            places[part.graph] = len(graphs)
+            graphs.append(lowered)
     return LoweredModel(
         dtype=model.dtype,
-        parts=tuple(LoweredPart(graphs[part.graph], part.weights, part.constants, part.last) for part in model.slices),
+        graphs=tuple(graphs),
+        parts=tuple(LoweredPart(places[part.graph], part.weights, part.constants, part.last) for part in model.slices),
         contexts=tuple(cut.context for cut in model.cuts),
         attentions=model.attentions,
         sinks=model.sinks,
@@ -303,9 +309,7 @@ def lower(model: SplitModel, target: Target = Target.CPU) -> LoweredModel:
 
 
 def _pack(part: Slice, packing: Packing, dtype: DType) -> tuple[fx.GraphModule, frozenset[int]]:
-    """Make linear layers use packed weights, if a weight has the model's ``dtype`` and no other use.
-
-    Returns the graph and the indices of the packed weights."""
+    """Pack weights of linear layers that have the model's ``dtype`` and no other use; return graph and indices."""
     module = copy.deepcopy(part.graph)
     weights = list(module.graph.nodes)[: len(part.weights)]
     packed = set()
@@ -360,15 +364,14 @@ def _hoist(part: Slice, main: fx.GraphModule, packed: frozenset[int]) -> SliceGr
 
 
 def _counts_rows(node: fx.Node) -> bool:
-    """True for the number of rows, as that of ids; there are as many positions. It is taken for a size, on which no
-    value depends: those of a row are the same among any others."""
+    """Return whether a node is the number of rows: a size, on which no value of a row depends."""
     return node.target is torch.ops.aten.sym_size.int and str(node.args) == "(ids, 0)"
 
 
 def _prelude(
     constants: list[fx.Node], positions: fx.Node, early: set[fx.Node], hoisted: list[fx.Node]
 ) -> fx.GraphModule:
-    """Takes the slice's constants, then positions; returns the values of ``hoisted``."""
+    """Return a graph that takes the slice's constants, then positions, and returns the values of ``hoisted``."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in (*constants, positions)}
     for node in positions.graph.nodes:

@@ -6,14 +6,22 @@ where GPUs are emulated, its definition.
 
 import functools
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 
-from lamina.kernels.gpu import expert_product as on_gpu
-from lamina.models.quantisation.codes import StackedCodes
+from lamina.core.types import Quantization
+from lamina.kernels.gpu.specialize import GroupedWeights, grouped_program, grouped_tile
+from lamina.models.quantisation.codes import Held, StackedCodes
 
 TORCHS = torch.ops.aten._grouped_mm.default  # of bfloat16; on some GPUs, the host reads the rows of each expert first
 FALLBACK = "transformers.grouped_mm_fallback.default"  # what transformers runs for other types, expert by expert
+
+ELEMENTS = {torch.float32: np.float32, torch.float16: np.float16, torch.bfloat16: np.uint16}
+"""The types of arrays that hold the elements of tensors."""
+
+CODES: dict[torch.dtype, Quantization] = {torch.uint8: "int4", torch.int8: "int8", torch.float8_e4m3fn: "fp8"}
+"""What the types of ``StackedCodes.values`` hold."""
 
 
 def is_grouped(node: fx.Node) -> bool:
@@ -37,6 +45,14 @@ def linear_stacked(x: Tensor, codes: StackedCodes) -> Tensor:
     return result
 
 
+def linear_held(x: Tensor, held: Held | StackedCodes, bias: Tensor | None, _: int | None = None) -> Tensor:
+    """x [..., inputs] times a quantised weight on a GPU, plus bias: [..., outputs]."""
+    if isinstance(held, StackedCodes):
+        out = linear_stacked(x.reshape(-1, x.shape[-1]), held).view(*x.shape[:-1], held.values.shape[1])
+        return out if bias is None else out + bias
+    return torch.nn.functional.linear(x, held.weight, bias)
+
+
 def _reordered(x: Tensor, order: Tensor, ends: Tensor) -> Tensor:
     """Rows x, sorted by expert, with their inputs in the order of each one's expert, see ``StackedCodes``."""
     if len(order) == 1:
@@ -57,24 +73,28 @@ _GATHERED_AT_ONCE = 1 << 23  # inputs of rows, for each of which there is an ind
 def multiply(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Rows x [T, inputs], sorted by expert, each times its expert's weight of [experts, inputs, outputs]: [T, outputs].
 
-    ends: int32 [experts], the row after the last one of each expert.
+    ends: int32 [experts], the row after the last one of each expert. Raises ValueError on a GPU unless weights are
+    contiguous, or would be when turned.
     """
-    if x.is_cuda:
-        return on_gpu.multiply(x, weight, ends)
     return _one_by_one(x, weight, ends)
 
 
-@multiply.register_fake
-def _(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[2])
+multiply.register_fake(lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
+
+
+@multiply.register_kernel("cuda")
+def _multiply_on_gpu(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    _, inputs, outputs = weight.shape
+    inner = weight.mT.is_contiguous()
+    if not inner and not weight.is_contiguous():
+        raise ValueError(f"weights of experts {tuple(weight.shape)} with strides {weight.stride()} are not contiguous")
+    return _launch(x, weight, ends, None, ends, GroupedWeights(len(ends), inputs, outputs, inner))
 
 
 @torch.library.custom_op("lamina::grouped_product_of_codes", mutates_args=())
 def _multiply_codes(
     x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int
 ) -> Tensor:
-    if x.is_cuda:
-        return on_gpu.multiply_codes(x, values, scales, zeros, ends, group)
     if values.dtype == torch.uint8:
         split = values.view(*scales.shape, group // 2)
         values = torch.stack([split & 15, split >> 4], 3)
@@ -85,9 +105,36 @@ def _multiply_codes(
     return _one_by_one(x.float(), dense.flatten(2).mT, ends).to(x.dtype)
 
 
-@_multiply_codes.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int) -> Tensor:
-    return x.new_empty(x.shape[0], values.shape[1])
+_multiply_codes.register_fake(lambda x, values, *_: x.new_empty(x.shape[0], values.shape[1]))
+
+
+@_multiply_codes.register_kernel("cuda")
+def _multiply_codes_on_gpu(
+    x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, group: int
+) -> Tensor:
+    held, inputs = CODES[values.dtype], x.shape[1]
+    weights = GroupedWeights(len(ends), inputs, values.shape[1], True, held, group, zeros is not None)
+    values = values.view(torch.uint8) if held == "fp8" else values
+    return _launch(x, values, scales, zeros, ends, weights)
+
+
+def _launch(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, ends: Tensor, weights: GroupedWeights
+) -> Tensor:
+    """Run Lamina's kernel. ``scales`` of weights without codes are not read, nor are missing ``zeros``."""
+    from lamina.kernels.gpu.triton_grouped import multiply as kernel  # needs Triton
+
+    x, rows = x.contiguous(), len(x)
+    out = x.new_empty(rows, weights.outputs)
+    if not rows:
+        return out
+    tile = grouped_tile(rows, x.element_size(), weights)
+    major, minor = torch.cuda.get_device_capability(x.device)
+    program = grouped_program(ELEMENTS[x.dtype], weights, tile, 10 * major + minor)
+    options = {"num_warps": program.warps, "num_stages": program.stages}
+    arguments = x, weight, scales, scales if zeros is None else zeros, ends, out, weights.experts
+    kernel[tile.grid(rows, weights)](*arguments, **dict(program.constants), **options)
+    return out
 
 
 @torch.library.custom_op("lamina::product_of_codes", mutates_args=())
@@ -96,15 +143,12 @@ def _multiply_by_codes(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor 
     return result
 
 
-@_multiply_by_codes.register_fake
-def _(x: Tensor, values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Tensor:
-    return x.new_empty(x.shape[0], values.shape[1])
+_multiply_by_codes.register_fake(lambda x, values, *_: x.new_empty(x.shape[0], values.shape[1]))
 
 
 @functools.cache  # without a limit: recordings read these, and steps have few numbers of rows
 def _all_rows(rows: int, device: torch.device) -> Tensor:
-    """Return the ends of one expert that has all rows. Slices run before they are recorded, which is when this is
-    made."""
+    """Return the ends of one expert that has all rows; made when slices run, before they are recorded."""
     return torch.tensor([rows], dtype=torch.int32, device=device)
 
 

@@ -6,7 +6,6 @@ types are known to match.
 """
 
 import operator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,14 +64,8 @@ def _cast_source(node: Any, to: torch.dtype | None = None) -> Any:
     return node.args[0] if to in (None, node.kwargs["dtype"]) else node
 
 
-@dataclass(frozen=True)
-class _Norm:
-    result: fx.Node
-    x: fx.Node
-    weight: fx.Node
-    epsilon: float
-    offset: float
-    round_before_weight: bool
+_Norm = tuple[fx.Node, fx.Node, tuple[fx.Node, float, float, bool]]
+"""Result, x, and the arguments of ``native_operators.rms_norm`` from the weight on."""
 
 
 def _fuse_norms(graph: fx.Graph) -> None:
@@ -80,19 +73,19 @@ def _fuse_norms(graph: fx.Graph) -> None:
         norm = _match_norm(root)
         if norm is None:
             continue
-        settings = (norm.weight, norm.epsilon, norm.offset, norm.round_before_weight)
-        if _operands(norm.x, aten.add.Tensor) and _alike(*norm.x.args) and _alike(norm.x, norm.x.args[0]):
-            with graph.inserting_before(norm.x):
-                both = graph.call_function(native_operators.add_rms_norm, (*norm.x.args, *settings))
+        result, x, settings = norm
+        if _operands(x, aten.add.Tensor) and _alike(*x.args) and _alike(x, x.args[0]):
+            with graph.inserting_before(x):
+                both = graph.call_function(native_operators.add_rms_norm, (*x.args, *settings))
                 total = graph.call_function(operator.getitem, (both, 0))
                 fused = graph.call_function(operator.getitem, (both, 1))
-            total.meta = norm.x.meta
-            norm.x.replace_all_uses_with(total)
+            total.meta = x.meta
+            x.replace_all_uses_with(total)
         else:
-            with graph.inserting_before(norm.result):
-                fused = graph.call_function(native_operators.rms_norm, (norm.x, *settings))
-        fused.meta = norm.result.meta
-        norm.result.replace_all_uses_with(fused)
+            with graph.inserting_before(result):
+                fused = graph.call_function(native_operators.rms_norm, (x, *settings))
+        fused.meta = result.meta
+        result.replace_all_uses_with(fused)
 
 
 def _match_norm(root: fx.Node) -> _Norm | None:
@@ -134,7 +127,7 @@ def _match_weight(scaled: fx.Node, x: fx.Node, value: Tensor, epsilon: float) ->
         if not early and narrowed is not None and _cast_source(narrowed) is product:
             result = narrowed
         if _alike(result, x):
-            return _Norm(result, x, weight, epsilon, offset, early)
+            return result, x, (weight, epsilon, offset, early)
     return None
 
 
@@ -224,8 +217,7 @@ def _are_angles(cosines: Any, sines: Any, x: Tensor) -> bool:
 def _with_rest(
     total: fx.Node, part: fx.Node, cosines: fx.Node, sines: fx.Node
 ) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]:
-    """Return the four nodes extended to whole heads, if the elements that are not rotated are put behind those that
-    are; else unchanged."""
+    """Return the nodes for whole heads if elements that are not rotated follow those that are, else as given."""
     whole = part.args[0] if _is(part, aten.slice.Tensor, aten.alias.default) else None
     cat, size, rotated = _only_user(total), _value(whole), _value(part)
     if not isinstance(whole, fx.Node) or cat is None or size is None or rotated is None:
@@ -268,7 +260,6 @@ def _fuse_gates(graph: fx.Graph) -> None:
 
 
 def _join_views(graph: fx.Graph) -> None:
-    """Remove views that undo each other, and merge views of views."""
     for node in graph.nodes:
         if _is(node, aten.squeeze.dim, aten.transpose.int, aten.view.default):
             _join_view(graph, node)

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lamina.lowering.cpu_slices import LoweredModel, LoweredPart, PositionTable, SliceGraphs, with_codes
-from lamina.lowering.expert_operators import TORCHS, experts_stacked, is_grouped
-from lamina.lowering.quantisation.gpu_codes import linear_held
+from lamina.lowering.cpu_slices import LoweredModel, LoweredPart, PositionTable, SliceGraphs
+from lamina.lowering.expert_operators import TORCHS, experts_stacked, is_grouped, linear_held
 from lamina.models.quantisation.codes import Held, StackedCodes, Weight, plain
-from lamina.splitter.collective import Reduce, bind
+from lamina.splitter.markers import Reduce
 
 Main = Callable[..., Sequence[Tensor]]
 """A slice's graph, or another function that computes the same of the same arguments."""
@@ -31,7 +30,6 @@ class PlacedSlice:
     Attributes:
         graph: what it runs; slices that compute the same share one.
         digest: equal for slices that compute the same of weights of the same types and sizes, in any process.
-        uses_ids: it reads token ids.
         capturable: it runs without the host between its operators, so that they can be recorded once and replayed.
         prelude_key: equal for slices that derive the same from positions.
     """
@@ -40,18 +38,15 @@ class PlacedSlice:
         self,
         part: LoweredPart,
         graphs: SliceGraphs,
-        table: PositionTable | None,
+        table: PositionTable,
         tensors: Mapping[str, Weight],
     ) -> None:
-        self.prelude_key = (id(table), part.constants)
-        nodes = list(graphs.main.graph.nodes)
-        self.capturable = not any(_needs_host(node) for node in nodes)
-        self.uses_ids = any(node.op == "placeholder" and node.target == "ids" and node.users for node in nodes)
+        self.prelude_key = id(table)
+        self.capturable = not any(_needs_host(node) for node in graphs.main.graph.nodes)
         self.graph: Main = graphs.main
         self._table = table
         weights = [tensors[name] for name in part.weights]
         self._weights = [weight.contiguous() if isinstance(weight, Tensor) else weight for weight in weights]
-        self._constants = tuple(plain(tensors[name]) for name in part.constants)
         likes = [_like(weight) for weight in self._weights]
         self.digest = hashlib.sha256(f"{graphs.main.code}{likes}".encode()).hexdigest()[:16]
 
@@ -66,7 +61,7 @@ class PlacedSlice:
 
     def prepare(self, positions: Tensor) -> tuple[Tensor, ...]:
         """Return the values that depend on positions int64 [T], in host memory, alone."""
-        return self._constants if self._table is None else self._table.lookup(positions)
+        return self._table.lookup(positions)
 
     def __call__(
         self,
@@ -97,29 +92,19 @@ def place(
     ``reduce``: how the ranks of a replica add up what each has computed; slices of one rank alone need none.
     ``grouped``: torch's product of experts runs on this device without the host; Lamina's is used instead otherwise.
     """
-    graphs: dict[int, SliceGraphs] = {}
-    tables: dict[tuple[int, tuple[str, ...]], PositionTable] = {}
-    named: dict[str, Weight] = {**tensors, **{name: value.to(device) for name, value in model.constants.items()}}
-    placed = []
-    for part in with_codes(model.parts, tensors, linear_held, experts_stacked):
-        number = id(part.graphs)
-        if number not in graphs:
-            prelude = part.graphs.prelude
-            moved = None if prelude is None else _on(prelude, device, grouped)
-            main = part.graphs.main if reduce is None else bind(part.graphs.main, reduce)
-            graphs[number] = SliceGraphs(_on(main, device, grouped), moved)
-        own = graphs[number].prelude
-        table = None
-        if own is not None:
-            constants = [plain(named[name]) for name in part.constants]
-            key = number, part.constants
-            table = tables.setdefault(key, PositionTable(own, constants, model.positions, device))
-        placed.append(PlacedSlice(part, graphs[number], table, named))
-    return placed
+    moved: dict[int, SliceGraphs] = {}
+    graphs = model.with_codes(tensors, linear_held, experts_stacked, reduce)
+    for each in graphs:
+        if id(each) not in moved:
+            prelude = None if each.prelude is None else _on(each.prelude, device, grouped)
+            moved[id(each)] = SliceGraphs(_on(each.main, device, grouped), prelude)
+    placed = [moved[id(each)] for each in graphs]
+    constants = {name: value.to(device) for name, value in model.constants.items()}
+    tables = model.position_tables([each.prelude for each in placed], constants, device)
+    return [PlacedSlice(*given, tensors) for given in zip(model.parts, placed, tables, strict=True)]
 
 
 def _like(weight: Weight) -> tuple[str, ...]:
-    """Return what a weight is, without its values."""
     if isinstance(weight, StackedCodes):
         shapes = [None if part is None else tuple(part.shape) for part in weight.tensors]
         return str(weight.values.dtype), str(shapes), str(weight.group)
@@ -128,8 +113,7 @@ def _like(weight: Weight) -> tuple[str, ...]:
 
 
 def _on(module: fx.GraphModule, device: torch.device, grouped: bool) -> fx.GraphModule:
-    """Return a copy whose operators that make tensors make them on ``device``: they were captured on the CPU.
-    ``grouped``: see ``place``."""
+    """Return a copy that makes tensors on ``device``: it was captured on the CPU. ``grouped``: see ``place``."""
     moved = copy.deepcopy(module)
     for node in moved.graph.nodes:
         if node.kwargs.get("device") is not None:

@@ -27,36 +27,28 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float, round_bef
 
     ``round_before_weight`` rounds to the element type before the multiplication as well.
     """
-    x, weight = x.contiguous(), weight.contiguous()
-    out = torch.empty_like(x)
-    addresses = (x.data_ptr(), 0, weight.data_ptr(), 0, out.data_ptr())
-    _norm(x, weight, addresses, epsilon, offset, round_before_weight)
-    return out
+    return _norm(x, None, weight, epsilon, offset, round_before_weight)[1]
 
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, round_before_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """(x + residual, its ``rms_norm``); x and residual have one shape."""
-    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-    total, out = torch.empty_like(x), torch.empty_like(x)
-    addresses = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr())
-    _norm(x, weight, addresses, epsilon, offset, round_before_weight)
-    return total, out
+    return _norm(x, residual, weight, epsilon, offset, round_before_weight)
 
 
 def _norm(
-    x: Tensor,
-    weight: Tensor,
-    addresses: tuple[int, int, int, int, int],
-    epsilon: float,
-    offset: float,
-    round_before_weight: bool,
-) -> None:
-    """``addresses`` are those of x, residual, weight, sum and out."""
+    x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, offset: float, round_before_weight: bool
+) -> tuple[Tensor, Tensor]:
+    x, weight = x.contiguous(), weight.contiguous()
+    added = None if residual is None else residual.contiguous()
+    total, out = x if added is None else torch.empty_like(x), torch.empty_like(x)
+    given = (x.data_ptr(), 0 if added is None else added.data_ptr(), weight.data_ptr())
+    results = (0 if added is None else total.data_ptr(), out.data_ptr())
     kind, width, threads = ELEMENT_TYPES[x.dtype], weight.numel(), torch.get_num_threads()
     rows = x.numel() // width
-    _native.rms_norm(kind, *addresses, rows, width, epsilon, offset, round_before_weight, threads, PATH)
+    _native.rms_norm(kind, *given, *results, rows, width, epsilon, offset, round_before_weight, threads, PATH)
+    return total, out
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, heads: int) -> Tensor:

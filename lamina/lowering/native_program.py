@@ -97,10 +97,7 @@ class Steps:
 
 
 class SliceProgram:
-    """A slice that runs as a native program.
-
-    The native program holds only the weights' addresses, so ``weights`` are kept alive with it.
-    """
+    """A slice as a native program, which holds only the addresses of ``weights``: they are kept alive with it."""
 
     def __init__(self, steps: Steps, weights: Sequence[object]) -> None:
         self._weights = weights

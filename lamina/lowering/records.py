@@ -12,16 +12,12 @@ from typing import Any
 import msgspec
 import safetensors.torch
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from lamina.core.types import AttentionSpec, DType
 from lamina.lowering import native_operators
-from lamina.lowering.cpu_slices import LoweredModel, LoweredPart, SliceGraphs
 from lamina.lowering.expert_operators import FALLBACK
 from lamina.lowering.fuse import METHODS
-from lamina.splitter.collective import ALL_REDUCE
-from lamina.splitter.parts import Runs
-from lamina.splitter.split_model import Crossing
+from lamina.splitter.markers import ALL_REDUCE
 
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     function.__name__: function
@@ -49,115 +45,37 @@ class StoredNode(msgspec.Struct, array_like=True):
     kwargs: dict[str, Any]
 
 
-class StoredGraphs(msgspec.Struct):
-    """``SliceGraphs``."""
+def encode(value: Any) -> Any:
+    """Convert what msgspec cannot write of a ``LoweredModel``, as its ``enc_hook``: graphs, tensors, element types.
 
-    main: list[StoredNode]
-    prelude: list[StoredNode] | None
-    packed: list[int]
-
-
-class StoredPart(msgspec.Struct):
-    """``LoweredPart``; ``graphs`` is the index of its graphs in the model's list."""
-
-    graphs: int
-    weights: tuple[str, ...]
-    constants: tuple[str, ...]
-    last: bool
+    Raises NotStorableError: a graph has a target or an argument of an unknown kind.
+    """
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, Tensor):
+        return safetensors.torch.save({"": value.clone().contiguous()})
+    if isinstance(value, fx.GraphModule):
+        return store_graph(value.graph)
+    raise NotStorableError(f"records cannot hold a {type(value).__name__}")
 
 
-class StoredModel(msgspec.Struct):
-    """``LoweredModel``; ``constants`` in the safetensors format. Holds ``torch.dtype`` values."""
+def decode(kind: type, stored: Any) -> Any:
+    """Convert back what ``encode`` has made, as msgspec's ``dec_hook``.
 
-    dtype: DType
-    graphs: list[StoredGraphs]
-    parts: list[StoredPart]
-    contexts: tuple[tuple[Crossing, ...], ...]
-    attentions: tuple[AttentionSpec, ...]
-    sinks: tuple[str | None, ...]
-    weights: tuple[str, ...]
-    positions: int
-    vocabulary: int
-    constants: bytes
-    shards: dict[str, dict[int, Runs]]
-    whole: tuple[AttentionSpec, ...]
-
-
-def store(model: LoweredModel) -> StoredModel:
-    """Return the record of ``model``. Raises NotStorableError: its graphs have a target or an argument of an unknown
-    kind."""
-    places: dict[int, int] = {}
-    graphs: list[StoredGraphs] = []
-    for part in model.parts:
-        if id(part.graphs) not in places:
-            places[id(part.graphs)] = len(graphs)
-            prelude = part.graphs.prelude
-            graphs.append(
-                StoredGraphs(
-                    _store_graph(part.graphs.main.graph),
-                    None if prelude is None else _store_graph(prelude.graph),
-                    sorted(part.graphs.packed),
-                )
-            )
-    return StoredModel(
-        dtype=model.dtype,
-        graphs=graphs,
-        parts=[StoredPart(places[id(part.graphs)], part.weights, part.constants, part.last) for part in model.parts],
-        contexts=model.contexts,
-        attentions=model.attentions,
-        sinks=model.sinks,
-        weights=model.weights,
-        positions=model.positions,
-        vocabulary=model.vocabulary,
-        constants=safetensors.torch.save({name: value.clone().contiguous() for name, value in model.constants.items()}),
-        shards={name: dict(shard) for name, shard in model.shards.items()},
-        whole=model.whole,
-    )
-
-
-def restore(stored: StoredModel) -> LoweredModel:
-    """Return the model that ``store`` got. Raises NotStorableError: a graph is invalid or calls something not
-    allowed."""
-    graphs = [
-        SliceGraphs(
-            _restore_graph(graph.main, "Slice"),
-            None if graph.prelude is None else _restore_graph(graph.prelude, "Prelude"),
-            frozenset(graph.packed),
-        )
-        for graph in stored.graphs
-    ]
-    _require(all(0 <= part.graphs < len(graphs) for part in stored.parts), "graphs with such an index")
-    return LoweredModel(
-        dtype=stored.dtype,
-        parts=tuple(LoweredPart(graphs[part.graphs], part.weights, part.constants, part.last) for part in stored.parts),
-        contexts=stored.contexts,
-        attentions=stored.attentions,
-        sinks=stored.sinks,
-        weights=stored.weights,
-        positions=stored.positions,
-        vocabulary=stored.vocabulary,
-        constants=safetensors.torch.load(stored.constants),
-        shards=stored.shards,
-        whole=stored.whole,
-    )
-
-
-def encode_dtype(value: Any) -> str:
-    """msgspec's ``enc_hook`` for records."""
-    if not isinstance(value, torch.dtype):
-        raise NotStorableError(f"records cannot hold a {type(value).__name__}")
-    return str(value).removeprefix("torch.")
-
-
-def decode_dtype(_: type, name: Any) -> torch.dtype:
-    """msgspec's ``dec_hook`` for records."""
-    dtype = getattr(torch, str(name), None)
+    Raises NotStorableError: a graph is invalid or calls something not allowed.
+    """
+    if kind is Tensor:
+        return safetensors.torch.load(stored)[""]
+    if kind is fx.GraphModule:
+        return restore_graph(msgspec.convert(stored, list[StoredNode]))
+    dtype = getattr(torch, str(stored), None)
     if not isinstance(dtype, torch.dtype):
-        raise NotStorableError(f"torch has no dtype {name!r}")
+        raise NotStorableError(f"torch has no dtype {stored!r}")
     return dtype
 
 
-def _store_graph(graph: fx.Graph) -> list[StoredNode]:
+def store_graph(graph: fx.Graph) -> list[StoredNode]:
+    """Return the record of a graph. Raises NotStorableError."""
     number = {node: place for place, node in enumerate(graph.nodes)}
     return [
         StoredNode(
@@ -170,7 +88,8 @@ def _store_graph(graph: fx.Graph) -> list[StoredNode]:
     ]
 
 
-def _restore_graph(stored: Sequence[StoredNode], name: str) -> fx.GraphModule:
+def restore_graph(stored: Sequence[StoredNode]) -> fx.GraphModule:
+    """Return the graph that ``store_graph`` got, as a module. Raises NotStorableError."""
     graph = fx.Graph()
     nodes: list[fx.Node] = []
     for node in stored:
@@ -179,7 +98,7 @@ def _restore_graph(stored: Sequence[StoredNode], name: str) -> fx.GraphModule:
         named = {key: _decode(argument, nodes) for key, argument in node.kwargs.items()}
         nodes.append(graph.create_node(node.op, _target(node), arguments, named))
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph, class_name=name)
+    return fx.GraphModule(torch.nn.Module(), graph, class_name="Slice")
 
 
 def _target_name(node: fx.Node) -> str:
@@ -191,7 +110,6 @@ def _target_name(node: fx.Node) -> str:
 
 
 def _target(node: StoredNode) -> Any:
-    """Return the function or method a node calls, or the name of an input."""
     match node.op:
         case "placeholder" | "output" if _is_name(node.target):
             return node.target

@@ -8,20 +8,21 @@ routed experts, other norms or activations, or other element types run as graphs
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from lamina import _native
 from lamina.lowering import native_operators
+from lamina.lowering.cpu_codes import PackedCodes, PackedExperts, linear_codes
 from lamina.lowering.native_operators import linear_native
 from lamina.lowering.native_program import NOWHERE, Columns, Program, Step, Steps
-from lamina.lowering.quantisation.cpu_codes import PackedCodes, PackedExperts, linear_codes
 
 aten = torch.ops.aten
 _END = 2**63 - 1
 _IDS = object()
+T = TypeVar("T")
 _PAIRS = (0, 0, 0, 0)  # of a weight that is not codes
 
 
@@ -114,17 +115,17 @@ class _Translation:
         self._widths.append(math.prod(shape))
         return Columns(len(self._widths) - 1, 0, tuple(shape), ones)
 
-    def _rows(self, node: Any) -> Columns:
+    def _value(self, node: Any, kind: type[T]) -> T:
         value = self._values.get(node)
-        _require(isinstance(value, Columns))
-        assert isinstance(value, Columns)
+        if not isinstance(value, kind):
+            raise _InexpressibleError
         return value
 
+    def _rows(self, node: Any) -> Columns:
+        return self._value(node, Columns)
+
     def _weight(self, node: Any) -> Tensor:
-        value = self._values.get(node)
-        _require(isinstance(value, Tensor))
-        assert isinstance(value, Tensor)
-        return value
+        return self._value(node, Tensor)
 
     def _is_whole(self, value: Columns) -> bool:
         return value.width == self._widths[value.matrix]
@@ -145,9 +146,8 @@ class _Translation:
         return out
 
     def _linear_codes(self, x: Any, weight: Any, bias: Any, _: Any) -> Columns:
-        rows, packed = self._rows(x), self._values.get(weight)
-        _require(isinstance(packed, PackedCodes) and len(rows.shape) == 1)
-        assert isinstance(packed, PackedCodes)
+        rows, packed = self._rows(x), self._value(weight, PackedCodes)
+        _require(len(rows.shape) == 1)
         out = self._matrix((packed.outputs,), rows.ones)
         self._product(rows, packed.values, bias, out, packed.outputs, packed.native)
         return out
@@ -203,11 +203,7 @@ class _Translation:
         return out
 
     def _item(self, values: Any, place: int) -> Columns:
-        found = self._values.get(values)
-        _require(isinstance(found, tuple))
-        assert isinstance(found, tuple)
-        value = found[place]
-        assert isinstance(value, Columns)
+        value: Columns = self._value(values, tuple)[place]
         return value
 
     def _size(self, x: Any, dim: int) -> None:

@@ -110,7 +110,6 @@ def find(model: str | os.PathLike[str] | None, *, weights: bool = True, tokenize
 
 
 def _located(model: str | os.PathLike[str], weights: bool) -> Path:
-    """Return the path ``model``, or the directory of the model of that name, which is downloaded if need be."""
     path = Path(model).expanduser()
     if path.exists() or not hub.is_name(os.fspath(model)):
         return path
@@ -118,8 +117,7 @@ def _located(model: str | os.PathLike[str], weights: bool) -> Path:
 
 
 def model_name(path: Path) -> str:
-    """Return the model's name for clients: that of the repository for a snapshot in the Hugging Face cache
-    (``models--ORG--NAME/snapshots/REVISION``), else that of the directory."""
+    """Return the name for clients: OWNER/NAME for a snapshot in the Hugging Face cache, else its directory's."""
     path = path.resolve()
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):

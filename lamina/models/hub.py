@@ -89,7 +89,6 @@ def _weight_files(model: str, files: Mapping[str, int], index: Path | None) -> s
 
 
 def _require_room(name: str, commit: str, sizes: Mapping[str, int]) -> None:
-    """Raise ModelError if the files that the cache lacks do not fit on its disk."""
     from huggingface_hub import constants, try_to_load_from_cache
 
     missing = [file for file in sizes if not isinstance(try_to_load_from_cache(name, file, revision=commit), str)]
@@ -105,7 +104,6 @@ def _require_room(name: str, commit: str, sizes: Mapping[str, int]) -> None:
 
 
 def _cached(name: str, revision: str | None, why: str) -> Path:
-    """Return the snapshot of a model in the cache. Raises ModelError if the cache lacks the model."""
     from huggingface_hub import try_to_load_from_cache
 
     config = try_to_load_from_cache(name, "config.json", revision=revision)
@@ -116,7 +114,6 @@ def _cached(name: str, revision: str | None, why: str) -> Path:
 
 
 def _is_final(error: BaseException) -> bool:
-    """Return whether the hub has answered that the model may not be read."""
     from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
@@ -124,7 +121,6 @@ def _is_final(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException, model: str) -> str:
-    """Return what went wrong, and what to do."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 

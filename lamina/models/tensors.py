@@ -100,7 +100,8 @@ def load(
     done = _Done({name: cut(plan.expected[name], shards.get(name, {})).nbytes for name in names}, on_progress)
     if load_format == "dummy":
         return _dummy(names, plan, seed, done, device, shards, form)
-    return _Checkpoint(directory, plan, device, HOST if shards else device, form).read(names, done, shards)
+    with _Files(directory, device, HOST if shards else device) as files:
+        return _Checkpoint(directory, plan, files, form).read(names, done, shards)
 
 
 class _Done:
@@ -115,15 +116,37 @@ class _Done:
             self._report(self._bytes, self._total)
 
 
-class _Checkpoint:
-    """One checkpoint's files, and how the model's tensors are made from them."""
+class _Files(ExitStack):
+    """A checkpoint's open files. Tensors are read on the device ``reading``, and kept on ``device``."""
 
-    def __init__(
-        self, directory: ModelDirectory, plan: WeightPlan, device: torch.device, reading: torch.device, form: Form
-    ) -> None:
-        """Tensors are read on the device ``reading``."""
+    def __init__(self, directory: ModelDirectory, device: torch.device, reading: torch.device) -> None:
+        super().__init__()
+        self._directory, self._device, self._reading = directory, device, reading
+        self._open: dict[Path, Any] = {}
+        self._mapped: set[int] = set()  # addresses of memory maps
+
+    def read(self, key: str) -> torch.Tensor:
+        """Return a tensor as it is stored, on the host as a view of a memory map."""
+        file = self._directory.tensors[key].file
+        if file not in self._open:
+            try:
+                self._open[file] = self.enter_context(safe_open(file, framework="pt", device=str(self._reading)))
+            except SafetensorError as error:
+                raise ModelError(f"{file} has a broken safetensors header ({error}): copy it again") from error
+        tensor: torch.Tensor = self._open[file].get_tensor(key)
+        if tensor.device == HOST:  # elsewhere it was copied, not mapped
+            self._mapped.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor`` in memory of its own, neither that of a file nor of a larger tensor."""
+        return _own(tensor, self._mapped, self._device)
+
+
+class _Checkpoint:
+    def __init__(self, directory: ModelDirectory, plan: WeightPlan, files: _Files, form: Form) -> None:
         self._directory = directory
-        self._device, self._reading = device, reading
+        self._files = files
         self._expected = plan.expected
         self._recipes = plan.recipes
         self._ties = plan.ties
@@ -138,17 +161,15 @@ class _Checkpoint:
             self._check_inputs(name)
         made: dict[str, Weight] = {}
         result: dict[str, Weight] = {}
-        with ExitStack() as stack:
-            files: dict[Path, Any] = {}
-            for name, source in sources.items():
-                if source not in made:
-                    outputs = self._make(self._recipes[source], files, stack, wanted)
-                    made.update((output, outputs[output]) for output in outputs.keys() & needed)
-                    for other in self._copies(source):
-                        copy = self._make(self._recipes[other], files, stack, {other: wanted[source]})[other]
-                        self._check_tie(source, made[source], other, copy)
-                result[name] = made[source]
-                done.mark_loaded(name)
+        for name, source in sources.items():
+            if source not in made:
+                outputs = self._make(self._recipes[source], wanted)
+                made.update((output, outputs[output]) for output in outputs.keys() & needed)
+                for other in self._copies(source):
+                    copy = self._make(self._recipes[other], {other: wanted[source]})[other]
+                    self._check_tie(source, made[source], other, copy)
+            result[name] = made[source]
+            done.mark_loaded(name)
         return result
 
     def _stored(self, name: str) -> str:
@@ -168,7 +189,6 @@ class _Checkpoint:
         return [source, *(tied for tied, to in self._ties.items() if to == source)]
 
     def _copies(self, source: str) -> list[str]:
-        """Other names under which the checkpoint holds the tensor of ``source``."""
         return [name for name in self._tied(source) if name in self._recipes and name != source]
 
     def _check_tie(self, source: str, tensor: Weight, other: str, copy: Weight) -> None:
@@ -205,41 +225,24 @@ class _Checkpoint:
                 f"config.json requires {list(wanted)}. Weights and config.json are from different models"
             )
 
-    def _make(
-        self, recipe: Recipe, files: dict[Path, Any], stack: ExitStack, shards: Mapping[str, Shard]
-    ) -> dict[str, Weight]:
-        first = recipe.outputs[0]
+    def _make(self, recipe: Recipe, shards: Mapping[str, Shard]) -> dict[str, Weight]:
+        first, files = recipe.outputs[0], self._files
         wanted = self._expected[first].dtype
-        mapped: set[int] = set()
         quantised = {name for name in recipe.outputs if self._is_quantised(name)}
         early = shards.get(first, {}) if recipe.convert is None and not quantised else {}
-
-        def stored(key: str) -> torch.Tensor:
-            file = self._directory.tensors[key].file
-            if file not in files:
-                try:
-                    files[file] = stack.enter_context(safe_open(file, framework="pt", device=str(self._reading)))
-                except SafetensorError as error:
-                    raise ModelError(f"{file} has a broken safetensors header ({error}): copy it again") from error
-            tensor: torch.Tensor = files[file].get_tensor(key)
-            if tensor.device == HOST:  # elsewhere it was copied, not mapped
-                mapped.add(tensor.untyped_storage().data_ptr())
-            return tensor
 
         def read(key: str) -> torch.Tensor:
             packed = self._directory.packed.get(key)
             if packed is not None:
-                return read_codes(packed, stored).shard(early).dense(wanted)
-            return cut(stored(key), early).to(wanted)  # of a mapped file, the rest is not read
+                return read_codes(packed, files.read).shard(early).dense(wanted)
+            return cut(files.read(key), early).to(wanted)  # of a mapped file, the rest is not read
 
         packed = self._directory.packed.get(recipe.inputs[0][1])
         if packed is not None and recipe.convert is None and self._tied(first) == [first]:
-            codes = (
-                read_codes(packed, stored).shard(early).replace_tensors(lambda part: _own(part, mapped, self._device))
-            )
+            codes = read_codes(packed, files.read).shard(early).replace_tensors(files.own)
             held = self._form.keep_codes(first, codes, wanted)
             return {first: codes.dense(wanted) if held is None else held}
-        if (experts := self._held_experts(recipe, stored, mapped, shards.get(first, {}))) is not None:
+        if (experts := self._held_experts(recipe, shards.get(first, {}))) is not None:
             return {first: experts}
         try:
             outputs = recipe.make(read)
@@ -255,15 +258,13 @@ class _Checkpoint:
                 name: tensor if name in quantised else cut(tensor, shards.get(name, {}))
                 for name, tensor in outputs.items()
             }
-        owned = {name: _own(tensor, mapped, self._device) for name, tensor in outputs.items()}
+        owned = {name: files.own(tensor) for name, tensor in outputs.items()}
         return {
             name: self._form.quantise(name, tensor, shards.get(name, {})) if name in quantised else tensor
             for name, tensor in owned.items()
         }
 
-    def _held_experts(
-        self, recipe: Recipe, stored: Callable[[str], torch.Tensor], mapped: set[int], shard: Shard
-    ) -> Weight | None:
+    def _held_experts(self, recipe: Recipe, shard: Shard) -> Weight | None:
         """Return the weights of a layer's experts, if they can be held as the codes that they are stored in."""
         name, *others = recipe.outputs
         packed = {key: self._directory.packed.get(key) for _, key in recipe.inputs}
@@ -271,9 +272,10 @@ class _Checkpoint:
             return None
         like = self._expected[name]
         parts = {key: each for key, each in packed.items() if each is not None}
-        if self._form.hold_experts(ExpertCodes((read_codes(next(iter(parts.values())), stored),)), like.dtype) is None:
+        one = read_codes(next(iter(parts.values())), self._files.read)
+        if self._form.hold_experts(ExpertCodes((one,)), like.dtype) is None:
             return None
-        codes = {key: read_codes(each, stored) for key, each in parts.items()}
+        codes = {key: read_codes(each, self._files.read) for key, each in parts.items()}
         try:
             whole = arranged(codes, lambda read: recipe.make(read)[name], like.shape)
         except (RuntimeError, ValueError):  # making them dense fails too, and says what is missing
@@ -281,16 +283,17 @@ class _Checkpoint:
         if whole is None:
             return None
         codes.clear()
-        here = whole.shard(shard).replace_tensors(lambda part: _own(part, mapped, self._device))
-        return self._form.hold_experts(here, like.dtype)
+        return self._form.hold_experts(whole.shard(shard).replace_tensors(self._files.own), like.dtype)
 
     def _is_quantised(self, name: str) -> bool:
         return name in self._form.names and self._tied(name) == [name]
 
 
 def _own(tensor: torch.Tensor, mapped: set[int], device: torch.device) -> torch.Tensor:
-    """Return a contiguous tensor with its own memory on ``device``; a view of the memory map would depend on the file
-    and be unaligned, and a part of another tensor would keep all of that."""
+    """Return a contiguous tensor with its own memory on ``device``.
+
+    A view of a memory map would depend on the file and be unaligned, a part of another tensor would keep all of that.
+    """
     if tensor.device != device:
         return tensor.to(device, memory_format=torch.contiguous_format)
     storage = tensor.untyped_storage()

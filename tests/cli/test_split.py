@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lamina.cli.models import split as command
 from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.splitter import SplitModel, split
-from lamina.splitter.draw import svg
+from lamina.splitter.describe import svg
 
 CONFIG = GPTJConfig(vocab_size=96, n_positions=64, n_embd=32, n_layer=5, n_head=4, rotary_dim=4)
 CODE = """

@@ -31,7 +31,7 @@ from lamina.memory.device import gpu_memory
 from lamina.models.quantisation.codes import Weight
 from lamina.splitter import split
 from lamina.splitter.assemble import assemble, capture_clean
-from lamina.splitter.collective import Reduce
+from lamina.splitter.markers import Reduce
 from lamina.splitter.parts import Rank
 from lamina.splitter.split_model import cut
 from tests.support import reference_attention

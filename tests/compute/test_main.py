@@ -22,7 +22,7 @@ def test_a_torch_built_for_cuda_does_not_warn_of_the_triton_that_is_hidden_from_
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("module", ["lamina.splitter.assemble", "lamina.models.configuration", "lamina.models.weights"])
+@pytest.mark.parametrize("module", ["lamina.splitter.assemble", "lamina.models.pretrained"])
 def test_importing_what_imports_transformers_prints_nothing(module: str) -> None:
     """With torchao installed, which transformers imports, and warns of kernels of other GPUs."""
     done = subprocess.run(

@@ -194,7 +194,7 @@ CHANGES = {
     "processor's paths": _set(native, "attention_paths", lambda: []),
     **{
         name: _code(name)
-        for name in ("core/types.py", "lowering/fuse.py", "kernels/host_memory.py", "models/weights.py")
+        for name in ("core/types.py", "lowering/fuse.py", "kernels/host_memory.py", "models/pretrained.py")
     },
     **{name: _version(name) for name in ("lamina", "torch", "transformers", "networkx", "safetensors")},
 }

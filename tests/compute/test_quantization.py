@@ -19,17 +19,17 @@ from lamina.compute.rows import Rows
 from lamina.core.errors import ConfigError, ModelError
 from lamina.core.types import DType, Quantization
 from lamina.lowering import LoweredModel, lower
-from lamina.lowering.quantisation.choice import (
+from lamina.lowering.weight_forms import (
+    PlacedForm,
     expert_weights,
     head_weights,
     linear_weights,
     router_weights,
     turned_weights,
 )
-from lamina.lowering.quantisation.gpu_codes import PlacedForm
-from lamina.models import tensors, weights
-from lamina.models.configuration import load_config
+from lamina.models import pretrained, tensors
 from lamina.models.directory import find
+from lamina.models.pretrained import load_config
 from lamina.models.quantisation.codes import Codes, ExpertCodes, StackedCodes, Weight, plain
 from lamina.splitter import split
 from lamina.splitter.parts import ONLY, Rank
@@ -63,7 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(path: Path, device: Device, model: LoweredModel, to: Quantization = "none") -> dict[str, Weight]:
     directory = find(path, tokenizer=False)
-    plan = weights.plan(directory, load_config(directory), model.dtype)
+    plan = pretrained.plan(directory, load_config(directory), model.dtype)
     form = device.form(model, to)
     return tensors.load(directory, model.weights, plan, device=device.place, shards=model.shards, form=form)
 
@@ -218,7 +218,7 @@ def test_experts_that_are_stored_as_codes_stay_codes(
     assert names and all(isinstance(held[key], ExpertCodes | StackedCodes) == kept for key in names)
     assert all(isinstance(held[key], Codes | StackedCodes) == kept for key in linear)
     directory = find(tmp_path, tokenizer=False)
-    exact = weights.load(directory, [*names, *linear], load_config(directory), DType.FLOAT32)
+    exact = pretrained.load(directory, [*names, *linear], load_config(directory), DType.FLOAT32)
     for number in range(2):
         part = lowered(tmp_path, name, rank=Rank(number, 2))
         own = load(tmp_path, device, part)
@@ -364,7 +364,7 @@ def test_gpus_need_torchao_for_int4_alone(folder: Path, monkeypatch: pytest.Monk
     assert all(isinstance(weight, StackedCodes) for weight in codes_of(load(folder, device, model, "fp8")).values())
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda place: (8, 0))
     with pytest.raises(ConfigError, match="pip install torchao"):
-        PlacedForm.for_model(model, "int4", torch.device("cuda"))
+        PlacedForm(model, "int4", torch.device("cuda"))
 
 
 def test_models_without_linear_layers_are_refused(tmp_path: Path) -> None:

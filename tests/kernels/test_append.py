@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from lamina import _native
 from lamina.kernels.attention import append
-from lamina.kernels.host_memory import HUGE_PAGE_BYTES, allocate, read_rows
+from lamina.kernels.host_memory import HUGE_PAGE_BYTES, allocate
 
 SLOTS = np.array([4, 0, 9, 7], np.int32)
 TORCH_TYPES = {np.uint16: torch.bfloat16, np.float16: torch.float16, np.float32: torch.float32}
@@ -83,9 +84,9 @@ def test_memory_is_zeroed_writable_and_aligned():
 def test_reads_the_rows_asked_for(threads, row_bytes):
     rows = np.random.default_rng(0).integers(0, 256, (50, row_bytes), np.uint8)
     slots = np.array([3, 49, 0, 3, 17], np.int32)
-    assert read_rows(rows, slots, threads) == int(rows.view(np.uint64)[slots].sum())
-    assert read_rows(rows, slots[:0], threads) == 0
+    assert _native.read_rows(rows, slots, threads) == int(rows.view(np.uint64)[slots].sum())
+    assert _native.read_rows(rows, slots[:0], threads) == 0
     with pytest.raises(ValueError, match="slots holds 50; the slab has slots 0 to 49"):
-        read_rows(rows, slots + 1, threads)
+        _native.read_rows(rows, slots + 1, threads)
     with pytest.raises(ValueError, match="rows have 100 bytes; give a positive multiple of 64"):
-        read_rows(rows[:, :100].copy(), slots, threads)
+        _native.read_rows(rows[:, :100].copy(), slots, threads)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-from lamina.kernels.gpu import expert_product
 from lamina.kernels.gpu.specialize import GroupedTile, GroupedWeights, grouped_program, grouped_tile
+from lamina.lowering import expert_operators
 from lamina.lowering.expert_operators import experts_stacked, linear_stacked
 from lamina.models.quantisation.codes import Codes, StackedCodes, quantise
 from tests.support.gpu_device import BACKEND, give, take
@@ -124,7 +124,7 @@ def test_codes_are_multiplied_as_the_weights_that_they_are(form, element, capabi
     x = torch.randn(sum(counts), inputs, generator=draw).to(TORCH[element])
     codes = [make(outputs, inputs, draw) for _ in counts]
     stacked = StackedCodes.stack(codes, len(counts))
-    held, has_zeros = expert_product.CODES[stacked.values.dtype], stacked.zeros is not None
+    held, has_zeros = expert_operators.CODES[stacked.values.dtype], stacked.zeros is not None
     weights = GroupedWeights(len(counts), inputs, outputs, True, held, stacked.group, has_zeros)
     tile = grouped_tile(len(x), x.element_size(), weights)
     values = stacked.values.view(torch.uint8) if held == "fp8" else stacked.values

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.core.types import Quantization
-from lamina.lowering.native_operators import NATIVE, ONEDNN, Packing, linear_native
-from lamina.lowering.quantisation.cpu_codes import (
+from lamina.lowering.cpu_codes import (
     can_pack,
     linear_codes,
     linear_experts,
     pack_codes,
     pack_experts,
 )
+from lamina.lowering.native_operators import NATIVE, ONEDNN, Packing, linear_native
 from lamina.models.quantisation.codes import Codes, ExpertCodes, quantise_experts
 
 paths = pytest.mark.parametrize("path", _native.attention_paths()[1:], ids=lambda path: path.name.lower())

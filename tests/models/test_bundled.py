@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lamina.core.types import DType
-from lamina.models import weights
-from lamina.models.configuration import load_config
+from lamina.models import pretrained
 from lamina.models.directory import BUNDLED, find
+from lamina.models.pretrained import load_config
 from lamina.text.tokenizer import Tokenizer
 
 TRAINING = Path(__file__).parents[2] / "tools" / "train_bundled.py"
@@ -41,7 +41,7 @@ def test_it_has_learned_what_the_standard_library_looks_like() -> None:
 def test_loader_gives_the_weights_transformers_gives() -> None:
     directory = find(None)
     theirs = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.bfloat16).state_dict()
-    ours = weights.load(directory, list(theirs), load_config(directory), DType.BFLOAT16)
+    ours = pretrained.load(directory, list(theirs), load_config(directory), DType.BFLOAT16)
     assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from lamina.core.errors import ConfigError, ModelError, UnsupportedModelError
 from lamina.core.types import DType, Quantization
-from lamina.models import tensors, weights
-from lamina.models.configuration import load_config, torch_dtype
+from lamina.models import pretrained, tensors
 from lamina.models.directory import find
+from lamina.models.pretrained import load_config, torch_dtype
 from lamina.models.quantisation.codes import Codes, group_size, plain, quantise
 from lamina.models.quantisation.formats import scheme
 from lamina.splitter.split_model import Shard, cut
@@ -37,8 +37,8 @@ def test_weights_are_what_the_format_says(tmp_path: Path, name: str) -> None:
     directory = find(tmp_path, tokenizer=False)
     config = load_config(directory)
     for dtype in (DType.FLOAT32, DType.BFLOAT16):
-        plan = weights.plan(directory, config, dtype)
-        loaded = weights.load(directory, list(plan.expected), config, dtype)
+        plan = pretrained.plan(directory, config, dtype)
+        loaded = pretrained.load(directory, list(plan.expected), config, dtype)
         for weight, values in exact.items():
             assert torch.equal(loaded[weight], values.float().to(torch_dtype(dtype))), weight
 
@@ -48,7 +48,7 @@ def test_ranks_get_parts_of_weights(tmp_path: Path, name: str) -> None:
     """Also where a group is cut."""
     exact = write(tmp_path, name)
     directory = find(tmp_path, tokenizer=False)
-    plan = weights.plan(directory, load_config(directory), DType.FLOAT32)
+    plan = pretrained.plan(directory, load_config(directory), DType.FLOAT32)
     shards: dict[str, Shard] = {
         "model.layers.0.self_attn.q_proj.weight": {0: ((2, 5), (8, 16))},
         "model.layers.1.self_attn.o_proj.weight": {1: ((12, 30),)},
@@ -97,8 +97,8 @@ def test_what_is_stored_counts_not_its_label(tmp_path: Path, status: str) -> Non
     _configure(tmp_path, quantization_status=status)
     directory = find(tmp_path, tokenizer=False)
     config = load_config(directory)
-    plan = weights.plan(directory, config, DType.FLOAT32)
-    loaded = weights.load(directory, list(exact), config, DType.FLOAT32)
+    plan = pretrained.plan(directory, config, DType.FLOAT32)
+    loaded = pretrained.load(directory, list(exact), config, DType.FLOAT32)
     assert set(exact) <= set(plan.expected)
     assert all(torch.equal(loaded[name], values.float()) for name, values in exact.items())
 

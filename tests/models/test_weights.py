@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lamina.core.errors import ModelError, UnsupportedModelError
 from lamina.core.types import DType, LoadFormat
-from lamina.models import tensors, weights
-from lamina.models.configuration import load_config, meta_model, resolve_dtype, torch_dtype
+from lamina.models import pretrained, tensors
 from lamina.models.directory import ModelDirectory, find
+from lamina.models.pretrained import load_config, meta_model, resolve_dtype, torch_dtype
 from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter.split_model import Shard, cut
 from tests.support.random_models import random_model, with_experts, write_checkpoint
@@ -38,7 +38,7 @@ def save(path: Path, family: str, max_shard_size: str = "50GB") -> PreTrainedMod
 
 
 def load(directory: ModelDirectory, *names: str, dtype: DType = DType.FLOAT32) -> dict[str, torch.Tensor]:
-    return weights.load(directory, names, load_config(directory), dtype)
+    return pretrained.load(directory, names, load_config(directory), dtype)
 
 
 def plain_tensors(loaded: Mapping[str, Weight]) -> dict[str, torch.Tensor]:
@@ -82,7 +82,7 @@ def test_parts_of_tensors(tmp_path: Path, load_format: LoadFormat) -> None:
     save(tmp_path, "mixtral")
     directory = find(tmp_path, tokenizer=False)
     names = [name for name in load(directory, *weights_of("mixtral")) if ".1." in name or "embed" in name]
-    plan = weights.plan(directory, load_config(directory), DType.FLOAT32)
+    plan = pretrained.plan(directory, load_config(directory), DType.FLOAT32)
     shards: dict[str, Shard] = {
         "model.layers.1.self_attn.q_proj.weight": {0: ((2, 5), (8, 16))},
         "model.layers.1.self_attn.o_proj.weight": {1: ((16, 32),)},
@@ -164,7 +164,9 @@ def test_progress_ends_at_the_total(tmp_path: Path) -> None:
     names, calls = list(model.state_dict()), []
     directory = find(tmp_path, tokenizer=False)
     config = load_config(directory)
-    weights.load(directory, names, config, DType.BFLOAT16, on_progress=lambda done, total: calls.append((done, total)))
+    pretrained.load(
+        directory, names, config, DType.BFLOAT16, on_progress=lambda done, total: calls.append((done, total))
+    )
     total = sum(tensor.numel() for tensor in model.state_dict().values()) * DType.BFLOAT16.itemsize
     assert len(calls) == len(names) and calls == sorted(calls)
     assert calls[-1] == (total, total)
@@ -178,7 +180,7 @@ def test_dummy_weights_depend_on_seed_and_name_alone(tmp_path: Path, family: str
     shapes = meta_model(config, DType.BFLOAT16).state_dict()
 
     def dummy(names: list[str], seed: int = 3) -> dict[str, torch.Tensor]:
-        return weights.load(directory, names, config, DType.BFLOAT16, "dummy", seed)
+        return pretrained.load(directory, names, config, DType.BFLOAT16, "dummy", seed)
 
     everything = dummy(list(shapes))
     some = list(shapes)[::-3]

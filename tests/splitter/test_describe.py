@@ -3,7 +3,7 @@
 import pytest
 
 from lamina.splitter import SplitModel, describe, split
-from lamina.splitter.draw import size, svg
+from lamina.splitter.describe import size, svg
 from tests.support.random_models import variant
 
 

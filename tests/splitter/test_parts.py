@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from lamina.splitter.parts import NotAPartError, block, positions, reshaped, runs, union
+from lamina.splitter.parts import MixesError, block, positions, reshaped, runs, union
 
 
 def factors(size: int, generator: random.Random) -> list[int]:
@@ -33,7 +33,7 @@ def test_views_of_parts_are_the_same_elements_in_the_same_order(seed: int) -> No
     held = whole.reshape(old)[np.ix_(*(part.get(dim, np.arange(length)) for dim, length in enumerate(old)))].ravel()
     try:
         found = reshaped(part, old, new)
-    except NotAPartError:
+    except MixesError:
         places = np.unravel_index(held, new)
         assert np.prod([len(np.unique(place)) for place in places]) > len(held)
         return
@@ -45,7 +45,7 @@ def test_sizes_that_are_symbols_stay_whole() -> None:
     heads = {2: np.array([1])}
     assert reshaped(heads, [1, "T", 2, 8], [1, "T", 16]).keys() == {2}
     assert reshaped(heads, [1, "T", 2, 8], ["T", 16])[1].tolist() == list(range(8, 16))
-    with pytest.raises(NotAPartError):
+    with pytest.raises(MixesError):
         reshaped(heads, [1, "T", 2, 8], [1, "T*16"])
 
 

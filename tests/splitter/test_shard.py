@@ -13,7 +13,7 @@ from lamina.splitter import SplitModel, shard
 from lamina.splitter import assemble as assembly
 from lamina.splitter.assemble import assemble, capture_clean
 from lamina.splitter.capture import Capture
-from lamina.splitter.collective import ALL_REDUCE
+from lamina.splitter.markers import ALL_REDUCE
 from lamina.splitter.parts import Indices, Rank
 from tests.support.random_models import NAMES, variant
 from tests.support.split_ranks import assert_ranks_same_logits

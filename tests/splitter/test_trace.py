@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lamina.splitter.attention import attention
-from lamina.splitter.layer_trace import Recorder, representatives, shortest_prefix
+from lamina.splitter.operators import LayerRecorder, representatives, shortest_prefix
 
 Step = Callable[["Toy", int, Tensor, Tensor, list[Tensor]], Tensor]
 LAYERS = 8
@@ -50,7 +50,7 @@ STEPS: dict[str, Step] = {
 def records(step: str, odd: tuple[int, ...]) -> tuple[object, ...]:
     with torch.no_grad(), FakeTensorMode():
         toy = Toy(STEPS[step], odd)
-        with Recorder(toy) as recorder:
+        with LayerRecorder(toy) as recorder:
             toy(torch.arange(3))
     assert recorder.attentions == LAYERS
     return recorder.records()

@@ -11,7 +11,7 @@ from lamina.compute.device.kit import Kit, padded_rows
 from lamina.compute.rows import Rows, pad
 from lamina.lowering import Target, lower
 from lamina.splitter import SliceOutput, SplitModel
-from lamina.splitter.collective import Reduce
+from lamina.splitter.markers import Reduce
 from tests.support.split_oracle import Runner
 
 

@@ -9,7 +9,7 @@ from lamina.kernels.segments import SegmentTable
 
 
 def widen(array: Array, scales: FloatArray | None = None) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-    """float64 values of an array of any type in ``lamina.kernels.segments.STORAGE``; codes [..., D] times their scales.
+    """float64 values of an array of any type in ``kernels.segments.STORAGE``; codes [..., D] times their scales.
 
     uint8 are bits of e4m3: sign, 4 bits of exponent biased by 7, 3 of fraction, no infinities, and NaN for all ones.
     """

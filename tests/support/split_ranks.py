@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from lamina.core.types import DType
 from lamina.splitter import SplitModel
 from lamina.splitter.assemble import assemble, capture_clean
-from lamina.splitter.collective import Reduce, bind
+from lamina.splitter.markers import Reduce, bind
 from lamina.splitter.parts import Rank
 from lamina.splitter.split_model import cut
 from tests.support.random_models import VOCABULARY, random_model

@@ -14,7 +14,7 @@ from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.models.quantisation.codes import Form, Weight
 from lamina.splitter import Crossing, SliceOutput
-from lamina.splitter.collective import Reduce
+from lamina.splitter.markers import Reduce
 from lamina.splitter.parts import Rank
 from lamina.transport.endpoint import Wait
 from lamina.worker.device_slots import Mapper

@@ -9,9 +9,9 @@ from lamina.compute.ranks import Ranks
 from lamina.compute.runner import SliceRunner
 from lamina.core.types import Quantization
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.quantisation.choice import HostForm
+from lamina.lowering.weight_forms import HostForm
 from lamina.models.quantisation.codes import Weight
-from lamina.splitter.collective import Reduce
+from lamina.splitter.markers import Reduce
 from lamina.splitter.parts import Rank
 
 
@@ -46,7 +46,7 @@ class Cpu:
         return Ranks(rank)
 
     def form(self, model: LoweredModel, to: Quantization) -> HostForm:
-        return HostForm.for_model(model, to)
+        return HostForm(model, to)
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> SliceRunner:
         """Return a runner of the model's slices. Packed weights are copies: drop ``tensors`` to free their memory."""

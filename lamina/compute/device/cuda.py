@@ -16,8 +16,8 @@ from torch import Tensor
 from lamina.compute.device.kit import Replay
 from lamina.core.errors import ConfigError, TransportError
 from lamina.kernels.gpu.device import set_up_cuda
-from lamina.kernels.gpu.expert_product import ELEMENTS
 from lamina.kernels.gpu.specialize import WRITTEN_ELEMENTS, write_rows_program
+from lamina.lowering.expert_operators import ELEMENTS
 from lamina.lowering.gpu_slices import Main
 from lamina.transport.arena import HostMemory
 from lamina.transport.device.cuda_inboxes import CudaMaker

@@ -25,10 +25,10 @@ from lamina.core.types import AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.lowering.gpu_slices import Main, PlacedSlice, place
-from lamina.lowering.quantisation.gpu_codes import PlacedForm
+from lamina.lowering.weight_forms import PlacedForm
 from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter import SliceOutput
-from lamina.splitter.collective import Reduce
+from lamina.splitter.markers import Reduce
 from lamina.splitter.parts import Rank
 from lamina.transport.device.inboxes import Inboxes
 
@@ -66,7 +66,7 @@ class Gpu:
         return GpuSums(rank, self._kit, meeting)
 
     def form(self, model: LoweredModel, to: Quantization) -> PlacedForm:
-        return PlacedForm.for_model(model, to, self.place)
+        return PlacedForm(model, to, self.place)
 
     def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "GpuRunner":
         return GpuRunner(model, tensors, self._kit, reduce)

@@ -100,8 +100,6 @@ def pair_table(
 
 @dataclass(frozen=True)
 class _Operands:
-    """The arguments of one call of ``Attention.partial``."""
-
     q: Any
     slab: KvSlab
     tables: Any
@@ -141,7 +139,6 @@ class _Operands:
 
 
 def _check_rows(slab: KvSlab, k: Any, v: Any) -> None:
-    """Raises ValueError for rows of k and v that do not fit a slab."""
     if k.shape[1:] != slab.k.shape[1:] or v.shape[1:] != slab.v.shape[1:] or len(k) != len(v):
         raise ValueError(
             f"new k {k.shape} and v {v.shape} are not rows of one number of tokens for a slab of k {slab.k.shape} and "
@@ -168,8 +165,7 @@ class _PairClass:
 
     @classmethod
     def all(cls, spec: AttentionSpec, element: KvElement, most_rows: int) -> "Iterator[_PairClass]":
-        """Yield the class of pairs with few query rows and, if pairs may have more, up to ``most_rows``, the class of
-        the others."""
+        """Yield the class of pairs with few query rows and, if pairs may have more, that of the others."""
         block_m, few = decode_tile(spec)
         yield cls.from_spec(spec, element, block_m, (1, few))
         if most_rows > few:
@@ -329,7 +325,6 @@ class Attention:
         return programs
 
     def _run(self, pairs: _PairClass, given: _Operands, scratch: Scratch) -> None:
-        """Attend for one class of pairs, and merge the parts of split tiles."""
         if pairs not in self._current:
             self._current[pairs] = self._plan(pairs)
         plan, spec, slab, q, out, lse = self._current[pairs], given.spec, given.slab, given.q, given.out, given.lse
@@ -349,7 +344,6 @@ class Attention:
         self._backend.launch(combine_program(spec, pairs.block_m, self._joins), (len(q), spec.query_heads), merged)
 
     def _plan(self, pairs: _PairClass) -> _Plan:
-        """Cut the step's work for these pairs, on the device."""
         plan, count = self._cut(pairs, self.step_class), self.capacity.pairs
         self._backend.launch(
             plan_program(count), (count,), [self._words, plan.items, plan.splits, count, *plan.numbers]

@@ -82,8 +82,7 @@ class Backend(Protocol):
         """This memory of the host is uploaded from without a stop in another, if possible."""
 
     def register_download(self, name: str, memory: memoryview) -> bool:
-        """Let ``download`` copy to this memory of the host without a detour, until ``unmap`` of the ``name``. False if
-        it cannot."""
+        """Let ``download`` copy to host memory directly, until ``unregister_download``. False if it cannot."""
 
     def unregister_download(self, name: str) -> None:
         """Stop using the memory that was mapped under this name, if any."""
@@ -95,18 +94,16 @@ class Backend(Protocol):
         """True if an array is on the device, and not one of the host."""
 
     def wait_for_uploads(self) -> None:
-        """Return once everything has been uploaded that was adopted."""
+        """Wait until all uploads from registered memory have completed."""
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
-        """Copy to the first ``len(source)`` elements of ``target``, in stream order; source may change afterwards, but
-        memory that was adopted only after ``settle``."""
+        """Copy to the beginning of ``target`` in stream order; reads registered memory until ``wait_for_uploads``."""
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
         """Uninitialised memory of the host that ``download`` copies to without a detour."""
 
     def download(self, *copies: tuple[Any, Any]) -> None:
-        """Copy each (source, target), C-contiguous and of the same shape and type, and wait once for all. Targets may
-        be in an inbox."""
+        """Copy each (source, target), C-contiguous and alike, and wait once for all. Targets may be in an inbox."""
 
     def aligned(self, array: Any) -> Any:
         """Return the array, or a copy if it does not begin at a multiple of ``ALIGNMENT`` bytes."""

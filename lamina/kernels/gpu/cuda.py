@@ -59,7 +59,6 @@ class Cuda:
         return self._constants[numbers]
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Uninitialised device memory."""
         return cupy.empty(shape, dtype)
 
     def memory(self) -> tuple[int, int]:
@@ -92,8 +91,7 @@ class Cuda:
         self._read.synchronize()
 
     def upload(self, source: npt.NDArray[Any], target: Any) -> None:
-        """Copy through pinned memory, unless it was adopted; waits only if ``STAGINGS`` earlier uploads are still in
-        flight."""
+        """Copy through pinned memory, unless it is registered; waits if ``STAGINGS`` earlier uploads are in flight."""
         if self._host.own.covers(source.ctypes.data, source.nbytes):
             stream = cupy.cuda.get_current_stream()
             target[: len(source)].set(source, stream=stream)
@@ -103,8 +101,7 @@ class Cuda:
             self._stagings[-1].upload(source, target[: len(source)])
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return pinned memory from CuPy's pool, to which it returns with the array, in few sizes: the pool gives the
-        same size alone, and to get more memory may wait for kernels that run."""
+        """Return pinned memory from CuPy's pool, in few sizes: to grow, the pool may wait for kernels that run."""
         count = math.prod(shape)
         memory = cupy.cuda.alloc_pinned_memory(1 << max(9, (count * np.dtype(dtype).itemsize - 1).bit_length()))
         return np.frombuffer(memory, dtype, count).reshape(shape)
@@ -116,7 +113,6 @@ class Cuda:
         return isinstance(array, cupy.ndarray)
 
     def download(self, *copies: tuple[Any, Any]) -> None:
-        """Copy on the current stream, and wait."""
         stream = cupy.cuda.get_current_stream()
         for source, target in copies:
             if self.is_on_device(target):
@@ -199,8 +195,6 @@ def _register(at: int, nbytes: int) -> None:
 
 
 class _Staging:
-    """Pinned memory for one upload at a time."""
-
     def __init__(self) -> None:
         self._memory = cupy.cuda.alloc_pinned_memory(1)
         self._sent = cupy.cuda.Event(disable_timing=True)

@@ -2,7 +2,8 @@
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,7 @@ REMEDY = "pip install triton 'cupy-cuda13x[ctk]' torchao"
 
 @dataclass(frozen=True)
 class Gpu:
-    """One NVIDIA GPU. ``name`` is the driver's; ``capability`` is 90 for compute capability 9.0; ``address`` is that on
-    the PCI bus."""
+    """One NVIDIA GPU. ``capability`` is 90 for compute capability 9.0, ``address`` the address on the PCI bus."""
 
     name: str
     capability: int
@@ -94,56 +94,53 @@ def _version(package: str) -> str | None:
 
 def memory(index: int) -> tuple[int, int]:
     """Bytes of memory of GPU ``index`` that nobody uses, and all of it; 0 if it does not exist."""
-    import pynvml
-
     gpus = find_gpus() or ()
     if index >= len(gpus):
         return 0, 0
+    with _nvml() as nvml:
+        found = nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid))
+        return int(found.free), int(found.total)
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield the initialised library. Raises NVMLError without a driver."""
+    import pynvml  # takes 20 ms, and most processes do not need it
+
     pynvml.nvmlInit()
     try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(gpus[index].uuid)
-        found = pynvml.nvmlDeviceGetMemoryInfo(handle)
-        return int(found.free), int(found.total)
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
 
 
 def find_gpus() -> tuple[Gpu, ...] | None:
     """Return the GPUs that this process may use, in the order of their PCI bus addresses; None without a driver."""
-    import pynvml  # takes 20 ms, and most processes do not need it
+    import pynvml
 
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    try:
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_nvml())
+        except pynvml.NVMLError:
+            return None
         handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
         return visible(tuple(map(_gpu, handles)), os.environ.get("CUDA_VISIBLE_DEVICES"))
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def reach(gpus: Sequence[Gpu]) -> frozenset[tuple[int, int]]:
     """Return the pairs of these GPUs, by their places, of which the first can write into the other's memory."""
-    import pynvml
+    with _nvml() as nvml:
 
-    pynvml.nvmlInit()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
+        def writes(one: Any, other: Any) -> bool:
+            try:
+                status = nvml.nvmlDeviceGetP2PStatus(one, other, nvml.NVML_P2P_CAPS_INDEX_WRITE)
+            except nvml.NVMLError:  # what a driver cannot tell, it hardly supports
+                return False
+            return bool(status == nvml.NVML_P2P_STATUS_OK)
+
+        handles = [nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
         pairs = itertools.permutations(range(len(gpus)), 2)
-        return frozenset(pair for pair in pairs if _writes(*(handles[place] for place in pair)))
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _writes(one: Any, other: Any) -> bool:
-    import pynvml
-
-    try:
-        status = pynvml.nvmlDeviceGetP2PStatus(one, other, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
-    except pynvml.NVMLError:  # what a driver cannot tell, it hardly supports
-        return False
-    return bool(status == pynvml.NVML_P2P_STATUS_OK)
+        return frozenset(pair for pair in pairs if writes(*(handles[place] for place in pair)))
 
 
 def _gpu(handle: Any) -> Gpu:

@@ -38,7 +38,6 @@ class Interpreter:
         return 1 << 40, 1 << 40
 
     def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Return an array in the host's memory, as all arrays are."""
         return self.empty(shape, dtype)
 
     def trim(self) -> None:

@@ -18,8 +18,7 @@ WRITTEN_ELEMENTS = 1024  # elements of messages that one program writes: a row o
 
 
 def sees_all(spec: AttentionSpec) -> bool:
-    """True if a query sees all tokens before its own, and alike wherever it is: those shared with others may be read
-    for all at once."""
+    """Return whether a query sees all earlier tokens alike: shared ones may be read for several queries at once."""
     return not spec.window and not spec.chunk and spec.alibi_slopes is None
 
 
@@ -102,9 +101,9 @@ def attend_program(
 
 
 def combine_program(spec: AttentionSpec, block_m: int, joins: bool = False) -> Program:
-    """``triton_merge.combine``; ``joins`` as in ``attend_program``."""
+    """``triton_attend.combine``; ``joins`` as in ``attend_program``."""
     return _program(
-        "triton_merge.combine",
+        "triton_attend.combine",
         ["*fp32"] * 2 + ["*i32"] * 3 + ["*fp32"] * 2,
         2,
         kv_heads=spec.kv_heads,
@@ -134,9 +133,9 @@ def append_program(element: KvElement, new_element: npt.DTypeLike, kv_heads: int
 
 
 def merge_program(count: int, query_heads: int, v_dim: int, has_sinks: bool) -> Program:
-    """``triton_merge.merge`` of ``count`` partials."""
+    """``triton_attend.merge`` of ``count`` partials."""
     return _program(
-        "triton_merge.merge",
+        "triton_attend.merge",
         ["*fp32"] * 5 + ["i32"] * 2,
         2,
         query_heads=query_heads,
@@ -175,8 +174,7 @@ class GroupedWeights:
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """The rows, outputs and inputs that a program of ``triton_grouped.multiply`` takes at once; of weights in groups,
-    it takes a group's inputs at once."""
+    """Rows, outputs and inputs that a program of ``triton_grouped.multiply`` takes at once, or a group of inputs."""
 
     rows: int
     outputs: int
@@ -230,7 +228,6 @@ def draw_program(element: npt.DTypeLike) -> Program:
 
 
 def write_words_program() -> Program:
-    """``triton_rows.write_words``."""
     return _program("triton_rows.write_words", ["*i32", "*i32", "i32"], block=WRITTEN_WORDS)
 
 
@@ -240,8 +237,7 @@ def _program(path: str, types: list[str], warps: int = 4, stages: int = 1, /, **
 
 
 def _element_code(element: KvElement, capability: int) -> int:
-    """Return the kernels' constant: 0 no scales, 1 INT8, 2 FP8 converted by the hardware, 3 FP8 converted in
-    software."""
+    """Return the kernels' constant: 0 no scales, 1 INT8, 2 FP8 converted by the hardware, 3 FP8 in software."""
     if element is KvElement.FP8:
         return 2 if capability >= HARDWARE_FP8 else 3
     return 1 if element is KvElement.INT8 else 0

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol, Union
+from typing import Union
 
 import torch
 from torch import Tensor
@@ -43,8 +43,7 @@ class Codes:
 
     @property
     def group(self) -> int:
-        """How many neighbouring inputs share a scale: the largest number such that all inputs are runs of so many; 1
-        where groups are scattered."""
+        """The largest number such that all inputs are runs of so many that share a scale; 1 for scattered groups."""
         return _runs(self.columns)
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "Codes":
@@ -140,8 +139,7 @@ class StackedCodes:
 
 
 def stacked_group(codes: Codes) -> int | None:
-    """Return the inputs that share a scale if these codes are stacked: all, or one of ``GROUPS``. None: they cannot be,
-    even with their inputs in another order."""
+    """Return the inputs that share a scale in ``StackedCodes``: all, or one of ``GROUPS``; None if none fits."""
     group, inputs = _runs(codes.columns.sort().values), codes.values.shape[1]
     if codes.bits == 8 and codes.zeros is None and group == inputs:
         return inputs
@@ -184,63 +182,33 @@ def plain(weight: Weight) -> Tensor:
     return weight
 
 
-class Form(Protocol):
-    """How a device holds the weights of a model.
+class Form:
+    """How a device holds the weights of a model: as tensors, unless a subclass says otherwise.
 
     Attributes:
         names: of the weights to quantise.
         experts: of those [experts, outputs, inputs] that may be held as codes.
     """
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the weights to quantise."""
-
-    @property
-    def experts(self) -> frozenset[str]:
-        """Names of the weights [experts, outputs, inputs] that may be held as codes."""
-
-    def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
-        """Return the part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
-
-    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
-        """Return a weight that the checkpoint stores as codes, as it is; None: it has to be made dense, in
-        ``dtype``."""
-
-    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
-        """Return the weights of a layer with experts that the checkpoint stores as codes, as they are; None: they have
-        to be made dense, in ``dtype``."""
-
-
-class Dense:
-    """A ``Form``: tensors."""
-
     names: frozenset[str] = frozenset()
     experts: frozenset[str] = frozenset()
 
     def quantise(self, name: str, weight: Tensor, shard: Shard) -> Weight:
-        """Return the part ``shard`` of the weight, which stays dense."""
+        """Return the part ``shard`` of a whole weight, one of ``names``. Raises ConfigError."""
         return cut(weight, shard)
 
-    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> None:
-        """Return None: weights that are stored as codes have to be made dense."""
+    def keep_codes(self, name: str, codes: Codes, dtype: torch.dtype) -> Weight | None:
+        """Return a weight as the codes that a checkpoint stores; None: it has to be made dense, in ``dtype``."""
 
-    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> None:
-        """Return None: weights that are stored as codes have to be made dense."""
-
-
-DENSE = Dense()
+    def hold_experts(self, codes: ExpertCodes, dtype: torch.dtype) -> Weight | None:
+        """Return the weights of experts as the codes that a checkpoint stores; None: they have to be made dense."""
 
 
-def turned(weight: Tensor, shard: Shard) -> tuple[Tensor, Shard]:
-    """Return the whole weights [experts, inputs, outputs] of a layer, and the part of them, as [experts, outputs,
-    inputs]."""
-    return weight.mT, {(0, 2, 1)[dim]: ranges for dim, ranges in shard.items()}
+DENSE = Form()
 
 
 def quantise_experts(name: str, weight: Tensor, to: Quantization, shard: Shard) -> Iterator[Codes]:
-    """Quantise each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises
-    ConfigError."""
+    """Quantise each of the whole weights [experts, outputs, inputs] of a layer with experts. Raises ConfigError."""
     of_each = {dim - 1: ranges for dim, ranges in shard.items() if dim}
     here = cut(weight, {0: shard[0]} if 0 in shard else {})
     return (quantise(name, one, to, of_each) for one in here)

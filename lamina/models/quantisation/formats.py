@@ -180,7 +180,6 @@ _COMPRESSED_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "na
 
 
 def _compressed_block(group: Mapping[str, Any]) -> Block:
-    """Return the block of one of the config's groups of modules."""
     weights = group["weights"]
     bits, kind, strategy = weights["num_bits"], weights.get("type", "int"), weights.get("strategy")
     _require((kind, bits) in (("int", 4), ("int", 8), ("float", 8)), f"its weights are {kind} of {bits} bits")
@@ -212,7 +211,10 @@ def find_packed(tensors: Mapping[str, TensorEntry], known: Scheme) -> dict[str, 
     Raises ModelError: tensors that belong to a weight are missing, or their shapes do not fit.
     """
     find = {"gptq": _find_gptq, "awq": _find_awq}.get(known.method, _find_plain)
-    return dict(find(tensors, known))
+    return {
+        f"{base}.weight": _packed(tensors, known, base, layout, names, shape, groups)
+        for base, layout, names, shape, groups in find(tensors, known.bits)
+    }
 
 
 def part_names(packed: Mapping[str, Packed]) -> set[str]:
@@ -222,36 +224,30 @@ def part_names(packed: Mapping[str, Packed]) -> set[str]:
     }
 
 
-def _find_gptq(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[tuple[str, Packed]]:
+_Found = tuple[str, Layout, Sequence[str], tuple[int, int], str | None]
+"""Base of the names, layout, names of codes, scales and, if there are, zero points, shape, tensor of the groups."""
+
+
+def _find_gptq(tensors: Mapping[str, TensorEntry], bits: int) -> Iterator[_Found]:
     for base in _with_suffix(tensors, ".qweight"):
-        parts = _entries(tensors, base, ("qweight", "scales", "qzeros"))
-        words, outputs = _matrix(parts[0])
-        shape = outputs, words * 32 // known.bits
-        groups = f"{base}.g_idx" if f"{base}.g_idx" in tensors else None
-        yield (
-            f"{base}.weight",
-            _packed(tensors, Layout.GPTQ, known, base, ("qweight", "scales", "qzeros"), shape, groups),
-        )
+        words, outputs = _matrix(_entries(tensors, base, _NAMES)[0])
+        yield base, Layout.GPTQ, _NAMES, (outputs, words * 32 // bits), _known(tensors, f"{base}.g_idx")
 
 
-def _find_awq(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[tuple[str, Packed]]:
+def _find_awq(tensors: Mapping[str, TensorEntry], bits: int) -> Iterator[_Found]:
     for base in _with_suffix(tensors, ".qweight"):
-        inputs, words = _matrix(_entries(tensors, base, ("qweight",))[0])
-        shape = words * 32 // known.bits, inputs
-        yield f"{base}.weight", _packed(tensors, Layout.AWQ, known, base, ("qweight", "scales", "qzeros"), shape)
+        inputs, words = _matrix(tensors[f"{base}.qweight"])
+        yield base, Layout.AWQ, _NAMES, (words * 32 // bits, inputs), None
 
 
-def _find_plain(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[tuple[str, Packed]]:
-    """compressed-tensors and fp8."""
+_NAMES = ("qweight", "scales", "qzeros")
+
+
+def _find_plain(tensors: Mapping[str, TensorEntry], bits: int) -> Iterator[_Found]:
     for base in _with_suffix(tensors, ".weight_packed"):
         outputs, words = _matrix(tensors[f"{base}.weight_packed"])
-        names = ["weight_packed", "weight_scale"]
-        names += ["weight_zero_point"] if f"{base}.weight_zero_point" in tensors else []
-        groups = f"{base}.weight_g_idx" if f"{base}.weight_g_idx" in tensors else None
-        yield (
-            f"{base}.weight",
-            _packed(tensors, Layout.ROWS, known, base, names, (outputs, words * 32 // known.bits), groups),
-        )
+        names = ["weight_packed", "weight_scale", *_zero_points(tensors, base)]
+        yield base, Layout.ROWS, names, (outputs, words * 32 // bits), _known(tensors, f"{base}.weight_g_idx")
     for base in _with_suffix(tensors, ".weight"):
         entry = tensors[f"{base}.weight"]
         if entry.dtype not in ("I8", "F8_E4M3"):
@@ -264,9 +260,15 @@ def _find_plain(tensors: Mapping[str, TensorEntry], known: Scheme) -> Iterator[t
         scale = next((one for one in ("weight_scale_inv", "weight_scale") if f"{base}.{one}" in tensors), None)
         if scale is None:
             raise ModelError(f"{entry.file}: {base}.weight is {entry.dtype} without a scale: copy it again")
-        names = ["weight", scale]
-        names += ["weight_zero_point"] if f"{base}.weight_zero_point" in tensors else []
-        yield f"{base}.weight", _packed(tensors, Layout.PLAIN, known, base, names, _matrix(entry))
+        yield base, Layout.PLAIN, ["weight", scale, *_zero_points(tensors, base)], _matrix(entry), None
+
+
+def _known(tensors: Mapping[str, TensorEntry], name: str) -> str | None:
+    return name if name in tensors else None
+
+
+def _zero_points(tensors: Mapping[str, TensorEntry], base: str) -> list[str]:
+    return ["weight_zero_point"] if f"{base}.weight_zero_point" in tensors else []
 
 
 def _with_suffix(tensors: Mapping[str, TensorEntry], suffix: str) -> list[str]:
@@ -289,14 +291,13 @@ def _matrix(entry: TensorEntry) -> tuple[int, int]:
 
 def _packed(
     tensors: Mapping[str, TensorEntry],
-    layout: Layout,
     known: Scheme,
     base: str,
+    layout: Layout,
     names: Sequence[str],
     shape: tuple[int, int],
-    groups: str | None = None,
+    groups: str | None,
 ) -> Packed:
-    """``names``: of codes, scales and, if there are, zero points, without ``base``."""
     entries = _entries(tensors, base, names)
     codes, scales, zeros, *_ = (*(f"{base}.{name}" for name in names), None)
     assert codes is not None and scales is not None
@@ -308,8 +309,7 @@ def _packed(
 
 
 def _block(base: str, shape: tuple[int, int], scales: TensorEntry, known: Scheme, turned: bool) -> Block:
-    """Outputs and inputs that share a scale: one of the scheme's, for which there are as many scales as there should
-    be. ``turned``: scales are [groups, outputs]."""
+    """Return the block of the scheme that has as many scales as there are. ``turned``: scales are [groups, outputs]."""
     for block in dict.fromkeys(known.blocks):
         sizes = [size if part == _WHOLE else part for size, part in zip(shape, block, strict=True)]
         wanted = [math.ceil(size / part) for size, part in zip(shape, sizes, strict=True)]

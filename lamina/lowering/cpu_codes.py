@@ -71,8 +71,7 @@ class PackedExperts:
 
 
 def can_pack(codes: Codes) -> bool:
-    """Return whether the product takes these codes: integers, whose groups are runs of inputs of equal length, not too
-    short: a group has a scale and maybe a zero point of 4 bytes each."""
+    """Return whether the product takes these codes: integers in runs of ``_LEAST_GROUP`` inputs or more."""
     return codes.values.dtype in (torch.int8, torch.uint8) and codes.group >= _LEAST_GROUP
 
 
@@ -116,7 +115,6 @@ def _pack_values(values: Tensor, shift: int, bits: int, outputs: int, inputs: in
 
 
 def _pack_groups(each: Tensor) -> Tensor:
-    """[panels, groups, 32] from [outputs, groups]."""
     outputs, groups = each.shape
     count = -(-outputs // _PANEL)
     full = each.new_zeros(count * _PANEL, groups)
@@ -145,7 +143,6 @@ def linear_codes(
 def _multiply(
     x: Tensor, stride: int, packed: PackedCodes, bias: Tensor | None, out: Tensor, path: _native.AttentionPath | None
 ) -> None:
-    """Write rows of x, ``stride`` elements apart, times the weight to ``out``."""
     inputs, bias_address = x.shape[-1], 0 if bias is None else bias.data_ptr()
     sizes = (x.numel() // inputs, inputs, packed.outputs, torch.get_num_threads())
     addresses = packed.values.data_ptr(), bias_address, out.data_ptr()
@@ -191,8 +188,7 @@ def _multiplies_experts(node: fx.Node) -> bool:
 
 
 def take_codes(module: fx.GraphModule, places: Collection[int], linear: Linear, experts: Experts) -> fx.GraphModule:
-    """Return a copy of a slice's graph whose linear layers use ``linear`` with the weights at these places of its
-    inputs, and whose experts use ``experts``."""
+    """Return a copy of a graph that uses ``linear`` and ``experts`` with the weights at these places of its inputs."""
     changed = copy.deepcopy(module)
     weights = {node for place, node in enumerate(changed.graph.nodes) if place in places}
     for weight in weights:
@@ -228,5 +224,4 @@ def _batch_ends(x: Tensor) -> Tensor:
 
 
 def _batch_of(out: Tensor, x: Tensor) -> Tensor:
-    """Rows ``out`` as a batch like x: [experts, rows, outputs]."""
     return out.view(*x.shape[:2], out.shape[1])

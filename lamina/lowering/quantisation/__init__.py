@@ -1,1 +1,0 @@
-"""Linear layers and experts whose weights stay codes of few bits."""
