@@ -62,7 +62,8 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
         """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
-    @app.api_route("/ping", methods=["GET", "POST"])
+    @app.get("/ping")
+    @app.post("/ping")
     async def ping() -> Response:
         """Answer 200 while the engine runs, 503 once it has stopped."""
         return Response(status_code=503 if engine.dead is not None else 200)

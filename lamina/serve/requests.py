@@ -118,11 +118,11 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     if limit is None and "max_tokens" in defaults:
         limit = max(int(defaults["max_tokens"]), _min_tokens(body))
     choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
-    text = _render(engine, body, body.tools if choice != "none" else [])
+    tools = body.tools if choice != "none" else []
+    text = _render(engine, body, tools)
     calls = _forced_calls(engine, body, choice, text)
-    api_names = {"logprobs": "top_logprobs"}
     form = engine.tokenizer.chat_format
-    if choice != "none" and body.tools and calls is None and form.tools is None:
+    if tools and calls is None and form.tools is None:
         raise APIError(
             400,
             "the model's chat template does not show how it writes tool calls; start the server with "
@@ -130,13 +130,12 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
             param="tools",
         )
     given: dict[str, Any] = {"logprobs": logprobs, "max_tokens": limit}
-    if form.needs_special(engine.tokenizer.special_texts.values(), bool(body.tools) and choice != "none"):
+    if form.needs_special(engine.tokenizer.special_texts.values(), bool(tools)):
         skips = body.sampling.pop("skip_special_tokens", False)
         given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
-    params = _sampling_params(body, defaults, api_names, calls, **given)
-    parser = calls_parser(choice, form.tools or "") if body.tools and choice != "none" else None
+    params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, calls, **given)
     prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
-    make_parser = form.parser(text, parser)
+    make_parser = form.parser(text, calls_parser(choice, form.tools or "") if tools else None)
     return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
 
 
