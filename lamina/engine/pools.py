@@ -124,7 +124,7 @@ class Pools:
         self._fabric.launcher.validate_pool(role, kind, same + self._joins.count(role) + count)
         if role == "memory":
             return
-        if self._fabric.compute_setup.local:
+        if self._fabric.plan.compute_setup.local:
             raise ConfigError(
                 "local memory works with one compute worker so far; start with --memory cpu:1 to add compute workers"
             )
@@ -192,7 +192,7 @@ class Pools:
         """Return whether lost workers of this role are ever replaced; parts of a replica are not."""
         if role == "compute" and self._pipeline.workers > 1:
             return False
-        return self._restarts[role].most > 0 or self._fabric.is_open
+        return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
         """True if another worker of this role is on its way, or may still come from another machine."""
@@ -205,7 +205,7 @@ class Pools:
 
     def _bringing(self, role: Role) -> Sequence[Role]:
         """Return the roles of workers that bring this one; a compute worker may bring memory too."""
-        return (role, "compute") if role == "memory" and self._fabric.compute_setup.local else (role,)
+        return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if

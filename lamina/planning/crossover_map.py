@@ -114,14 +114,19 @@ class Cell:
     seconds: tuple[Capacity, ...] = ()
 
     @property
+    def sides(self) -> dict[str, Capacity]:
+        """The ways found, by the names of ``SIDES``."""
+        return {name: found for name in SIDES if (found := getattr(self, name)) is not None}
+
+    @property
     def together(self) -> Capacity | None:
-        """The cheapest on two kinds."""
-        return _cheapest([one for one in (self.offloaded, self.apart) if one])
+        """The cheapest way on two kinds."""
+        return _cheapest([one for name, one in self.sides.items() if name != "alone"])
 
     @property
     def winner(self) -> str:
         """Name of the cheapest way: "offload", "apart", or the kind that serves alone; empty if none serves."""
-        best = _cheapest([one for one in (self.alone, self.offloaded, self.apart) if one])
+        best = _cheapest(list(self.sides.values()))
         if best is None:
             return ""
         names = {"alone": f"{best.way.compute.kind} alone", "offloaded": "offload", "apart": "apart"}
@@ -167,7 +172,7 @@ def side(way: Way) -> str:
 
 
 def crossover(found: Sequence[Cell]) -> str:
-    """In words, where two kinds pay in a grid, and by which of the two ways."""
+    """Say in words where two kinds pay in a grid, and by which of the two ways."""
     compared = [cell for cell in found if cell.gain is not None]
     if not compared:
         return "No cell can be served both on one kind and on two."
@@ -239,7 +244,8 @@ steps, a cell would take minutes."""
 
 
 def can_simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> bool:
-    """False if a run would be too long: of more than ``MOST_STEPS``, or of sessions that are idle between turns."""
+    """Return False if a run would be too long: of more than ``MOST_STEPS``, or of sessions that are idle between
+    turns."""
     if isinstance(cell.workload.reuse, Sessions) and cell.workload.reuse.resumed:
         return False
     course = _course(cell, shape, prices, slo)
@@ -248,13 +254,8 @@ def can_simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> boo
 
 def _near(cell: Cell) -> dict[str, Capacity]:
     """Return the sides that cost at most ``WORSE`` times the cheapest by the closed form."""
-    sides = _sides(cell)
-    least = min((found.usd_per_request for found in sides.values()), default=0.0)
-    return {name: found for name, found in sides.items() if found.usd_per_request <= WORSE * least}
-
-
-def _sides(cell: Cell) -> dict[str, Capacity]:
-    return {name: found for name in SIDES if (found := getattr(cell, name)) is not None}
+    least = min((found.usd_per_request for found in cell.sides.values()), default=0.0)
+    return {name: found for name, found in cell.sides.items() if found.usd_per_request <= WORSE * least}
 
 
 def _course(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Course:
@@ -262,7 +263,8 @@ def _course(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Course:
 
 
 def trace(workload: Workload) -> list[TracedRequest]:
-    """Requests of one length, a second apart on average, whose prompts begin alike; none if nothing is shared."""
+    """Return requests of one length, a second apart on average, whose prompts begin alike; none if nothing is
+    shared."""
     shared = round(workload.reuse.shared)
     if not shared:
         return []
@@ -306,7 +308,7 @@ def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
     """
     course = _course(cell, shape, prices, slo)
     near = _near(cell)
-    kept = {name: found for name, found in _sides(cell).items() if name not in near}
+    kept = {name: found for name, found in cell.sides.items() if name not in near}
     for one in (*near.values(), *cell.seconds):
         name = side(one.way)
         rivals = [kept[other] for other in ((name,) if name == "alone" else ("offloaded", "apart")) if other in kept]
@@ -315,5 +317,5 @@ def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
             found = replace(one, requests_s=trial.requests_s)
             if name not in kept or found.usd_per_request < kept[name].usd_per_request:
                 kept[name] = found
-    alone, offloaded, apart = (kept.get(name) for name in SIDES)
+    alone, offloaded, apart = map(kept.get, SIDES)
     return Cell(cell.workload, alone, offloaded, apart, simulated=True)

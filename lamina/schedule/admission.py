@@ -10,7 +10,6 @@ Order alone is not fair while all seats are taken for long: every ``SHARE`` step
 a waiting one with fewer. No request gives way twice, so that each of them ends however many others come.
 """
 
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -53,18 +52,17 @@ class _Preference:
 
 
 class Seats:
-    """Number of sequences of each lane and client. Changes and ``emptiest`` cost O(log lanes)."""
+    """Number of sequences of each lane and client."""
 
     def __init__(self, lanes: int, role: Callable[[int], LaneRole] = lambda _: "both") -> None:
         """``role``: what a lane runs."""
         self.taken = [0] * lanes
-        self._decodes = [role(lane) == "decode" for lane in range(lanes)]
-        self._apart = any(self._decodes)
+        self._decoding = [lane for lane in range(lanes) if role(lane) == "decode"] or list(range(lanes))
+        self._prompts = [lane for lane in range(lanes) if role(lane) != "decode"] or list(range(lanes))
         self.total = 0
         self.leaving = 0  # sequences that have ended, and are still in steps in flight
         self._accounts = Counter[str]()
         self._clients = Counter[Client]()
-        self._fewest = [(0, lane) for lane in range(lanes)]  # a heap of (taken, lane); some are out of date
 
     def note_ended(self) -> None:
         """Record that a sequence has ended, which steps in flight may still run: its seat is leaving."""
@@ -85,26 +83,16 @@ class Seats:
             del self._clients[client]
             if not self._accounts[client.account]:
                 del self._accounts[client.account]
-        heapq.heappush(self._fewest, (self.taken[lane], lane))
-        if len(self._fewest) > 4 * len(self.taken):
-            self._fewest = [(taken, lane) for lane, taken in enumerate(self.taken)]
-            heapq.heapify(self._fewest)
 
     @property
     def emptiest_to_decode(self) -> int:
         """The lane with fewest sequences of those that decode; of several, the first."""
-        if not self._apart:
-            return self.emptiest
-        return min((lane for lane, decodes in enumerate(self._decodes) if decodes), key=self.taken.__getitem__)
+        return min(self._decoding, key=self.taken.__getitem__)
 
     @property
     def emptiest(self) -> int:
         """The lane with fewest sequences of those that run prompts; of several, the first."""
-        if self._apart:
-            return min((lane for lane, decodes in enumerate(self._decodes) if not decodes), key=self.taken.__getitem__)
-        while self._fewest[0][0] != self.taken[self._fewest[0][1]]:
-            heapq.heappop(self._fewest)
-        return self._fewest[0][1]
+        return min(self._prompts, key=self.taken.__getitem__)
 
     def count_of_client(self, client: Client) -> tuple[int, int]:
         """Sequences of a client's account, and its own."""

@@ -16,7 +16,8 @@ SAME_COST = 0.02
 
 
 def pareto(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans that no other plan beats in cost per output token, tokens per second and TBT at once; cheapest first."""
+    """Return plans that no other plan beats in cost per output token, tokens per second and TBT at once; cheapest
+    first."""
     table = np.array([(plan.usd_per_million_out, -plan.tokens_s, plan.tbt_s) for plan in plans]).reshape(-1, 3)
     kept = np.empty_like(table)
     front: list[Plan] = []
@@ -80,7 +81,7 @@ class Alone:
         return self.usd_per_hour / 3600 / self.tokens_s * 1e6
 
     def against(self, plan: Plan) -> str:
-        """This in words, and what a plan gains over it."""
+        """Say in words what this pool serves, and what a plan gains over it."""
         return (
             f"{self.count} {self.kind} alone (${self.usd_per_hour:.2f}/h, tensor parallelism {self.tensor_parallel}): "
             f"{self.tokens_s:.0f} tokens/s, ${self.usd_per_million_out:.2f} per million output tokens; this plan: "
@@ -171,7 +172,8 @@ def _too_long(planner: Planner, fitting: Sequence[Way]) -> ConfigError:
 
 
 def _workers(planner: Planner, fitting: Sequence[Way], kind: str) -> float:
-    """Fewest memory workers of a kind that hold one sequence per lane; infinite if no number of them does."""
+    """Return the fewest memory workers of a kind that hold one sequence per lane; infinite if no number of them
+    does."""
     each, live = planner.models[kind].kv_tokens, planner.workload.live
     lanes, heads = min(pools.lanes for pools in fitting), planner.shape.kv_heads
     whole = math.ceil(lanes / (each // live)) if each >= live else math.inf
@@ -180,7 +182,7 @@ def _workers(planner: Planner, fitting: Sequence[Way], kind: str) -> float:
 
 
 def _up(number: float, digits: int = 0) -> str:
-    """``number`` rounded up, so that asking for it succeeds."""
+    """Round ``number`` up, so that asking for it succeeds."""
     return f"{math.ceil(round(number * 10**digits, 6)) / 10**digits:.{digits}f}"
 
 

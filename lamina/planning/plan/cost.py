@@ -92,7 +92,7 @@ class PointwiseFit:
     activation_per_clock: float
 
     def predict_pointwise(self, operator: str, nbytes: ArrayLike, hardware: Hardware) -> Floats:
-        """Seconds of ``operator``, one of ``POINTWISE``, that reads and writes ``nbytes``."""
+        """Return seconds of ``operator``, one of ``POINTWISE``, that reads and writes ``nbytes``."""
         fixed: float = getattr(self, f"{_SORTS[operator]}_s")
         moving = np.asarray(nbytes, dtype=np.float64) / self._bytes_s(operator, hardware) / fixed
         return np.asarray(fixed * (1 + moving**self.overlap) ** (1 / self.overlap))
@@ -122,7 +122,7 @@ class TransferFit:
     link_share: float
 
     def predict_transfer(self, nbytes: ArrayLike, link_bytes_s: float) -> Floats:
-        """Seconds of one transfer."""
+        """Return seconds of one transfer."""
         return self.latency_s + np.asarray(nbytes, dtype=np.float64) / (self.link_share * link_bytes_s)
 
 
@@ -185,7 +185,7 @@ class CostModel:
     """Seconds on devices of one kind. See the module docstring."""
 
     def __init__(self, shape: ModelShape, hardware: Hardware, fits: Fits) -> None:
-        """Raises ConfigError for quantised weights on hardware whose slices were measured: those had 16 or 32."""
+        """Raise ConfigError for quantised weights on hardware whose slices were measured: those had 16 or 32."""
         if shape.weight_dtype != "auto" and fits.slices is not None:
             raise ConfigError(
                 f"the profile of {hardware.kind} was measured with weights in 16 or 32 bits; leave out --weight-dtype"
@@ -195,7 +195,7 @@ class CostModel:
         self.fits = fits
 
     def operator_seconds(self, operator: str, rows: ArrayLike, tensor_parallel: ArrayLike) -> Floats:
-        """Seconds of one operator named in ``GEMMS`` or ``POINTWISE``; the mean of all layers, if only some have
+        """Return seconds of one operator named in ``GEMMS`` or ``POINTWISE``; the mean of all layers, if only some have
         experts."""
         count, tp, shape = np.asarray(rows, dtype=np.float64), np.asarray(tensor_parallel), self.shape
         if shape.experts is None or operator not in _OF_EXPERTS:
@@ -240,7 +240,7 @@ class CostModel:
         return seconds + (self._operator(operator, rows, tp, always) if experts.shared else 0.0)
 
     def slice_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
+        """Return seconds of one layer's dense operators and, on several devices, of its two all-reduces."""
         rows = np.asarray(rows, dtype=np.float64)
         if self.fits.slices is not None and tensor_parallel == 1:
             return self.fits.slices.predict_slice(rows, self._touched_weights(rows))
@@ -249,7 +249,7 @@ class CostModel:
         return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
 
     def _touched_weights(self, rows: Floats) -> ArrayLike:
-        """Weights of a layer that a step of ``rows`` reads, on average."""
+        """Return the number of weights of a layer that a step of ``rows`` reads, on average."""
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return shape.layer_parameters
@@ -257,7 +257,7 @@ class CostModel:
         return shape.layer_parameters - shape.hidden * (3 if shape.gated else 2) * idle
 
     def ends_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds of reading ``rows`` embeddings and of the output head, whose vocabulary is split."""
+        """Return seconds of reading ``rows`` embeddings and of the output head, whose vocabulary is split."""
         rows = np.asarray(rows, dtype=np.float64)
         columns = self.shape.vocabulary / tensor_parallel
         if self.fits.slices is not None and tensor_parallel == 1:
@@ -266,18 +266,18 @@ class CostModel:
         return head + self.operator_seconds("input_layernorm", rows, tensor_parallel)
 
     def pass_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds of all slices of a step, without attention."""
+        """Return seconds of all slices of a step, without attention."""
         return self.shape.layers * self.slice_seconds(rows, tensor_parallel) + self.ends_seconds(rows, tensor_parallel)
 
     def decode_seconds(self, rows: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds for which a decode step occupies a compute worker: slices, messages, sampling."""
+        """Return seconds for which a decode step occupies a compute worker: slices, messages, sampling."""
         rows, runtime = np.asarray(rows, dtype=np.float64), self.fits.runtime
         exchange = self.shape.layers * (runtime.exchange_s + runtime.exchange_row_s * rows)
         sampling = runtime.step_s + runtime.step_row_s * rows
         return self.pass_seconds(rows, tensor_parallel) + exchange + sampling
 
     def attention_seconds(self, kv_tokens: ArrayLike, rows: ArrayLike, heads_share: float = 1.0) -> Floats:
-        """Seconds of one layer's decode attention on one device.
+        """Return seconds of one layer's decode attention on one device.
 
         Args:
             kv_tokens: cached tokens of all sequences together.
@@ -308,7 +308,7 @@ class CostModel:
         return np.asarray(busy + runtime.attend.predict(rows, shape.query_heads * heads_share))
 
     def attention_line(self, rows: ArrayLike) -> tuple[float, Floats]:
-        """Decode attention as a line in the cached tokens: (seconds per token, seconds at none by ``rows``).
+        """Return decode attention as a line in the cached tokens: (seconds per token, seconds at none by ``rows``).
 
         Exact for kernels well above the ramp; shorter ones are up to the ramp too slow.
         """
@@ -323,7 +323,7 @@ class CostModel:
         return per_token, np.where(count > 0, fit.fixed_s + fit.ramp_s(self.hardware), 0.0)
 
     def chunk_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike, tensor_parallel: int = 1) -> Floats:
-        """Seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
+        """Return seconds of one layer's causal attention of ``chunk`` prompt tokens after ``prefix`` cached ones."""
         seconds = self._attend_chunk(chunk, prefix, tensor_parallel)
         if not self.shape.windowed:
             return seconds
@@ -340,7 +340,8 @@ class CostModel:
         return self.fits.prefill.predict_prefill(self.hardware, shape.dtype, chunk, prefix, *heads, shape.head_size)
 
     def prefix_attention_seconds(self, chunk: ArrayLike, prefix: ArrayLike) -> Floats:
-        """Seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one device."""
+        """Return seconds of one layer's attention of ``chunk`` rows to ``prefix`` cached tokens alone, on one
+        device."""
         tokens, shape = np.asarray(prefix, dtype=np.float64), self.shape
         if self.fits.runtime.chunks is not None:
             arithmetic = self.chunk_attention_seconds(chunk, tokens) - self.chunk_attention_seconds(chunk, 0)
@@ -352,7 +353,7 @@ class CostModel:
         return np.where(tokens > 0, np.maximum(arithmetic, self.attention_seconds(tokens, 1)), 0.0)
 
     def prefill_seconds(self, prompt: int, chunk: int, tensor_parallel: int = 1) -> float:
-        """Seconds of a whole prompt on one replica, in chunks of at most ``chunk`` tokens."""
+        """Return seconds of a whole prompt on one replica, in chunks of at most ``chunk`` tokens."""
         starts = np.arange(0, prompt, chunk, dtype=np.float64)
         sizes = np.minimum(chunk, prompt - starts)
         attention = self.shape.layers * self.chunk_attention_seconds(sizes, starts, tensor_parallel)
@@ -360,7 +361,7 @@ class CostModel:
         return float((attention + dense).sum() + self.ends_seconds(1, tensor_parallel))
 
     def all_reduce_seconds(self, nbytes: ArrayLike, devices: int) -> Floats:
-        """Seconds of summing ``nbytes`` over devices of one machine, by the fastest kernel for their link."""
+        """Return seconds of summing ``nbytes`` over devices of one machine, by the fastest kernel for their link."""
         sizes = np.asarray(nbytes, dtype=np.float64)
         if devices == 1:
             return np.zeros_like(sizes)
@@ -373,19 +374,20 @@ class CostModel:
         return fits.pcie.predict_all_reduce(sizes, devices, link)
 
     def send_recv_seconds(self, nbytes: ArrayLike) -> Floats:
-        """Seconds of a transfer to a peer in the same machine."""
+        """Return seconds of a transfer to a peer in the same machine."""
         return self.fits.send_recv.predict_transfer(nbytes, self.hardware.link_bytes_s)
 
     def link_seconds(self, nbytes: ArrayLike) -> Floats:
-        """Seconds of one message over this device's NIC, one way."""
+        """Return seconds of one message over this device's NIC, one way."""
         return ROUND_TRIP_S / 2 + self.wire_seconds(nbytes)
 
     def wire_seconds(self, nbytes: ArrayLike) -> Floats:
-        """Seconds for which ``nbytes`` occupy this device's NIC."""
+        """Return seconds for which ``nbytes`` occupy this device's NIC."""
         return np.asarray(nbytes, dtype=np.float64) / (NETWORK_SHARE * self.hardware.nic_bytes_s)
 
     def exchange_bytes(self, rows: ArrayLike) -> Floats:
-        """Bytes of q, k, v sent and attention received for one layer of ``rows`` decode rows: (2 + 2/G) e d B."""
+        """Return bytes of q, k, v sent and attention received for one layer of ``rows`` decode rows: (2 + 2/G) e d
+        B."""
         width = 2 * (self.shape.query_heads + self.shape.kv_heads) * self.shape.head_size
         return np.asarray(rows, dtype=np.float64) * width * self.shape.dtype.itemsize
 

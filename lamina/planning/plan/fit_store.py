@@ -86,12 +86,9 @@ class ProfileStore:
         Raises:
             ConfigError: the file does not exist or is not a profile store.
         """
-        query = "SELECT name, kind, source, parameters, median_error, p95_error FROM fits WHERE name = ? AND kind = ?"
-        rows = self._read(query, (name, kind))
-        if not rows:
-            return None
-        stored = rows[0]
-        return Fit(stored[0], stored[1], stored[2], json.loads(stored[3]), stored[4], stored[5])
+        query = "SELECT source, parameters, median_error, p95_error FROM fits WHERE name = ? AND kind = ?"
+        stored = [Fit(name, kind, row[0], json.loads(row[1]), *row[2:]) for row in self._read(query, (name, kind))]
+        return stored[0] if stored else None
 
     def samples(self, name: str, kind: str) -> list[Sample]:
         """Return the samples of a fit, in the order they were written."""
@@ -103,29 +100,20 @@ class ProfileStore:
 
     def save_fit(self, fit: Fit, samples: Iterable[Sample]) -> None:
         """Store a fit with its samples, replacing an earlier one of the same name and kind."""
+        key = (fit.name, fit.kind)
+        errors = (fit.median_error, fit.p95_error)
+        rows = [(s.operator, s.size, s.devices, round(s.measured_s * 1e9), round(s.predicted_s * 1e9)) for s in samples]
         with closing(sqlite3.connect(self.file)) as connection, connection:
             connection.executescript(_SCHEMA)
             same = "SELECT id FROM fits WHERE name = ? AND kind = ?"
-            connection.execute(f"DELETE FROM samples WHERE fit = ({same})", (fit.name, fit.kind))
-            connection.execute("DELETE FROM fits WHERE name = ? AND kind = ?", (fit.name, fit.kind))
+            connection.execute(f"DELETE FROM samples WHERE fit = ({same})", key)
+            connection.execute("DELETE FROM fits WHERE name = ? AND kind = ?", key)
             written = connection.execute(
                 "INSERT INTO fits (name, kind, source, parameters, median_error, p95_error) VALUES (?, ?, ?, ?, ?, ?)",
-                (fit.name, fit.kind, fit.source, json.dumps(dict(fit.parameters)), fit.median_error, fit.p95_error),
+                (*key, fit.source, json.dumps(dict(fit.parameters)), *errors),
             )
-            connection.executemany(
-                "INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        written.lastrowid,
-                        s.operator,
-                        s.size,
-                        s.devices,
-                        round(s.measured_s * 1e9),
-                        round(s.predicted_s * 1e9),
-                    )
-                    for s in samples
-                ],
-            )
+            stored = [(written.lastrowid, *row) for row in rows]
+            connection.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?, ?)", stored)
 
     def _read(self, query: str, values: tuple[str, ...]) -> list[tuple[Any, ...]]:
         if not self.file.is_file():

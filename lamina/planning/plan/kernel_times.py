@@ -72,7 +72,8 @@ def gemm_seconds(
     fp8: bool = False,
     weight_itemsize: float | None = None,
 ) -> Floats:
-    """Seconds of the product of ``[rows, depth]`` activations and ``[depth, columns]`` weights, element by element.
+    """Return seconds of the product of ``[rows, depth]`` activations and ``[depth, columns]`` weights, element by
+    element.
 
     Args:
         rows, columns, depth: M, N and K; arrays that broadcast together.
@@ -91,7 +92,8 @@ def gemm_seconds(
 def _kernel_seconds(
     fit: GemmFit, hardware: Hardware, m: Floats, n: Floats, k: Floats, dtype: DType, fp8: bool, weight: float
 ) -> Floats:
-    """Seconds of every kernel, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where the library would not split K."""
+    """Return seconds of every kernel, ``[len(TILES) * len(CUTS), *m.shape]``; infinite where the library would not
+    split K."""
     processors = hardware.processors
     rows, columns, cuts = (size.reshape(-1, *[1] * m.ndim) for size in _KERNELS)
     tiles = np.ceil(m / rows) * np.ceil(n / columns) * cuts
@@ -146,7 +148,7 @@ class DecodeAttentionFit:
     memory_share: float
 
     def predict_decode(self, hardware: Hardware, nbytes: ArrayLike, units: ArrayLike) -> Floats:
-        """Seconds of one kernel that reads ``nbytes`` of keys and values of ``units`` (sequences x KV heads)."""
+        """Return seconds of one kernel that reads ``nbytes`` of keys and values of ``units`` (sequences x KV heads)."""
         read, count = np.asarray(nbytes, dtype=np.float64), np.asarray(units, dtype=np.float64)
         served = np.minimum(1.0, (hardware.cache_bytes / np.maximum(read, 1.0)) ** CACHE_STEEPNESS)
         memory = read / (self.memory_share * hardware.memory_bytes_s)
@@ -158,7 +160,7 @@ class DecodeAttentionFit:
         return np.asarray((self.fixed_s + busy + ramp * (1 - np.exp(-busy / ramp))) * (count > 0))
 
     def ramp_s(self, hardware: Hardware) -> float:
-        """Seconds that a kernel much longer than this loses at its ends."""
+        """Return seconds that a kernel much longer than this loses at its ends."""
         return self.ramp_cycles / hardware.clock_hz
 
 
@@ -189,8 +191,8 @@ class PrefillAttentionFit:
         head_size: int,
         batch: ArrayLike = 1,
     ) -> Floats:
-        """Seconds of ``batch`` chunks, each after ``prefix`` cached tokens. No file has times with a prefix: keys of
-        the prefix are taken to be divided evenly over the processors."""
+        """Return seconds of ``batch`` chunks, each after ``prefix`` cached tokens. No file has times with a prefix:
+        keys of the prefix are taken to be divided evenly over the processors."""
         own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
         queries, kept, many = (np.asarray(part, dtype=np.float64) for part in (query_heads, kv_heads, batch))
         rows = np.ceil(own / TILE) * TILE
@@ -212,8 +214,8 @@ class PrefillAttentionFit:
         kv_heads: float,
         head_size: int,
     ) -> Floats:
-        """Seconds of a chunk's attention to ``prefix`` cached tokens alone, by kernels that divide the prefix over the
-        processors and pack the query heads of a KV head into one tile, as ``lamina.kernels.gpu`` does."""
+        """Return seconds of a chunk's attention to ``prefix`` cached tokens alone, by kernels that divide the prefix
+        over the processors and pack the query heads of a KV head into one tile, as ``lamina.kernels.gpu`` does."""
         own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
         packed = kv_heads * np.ceil(own * query_heads / kv_heads / TILE) * TILE
         flops = 4 * packed * head_size * before
@@ -246,7 +248,7 @@ class RingFit:
     sharing: float
 
     def predict_all_reduce(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
-        """Seconds of summing ``nbytes`` over ``devices``."""
+        """Return seconds of summing ``nbytes`` over ``devices``."""
         volume = 2 * (devices - 1) / devices * np.asarray(nbytes, dtype=np.float64)
         rate = self.link_share * link_bytes_s * (2 / devices) ** self.sharing
         ramp = self.ramp_s * (1 - np.exp(-volume / self.ramp_bytes))
@@ -268,7 +270,7 @@ class PeerReadFit:
     phase_s: float
 
     def predict_all_reduce(self, nbytes: ArrayLike, devices: int, link_bytes_s: float) -> Floats:
-        """Seconds of summing ``nbytes`` over ``devices``; infinite where vLLM does not use this kernel."""
+        """Return seconds of summing ``nbytes`` over ``devices``; infinite where vLLM does not use this kernel."""
         sizes, rate = np.asarray(nbytes, dtype=np.float64), self.link_share * link_bytes_s
         once = (devices - 1) * sizes / rate
         twice = 2 * (devices - 1) / devices * sizes / rate + self.phase_s
@@ -298,7 +300,7 @@ class SliceCurve:
         return cls(rows=list(rows), slice_s=constant.tolist(), weight_s=per_weight.tolist())
 
     def predict_slice(self, rows: ArrayLike, weights: ArrayLike) -> Floats:
-        """Seconds of a slice, or of the output head, with so many weights."""
+        """Return seconds of a slice, or of the output head, with so many weights."""
         at = np.log(np.asarray(rows, dtype=np.float64))
         return self._at(at, self.slice_s) + np.asarray(weights) * self._at(at, self.weight_s)
 
@@ -320,7 +322,8 @@ class AttendCurve:
     heads: int
 
     def predict(self, rows: ArrayLike, heads: float) -> Floats:
-        """Seconds for ``rows`` sequences with ``heads`` query heads; proportional beyond the last measured row."""
+        """Return seconds for ``rows`` sequences with ``heads`` query heads; proportional beyond the last measured
+        row."""
         count = np.asarray(rows, dtype=np.float64)
         beyond = np.maximum(1.0, count / self.rows[-1])
         added = np.interp(count, self.rows, self.seconds) * beyond - self.seconds[0]
@@ -342,7 +345,7 @@ class ChunkFit:
     flops_s: float
 
     def predict_chunk(self, chunk: ArrayLike, prefix: ArrayLike, query_heads: ArrayLike, head_size: int) -> Floats:
-        """Seconds of one chunk after ``prefix`` cached tokens."""
+        """Return seconds of one chunk after ``prefix`` cached tokens."""
         own, before = np.asarray(chunk, dtype=np.float64), np.asarray(prefix, dtype=np.float64)
         rows = own * np.asarray(query_heads, dtype=np.float64)
         return np.asarray(
@@ -351,6 +354,6 @@ class ChunkFit:
 
 
 def attention_flops(rows: ArrayLike, chunk: ArrayLike, prefix: ArrayLike, head_size: int) -> Floats:
-    """FLOPs of causal attention of ``rows`` (tokens of the chunk x query heads)."""
+    """Return FLOPs of causal attention of ``rows`` (tokens of the chunk x query heads)."""
     seen = np.asarray(prefix) + (np.asarray(chunk) + 1) / 2  # keys, on average
     return np.asarray(4 * head_size * np.asarray(rows) * seen, dtype=np.float64)

@@ -81,7 +81,7 @@ class Experts:
         return self.count * self.intermediate + self.shared
 
     def touched(self, rows: ArrayLike) -> Floats:
-        """Mean number of experts that ``rows`` tokens use, if they choose independently and uniformly."""
+        """Return the mean number of experts that ``rows`` tokens use, if they choose independently and uniformly."""
         missed = (1 - self.active / self.count) ** np.asarray(rows, dtype=np.float64)
         return np.asarray(self.count * (1 - missed))
 
@@ -334,7 +334,7 @@ def from_config(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _require_covered(name: str, config: Mapping[str, Any], text: Mapping[str, Any]) -> WeightDType:
-    """How the weights are stored. Raises UnsupportedModelError for what the cost model does not cover."""
+    """Return how the weights are stored. Raises UnsupportedModelError for what the cost model does not cover."""
     stored = scheme(name, config)
     nested = [value for value in text.values() if isinstance(value, dict)]
     for inner in nested:

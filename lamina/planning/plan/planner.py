@@ -132,7 +132,8 @@ class Planner:
         return float(self._terms(pools, rows).max(axis=0).min()) if len(rows) else math.inf
 
     def curve(self, pools: Way) -> list[tuple[int, float]]:
-        """(batch, output tokens per second) of every batch that fits, ignoring the goals; empty if nothing fits."""
+        """Return (batch, output tokens per second) of every batch that fits, ignoring the goals; empty if nothing
+        fits."""
         rows = self._rows(pools)
         if not len(rows):
             return []
@@ -141,11 +142,12 @@ class Planner:
         return [(int(batch), float(speed)) for batch, speed in zip(batches, speeds, strict=True)]
 
     def tbt(self, pools: Way, rows: Floats) -> Floats:
-        """Seconds between tokens with ``rows`` sequences in each lane, whether or not their KV fits."""
+        """Return seconds between tokens with ``rows`` sequences in each lane, whether or not their KV fits."""
         return np.asarray(self._terms(pools, rows).max(axis=0))
 
     def _rows(self, pools: Way) -> Floats:
-        """Batches per lane to try, up to the KV capacity of the memory pool; empty if weights or KV do not fit."""
+        """Return batches per lane to try, up to the KV capacity of the memory pool; empty if weights or KV do not
+        fit."""
         if not self.models[pools.compute.kind].weights_fit(pools.tensor_parallel):
             return _ROWS[:0]
         most = min(self._sequences(pools) // pools.lanes, MOST_ROWS)
@@ -153,14 +155,15 @@ class Planner:
         return np.append(rows, most) if len(rows) and rows[-1] < most else rows
 
     def _sequences(self, pools: Way) -> int:
-        """Sequences whose KV fits in the memory pool; partitioned by requests, each lies on one worker as a whole."""
+        """Return the number of sequences whose KV fits in the memory pool; partitioned by requests, each lies on one
+        worker as a whole."""
         each, live = self.models[pools.second.kind].kv_tokens, self.workload.live
         if pools.partition is Partition.HEAD:
             return int(each * pools.memory_workers / live)
         return int(each / live) * pools.memory_workers
 
     def _terms(self, pools: Way, rows: Floats) -> Floats:
-        """``[4, rows]`` seconds: compute, memory, network and one lane's path, in the order of Bottleneck."""
+        """Return ``[4, rows]`` seconds: compute, memory, network and one lane's path, in the order of Bottleneck."""
         compute, memory = self.models[pools.compute.kind], self.models[pools.second.kind]
         layers = self.shape.layers
         dense = self._pass(compute, pools.tensor_parallel, rows)
@@ -175,7 +178,7 @@ class Planner:
         return np.stack([turns * dense, pools.lanes * attention, network, path])
 
     def _attention(self, pools: Way, memory: CostModel, rows: Floats) -> Floats:
-        """Seconds of one layer's attention of a lane, on the worker with the most work."""
+        """Return seconds of one layer's attention of a lane, on the worker with the most work."""
         live, workers = self.workload.live, pools.memory_workers
         if pools.partition is Partition.HEAD:
             return memory.attention_seconds(rows * live, rows, 1 / workers)
@@ -225,7 +228,8 @@ class Planner:
 
 
 def _contended(dense: Floats, attention: Floats, contention: float) -> tuple[Floats, Floats]:
-    """Both times with contention: each slows the other while both work, which is as long as the shorter takes."""
+    """Return both times with contention: each slows the other while both work, which is as long as the shorter
+    takes."""
     both = np.minimum(dense, attention) / (1 - contention)
     return dense + contention * both, attention + contention * both
 
@@ -249,13 +253,14 @@ class Group:
 
 
 def group_capacity(model: CostModel, devices: int, workload: Workload) -> int:
-    """Sequences whose KV fits beside the weights of one tensor-parallel group; 0 if the weights do not fit."""
+    """Return the number of sequences whose KV fits beside the weights of one tensor-parallel group; 0 if the weights do
+    not fit."""
     free = devices * model.usable_bytes - model.shape.weight_bytes
     return max(0, math.floor(free / (workload.live * model.shape.kv_bytes_per_token)))
 
 
 def group_step_seconds(model: CostModel, devices: int, batch: int, live: float) -> float:
-    """Seconds of one decode step of ``batch`` sequences of ``live`` cached tokens on a group of ``devices``."""
+    """Return seconds of one decode step of ``batch`` sequences of ``live`` cached tokens on a group of ``devices``."""
     attention = model.attention_seconds(batch * live, batch, 1 / devices)
     return float(model.pass_seconds(batch, devices) + model.shape.layers * attention)
 

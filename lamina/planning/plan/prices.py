@@ -81,7 +81,7 @@ class Prices:
         ]
 
     def usd_per_hour(self, hardware: Hardware, networked: bool = False) -> float:
-        """Cost of an hour of one device, with its share of the network if ``networked``.
+        """Return the cost of an hour of one device, with its share of the network if ``networked``.
 
         Raises:
             ConfigError: the market has no price for it; says which have one.

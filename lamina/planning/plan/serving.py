@@ -8,7 +8,7 @@ and with a chunk,
     requests per second = batches b / (O ((1 - f) T0 + f T1))
 
 at the largest b for which KV has room, and the 99th percentiles of a step and of the time to a first token are within
-the SLOs. Prompts wait for chunks as in a queue that is busy for the share f (``_Prompts``).
+the SLOs. Prompts wait for chunks as in a queue that is busy for the share f (``closed_form.Prompts``).
 ``lamina.planning.simulate.trial`` measures the best few.
 """
 
@@ -19,15 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from lamina.kv.placement import AHEAD, WATERMARK
+from lamina.planning.plan.closed_form import PERCENTILE, OffloadedSteps, Prompts
 from lamina.planning.plan.cost import CostModel
 from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.kernel_times import Floats
 from lamina.planning.plan.model_shapes import ModelShape
-from lamina.planning.plan.offloaded import OffloadedSteps
 from lamina.planning.plan.overheads import AS_PUBLISHED, NO_OVERHEAD, Engine
 from lamina.planning.plan.planner import MOST_ROWS
 from lamina.planning.plan.prices import Prices
-from lamina.planning.plan.prompts import PERCENTILE, Prompts
 from lamina.planning.plan.ways import Capacity, Kind, Slo, Way
 from lamina.planning.plan.workload import Workload
 
@@ -82,7 +81,7 @@ class Server:
         return self._apart(way) if way.kind is Kind.APART else self._one_pool(way)
 
     def unfit(self, way: Way) -> str | None:
-        """Why the weights or the longest request of the workload do not fit; None if they do."""
+        """Return why the weights or the longest request of the workload do not fit; None if they do."""
         shape, longest = self.shape, self.workload.longest
         degree = way.tensor_parallel
         holders = [way.compute, way.second] if way.kind is Kind.APART else [way.compute]
@@ -102,7 +101,7 @@ class Server:
         return None
 
     def _free(self, kind: Hardware, degree: int, chunk: int) -> float:
-        """Tokens of KV that fit beside the weights of one copy, whose steps have up to ``chunk`` tokens."""
+        """Return tokens of KV that fit beside the weights of one copy, whose steps have up to ``chunk`` tokens."""
         usable = self.models[kind.kind].usable_bytes - self._host(self.models[kind.kind]).reserved(chunk)
         free = degree * usable - self.shape.weight_bytes
         return free / self.shape.kv_bytes_per_token
@@ -245,7 +244,7 @@ class Server:
         )
 
     def _rows(self, room: float, lanes: int, chunk: int, copies: int = 1, ahead: int = 0) -> tuple[Floats, Floats]:
-        """Decode rows of a batch to try, and the prompt tokens that a cache in the rest of ``room`` finds.
+        """Return the decode rows of a batch to try, and the prompt tokens that a cache in the rest of ``room`` finds.
 
         Args:
             room: tokens of KV.
@@ -265,7 +264,7 @@ class Server:
         return rows, np.minimum(reuse.found(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
 
     def _chunks(self, rows: Floats, chunk: int, found: Floats) -> tuple[Floats, Floats]:
-        """Prompt tokens of a step that has some, and the share of steps that do."""
+        """Return the prompt tokens of a step that has some, and the share of steps that do."""
         size = chunk - rows  # near capacity, prompts wait and fill the step
         return size, rows * (self.workload.prompt - found) / self.workload.output / size
 
@@ -274,7 +273,7 @@ class Server:
         return np.asarray(self._pass(model, degree, rows) + self.shape.layers * attention)
 
     def _host(self, model: CostModel) -> Engine:
-        """What the engine needs besides its kernels, unless a profile of the kind has its times."""
+        """Return what the engine needs besides its kernels, unless a profile of the kind has its times."""
         return self.engine if model.fits.runtime is AS_PUBLISHED else NO_OVERHEAD
 
     def _pass(self, model: CostModel, degree: int, rows: Floats) -> Floats:

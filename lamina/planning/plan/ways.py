@@ -95,7 +95,7 @@ class Way:
         return self.kind is Kind.OFFLOADED and self.lanes == self.replicas + 1
 
     def usd_per_hour(self, prices: Prices) -> tuple[float, float]:
-        """Cost of each pool, and of the network between two."""
+        """Return the cost of each pool, and of the network between two."""
         two = self.memory is not None
         compute = prices.usd_per_hour(self.compute, networked=two) * self.compute_workers
         return compute, prices.usd_per_hour(self.second, networked=True) * self.memory_workers if two else 0.0
@@ -172,7 +172,7 @@ INTERACTIVE = Slo(tbt_s=0.1, ttft_s=2.0)
 
 
 def segments(workload: Workload) -> tuple[int | None, ...]:
-    """Values of ``Way.segment`` to try for a workload."""
+    """Return values of ``Way.segment`` to try for a workload."""
     return (None, SEGMENT) if workload.longest >= LONG * SEGMENT else (None,)
 
 
@@ -182,8 +182,8 @@ def ways(
     memory: Sequence[tuple[Hardware, int]],
     segments: Sequence[int | None] = (None,),
 ) -> Iterator[Way]:
-    """Every way with at most the given number of devices of each kind. One pool takes as many as there are: half of
-    them would serve half as much for half the money."""
+    """Yield every way with at most the given number of devices of each kind. One pool takes as many as there are: half
+    of them would serve half as much for half the money."""
     kinds = {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
     for way in layouts(shape, compute, memory):
         if way.partition is Partition.REQUEST:
@@ -200,7 +200,8 @@ def ways(
 def layouts(
     shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> Iterator[Way]:
-    """Every way to offload attention with at most the given number of workers of each kind, at the default chunk."""
+    """Yield every way to offload attention with at most the given number of workers of each kind, at the default
+    chunk."""
     for (kind, most), (memory_kind, most_memory) in product(compute, memory):
         for degree in _degrees(shape):
             for replicas, workers in product(range(1, most // degree + 1), range(1, most_memory + 1)):
@@ -218,7 +219,7 @@ def layouts(
 
 
 def _lanes(replicas: int) -> list[int]:
-    """Numbers of lanes to try: one more than replicas, rotating, and one to three per replica, fixed."""
+    """Return the numbers of lanes to try: one more than replicas, rotating, and one to three per replica, fixed."""
     return sorted({replicas + 1, *(each * replicas for each in (1, 2, 3))})
 
 
@@ -235,7 +236,7 @@ def _one_pool(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
 
 
 def _local(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
-    """One copy of the weights: the runtime has local memory with one so far."""
+    """Yield ways with one copy of the weights: the runtime has local memory with one so far."""
     for degree, chunk in product([degree for degree in _degrees(shape) if degree <= most], CHUNKS):
         yield Way(kind=Kind.LOCAL, chunk=chunk, compute=kind, compute_workers=degree, tensor_parallel=degree)
 

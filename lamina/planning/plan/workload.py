@@ -30,10 +30,11 @@ class Reuse(Protocol):
     """What a cache beside the running requests finds."""
 
     def found(self, room: Floats, active: Floats) -> Floats:
-        """Tokens of a prompt, on average, found by a cache of ``room`` tokens while ``active`` sequences decode."""
+        """Return tokens of a prompt, on average, found by a cache of ``room`` tokens while ``active`` sequences
+        decode."""
 
     def each(self, found: float, prompts: Floats) -> Floats:
-        """Tokens of each of these prompts, those of the workload's sample, if ``found`` are found on average."""
+        """Return tokens of each of these prompts, those of the workload's sample, if ``found`` are found on average."""
 
     @property
     def most(self) -> float:
@@ -130,7 +131,7 @@ _Keys = tuple[list[tuple[int, int]], int]
 
 
 def _keys(content: Content, answer: int | None, output: int) -> _Keys:
-    """(key, tokens) of every run of a request, its answer's last, and how many are the prompt's.
+    """Return (key, tokens) of every run of a request, its answer's last, and how many are the prompt's.
 
     A key stands for a run and all before it.
     """
@@ -143,7 +144,7 @@ def _keys(content: Content, answer: int | None, output: int) -> _Keys:
 
 
 def _lru(requests: Sequence[_Keys], size: float) -> Iterator[int]:
-    """Tokens of each prompt that a cache of ``size`` tokens finds."""
+    """Yield the tokens of each prompt that a cache of ``size`` tokens finds."""
     kept: OrderedDict[int, int] = OrderedDict()
     total = 0
     for keys, prompt in requests:
@@ -223,7 +224,7 @@ class Workload:
 
 
 def of_context(tokens: int) -> Workload:
-    """Sequences that all have ``tokens`` cached, as in the papers' figures, which do not specify prompts."""
+    """Describe sequences that all have ``tokens`` cached, as in the papers' figures, which do not specify prompts."""
     if tokens < 1:
         raise ConfigError(f"the context is {tokens} tokens; give at least 1")
     return Workload(name=f"context {tokens}", prompt=tokens, output=1, live=tokens, longest=tokens)
@@ -248,7 +249,8 @@ def of_requests(name: str, requests: Sequence[TracedRequest]) -> Workload:
 
 
 def of_lengths(prompt: int, output: int, reuse: Sessions | None = None) -> Workload:
-    """Requests that all have one length. Raises ConfigError for a length below 1, or a prompt that is all ``reuse``."""
+    """Describe requests that all have one length. Raises ConfigError for a length below 1, or a prompt that is all
+    ``reuse``."""
     if min(prompt, output) < 1:
         raise ConfigError(f"prompts of {prompt} tokens and outputs of {output}; give at least 1 of each")
     if reuse and reuse.shared + reuse.resumed >= prompt:
@@ -267,9 +269,9 @@ def of_lengths(prompt: int, output: int, reuse: Sessions | None = None) -> Workl
 
 
 def read_trace(file: Path) -> list[TracedRequest]:
-    """Requests in the order of the file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's JSON
-    lines (timestamp in ms, input_length, output_length). Requests without prompt or output are left out; time starts
-    with the earliest of the others.
+    """Return requests in the order of the file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens) or Mooncake's
+    JSON lines (timestamp in ms, input_length, output_length). Requests without prompt or output are left out; time
+    starts with the earliest of the others.
 
     What prompts have in common is in Mooncake's ``hash_ids``, one for every 512 tokens of the prompt, or in
     ``content``: a list of [id, tokens], with ``answer``, the id that the output has in later prompts.

@@ -55,14 +55,15 @@ class Watch:
 
 
 def _all_seconds() -> float:
-    """Seconds for which this process's cores worked for anybody, or were taken away."""
+    """Return seconds for which this process's cores worked for anybody, or were taken away."""
     cores, times = os.sched_getaffinity(0), psutil.cpu_times(percpu=True)
     mine = [times[core] for core in cores if core < len(times)]
     return float(sum(one.user + one.nice + one.system + one.irq + one.softirq + one.steal for one in mine))
 
 
 def _own_seconds() -> float:
-    """Processor seconds of this process and its children. A child's pass to its parent when that has waited for it."""
+    """Return the processor seconds of this process and its children. A child's pass to its parent when that has waited
+    for it."""
     this = psutil.Process()
     seconds = 0.0
     for process in (this, *this.children(recursive=True)):
@@ -119,7 +120,7 @@ def as_toml(values: dict[str, float | str]) -> str:
 
 
 def _fastest_s(work: Callable[[], object]) -> float:
-    """Seconds of the fastest of ROUNDS calls, after a warm-up call."""
+    """Return seconds of the fastest of ROUNDS calls, after a warm-up call."""
     work()
     best = float("inf")
     for _ in range(ROUNDS):

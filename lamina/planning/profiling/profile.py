@@ -106,7 +106,7 @@ def measure(kind: str, store: ProfileStore) -> Disturbance:
 
 
 def drift(store: ProfileStore, kind: str) -> float:
-    """Time of slices now over that when the profile of ``kind`` was measured, less 1: the median over rows.
+    """Return the time of slices now over that when the profile of ``kind`` was measured, less 1: the median over rows.
 
     Far from 0, the profile is of other kernels or another machine, or one of the two measurements was disturbed. Takes
     a few seconds.
@@ -174,7 +174,7 @@ def on_cores(cores: Sequence[int]) -> Iterator[None]:
 
 
 def slice_seconds(path: Path, rows: Sequence[int]) -> list[float]:
-    """Seconds per inner slice at each number of rows: median of ROUNDS passes over all inner slices."""
+    """Return seconds per inner slice at each number of rows: median of ROUNDS passes over all inner slices."""
     import torch
 
     from lamina.lowering import lower
@@ -279,8 +279,8 @@ def _run(spans: Mapping[str, Sequence["Span"]], batch: int, prompt: int, lanes: 
 
 
 def chunk_seconds(shape: ModelShape, chunks: Sequence[tuple[int, int]]) -> list[float]:
-    """Seconds of a layer's causal attention of each of ``chunks`` (tokens, cached tokens before them), with torch's
-    number of threads: medians of ROUNDS runs."""
+    """Return seconds of a layer's causal attention of each of ``chunks`` (tokens, cached tokens before them), with
+    torch's number of threads: medians of ROUNDS runs."""
     import torch
 
     from lamina.core.types import AttentionSpec
@@ -347,7 +347,7 @@ def fit_runtime(
 
 
 def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
-    """Seconds of all slices of a step and of the output head, run back to back."""
+    """Return seconds of all slices of a step and of the output head, run back to back."""
     head = float(curve.predict_slice(rows, shape.vocabulary * shape.hidden))
     return shape.layers * float(curve.predict_slice(rows, shape.layer_parameters)) + head
 
@@ -383,7 +383,7 @@ def _attend(shape: ModelShape, alone: Sequence[Run]) -> _Attention:
 
 
 def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, attention: _Attention, run: Run) -> float:
-    """Relative slowdown of slices and attention in a run with two lanes, while both pools worked."""
+    """Return the relative slowdown of slices and attention in a run with two lanes, while both pools worked."""
     lane = replace(run, batch=run.batch // run.lanes)
     exchange_s = shape.layers * (runtime.exchange_s + runtime.exchange_row_s * lane.batch)
     compute_s, alone_s = run.slice_s + run.exchange_s, _slices_s(shape, curve, lane.batch) + exchange_s
@@ -392,7 +392,7 @@ def _contention(shape: ModelShape, curve: SliceCurve, runtime: RuntimeFit, atten
 
 
 def _least_squares(columns: Sequence[Floats], values: Sequence[float]) -> list[float]:
-    """Non-negative coefficients of least relative error: a column with a negative coefficient is dropped."""
+    """Return non-negative coefficients of least relative error: a column with a negative coefficient is dropped."""
     wanted = np.array(values)
     kept = list(range(len(columns)))
     while True:

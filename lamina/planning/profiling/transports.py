@@ -81,7 +81,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def slots_for(nbytes: int) -> int:
-    """Messages of a stream that are in flight at once."""
+    """Return the number of messages of a stream that are in flight at once."""
     return max(2, min(MAX_SLOTS, IN_FLIGHT_NBYTES // nbytes))
 
 
@@ -224,7 +224,7 @@ class Near:
             endpoint.close()
 
     def _round_trips(self, nbytes: int, rounds: int) -> dict[str, float]:
-        """Percentiles of the round-trip time in microseconds; the first tenth is warm-up."""
+        """Return percentiles of the round-trip time in microseconds; the first tenth is warm-up."""
         self._tell(Task("echo", nbytes=nbytes, count=rounds))
         message, times = [os.urandom(nbytes)], np.empty(rounds)
         for i in range(rounds):
@@ -237,7 +237,7 @@ class Near:
         return {f"p{percentile}": float(value) for percentile, value in zip(PERCENTILES, values, strict=True)}
 
     def _stream(self, nbytes: int, messages: int) -> float:
-        """Bandwidth of a stream of messages in gigabytes per second."""
+        """Return the bandwidth of a stream of messages in gigabytes per second."""
         self._tell(Task("take", count=messages))
         message, slots, first = [os.urandom(nbytes)], slots_for(nbytes), self._sequence
         start = time.perf_counter()

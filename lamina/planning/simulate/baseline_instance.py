@@ -50,7 +50,7 @@ class Prefixes:
         self._keys: dict[tuple[int, tuple[int, int]], int] = {}
 
     def keys(self, content: Content) -> list[tuple[int, int]]:
-        """(key, last block) of every unit. Two keys are equal if all tokens up to the ends of their units are.
+        """Return (key, last block) of every unit. Two keys are equal if all tokens up to the ends of their units are.
 
         The last token of a run is a unit of its own, since the last token of an answer has no KV when its request ends.
         """
@@ -63,7 +63,7 @@ class Prefixes:
         return keys
 
     def find_prefix(self, content: Content, most: int) -> list[int]:
-        """Keys of the longest cached prefix of at most ``most`` tokens."""
+        """Return keys of the longest cached prefix of at most ``most`` tokens."""
         found = []
         for key, last in self.keys(content):
             if key not in self._units or last * BLOCK > most:
@@ -72,11 +72,11 @@ class Prefixes:
         return found
 
     def held(self, keys: list[int]) -> int:
-        """Blocks of ``keys`` that some sequence holds already."""
+        """Return blocks of ``keys`` that some sequence holds already."""
         return sum(self._units[key].blocks for key in keys if self._units[key].holders)
 
     def blocks(self, keys: list[int]) -> int:
-        """Blocks of ``keys``."""
+        """Return blocks of ``keys``."""
         return sum(self._units[key].blocks for key in keys)
 
     def acquire(self, keys: list[int]) -> int:
@@ -154,7 +154,7 @@ class Running:
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks needed for ``tokens``."""
+    """Return the number of blocks for ``tokens``."""
     return -(-tokens // BLOCK)
 
 
@@ -231,7 +231,8 @@ class Instance:
         return seats and blocks_of(tokens) - held <= self.left - self._watermark
 
     def found(self, sequence: Running) -> list[int]:
-        """Keys of the longest prefix of a waiting request that is kept here; its last token is computed in any case."""
+        """Return keys of the longest prefix of a waiting request that is kept here; its last token is computed in any
+        case."""
         return self.prefixes.find_prefix(sequence.content, sequence.target - 1) if sequence.content else []
 
     @property
@@ -279,7 +280,8 @@ class Instance:
         return batch if batch.decoding or batch.chunks else None
 
     def _decoding(self) -> list[Running]:
-        """Sequences that can decode, each with room for one more token; the last ones are preempted to make room."""
+        """Return the sequences that can decode, each with room for one more token; the last ones are preempted to make
+        room."""
         decoding = [sequence for sequence in self.running if sequence.cached >= sequence.target]
         full = [sequence for sequence in decoding if sequence.cached == sequence.blocks * BLOCK]
         for sequence in full:
@@ -314,7 +316,7 @@ class Instance:
         )
 
     def _chunks(self, budget: int) -> list[Chunk]:
-        """Chunks of prompts that have begun, then of new ones."""
+        """Return chunks of prompts that have begun, then of new ones."""
         chunks: list[Chunk] = []
         begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
         while budget > 0 and (begun or self._next_has_room()):
@@ -380,7 +382,7 @@ class Instance:
         return drew
 
     def _publish(self, sequence: Running) -> None:
-        """Others may share what a sequence has computed."""
+        """Let other sequences share what a sequence has computed."""
         if sequence.content:
             sequence.shared = self.prefixes.publish(sequence.content, sequence.shared, sequence.cached)
 

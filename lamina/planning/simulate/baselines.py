@@ -43,7 +43,7 @@ class BaselineSimulation:
     """One run of a system other than Lamina. ``run`` is called once."""
 
     def __init__(self, system: System, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault]) -> None:
-        """Raises ConfigError for a deployment that the system cannot use."""
+        """Raise ConfigError for a deployment that the system cannot use."""
         if system is not System.DISAGGREGATED and (deployment.memory is not None or deployment.local):
             raise ConfigError(f"{system.value} has one pool; leave out --memory and add its devices to --compute")
         self._system = system
@@ -154,7 +154,7 @@ class BaselineSimulation:
         return prompt if answer is None or not prompt else (*prompt, (answer, output))
 
     def _held(self, prompt: int, output: int) -> int:
-        """Most tokens that the first instance will hold for a request."""
+        """Return the most tokens that the first instance will hold for a request."""
         return prompt if self._decode else prompt + output
 
     # -- steps --------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class RequestLog:
         return [_STATES[number] for number in self._state.tolist()]
 
     def count(self, state: State) -> int:
-        """Number of requests that ended in ``state``."""
+        """Return the number of requests that ended in ``state``."""
         return int((self._state == _NUMBERS[state]).sum())
 
     @property

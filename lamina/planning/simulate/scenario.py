@@ -71,7 +71,7 @@ def replay(trace: Iterable[TracedRequest], rate_scale: float = 1.0, max_tokens: 
 def draw(
     trace: Iterable[TracedRequest], count: int, seed: int, rate_scale: float = 1.0, max_tokens: int = 1
 ) -> Arrivals:
-    """``count`` requests with pairs of lengths (prompt, output) sampled from a trace.
+    """Draw ``count`` requests with pairs of lengths (prompt, output) from a trace.
 
     They arrive in a Poisson process at ``rate_scale`` times the trace's mean rate, and have nothing in common: what
     prompts share depends on the order of the trace, which only ``replay`` keeps. Raises ConfigError for a scale not
@@ -225,7 +225,7 @@ class Deployment:
 
 @lru_cache(maxsize=32)
 def _cost_model(shape: ModelShape, hardware: Hardware, profile: ProfileStore | None) -> CostModel:
-    """One object for all deployments of a model on a kind, so that what is tabulated of it is tabulated once."""
+    """Return one object for all deployments of a model on a kind, so that what is tabulated of it is tabulated once."""
     return CostModel(shape, hardware, Fits.load(hardware, profile))
 
 

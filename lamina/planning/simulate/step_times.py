@@ -45,8 +45,8 @@ class SliceTimes:
 
 
 def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
-    """Each worker with a part of a sequence, and how many tokens before ``position`` it has: a worker attends to all of
-    its segments at once. The worker of the last segment comes last."""
+    """Return each worker with a part of a sequence, and how many tokens before ``position`` it has: a worker attends to
+    all of its segments at once. The worker of the last segment comes last."""
     held: dict[int, int] = {}
     for home, first, stop in places:
         tokens = max(0, (position if stop is None else min(stop, position)) - first)
@@ -54,7 +54,21 @@ def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
     return list(held.items())
 
 
-class StepModel:
+class _Model:
+    """What steps with and without messages have in common: tabulated slices, sampling and the engine's own time."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self._compute, self._engine = deployment.compute_cost, deployment.host
+        self._slices = slice_times(self._compute, deployment.tensor_parallel, deployment.max_num_batched_tokens)
+
+    def _last_s(self, rows: int, draws: int) -> float:
+        """Return the seconds from the last attention of a step to its tokens, of which there are ``draws``."""
+        runtime, engine, slices = self._compute.fits.runtime, self._engine, self._slices
+        drawing_s = runtime.step_s + engine.step_s + (runtime.step_row_s + engine.step_row_s) * draws
+        return slices.after[rows] + slices.ends[draws] + drawing_s
+
+
+class StepModel(_Model):
     """Times of steps as the runtime runs them (``compute/exchange.py``).
 
     Memory workers run decode attention and a chunk's attention to earlier chunks; the replica runs a chunk's attention
@@ -63,11 +77,10 @@ class StepModel:
     """
 
     def __init__(self, deployment: Deployment) -> None:
+        super().__init__(deployment)
         compute, memory, shape = deployment.compute_cost, deployment.memory_cost, deployment.model
         tp = deployment.tensor_parallel
-        self._slices = slice_times(compute, tp, deployment.max_num_batched_tokens)
-        self._compute, self._memory = compute, memory
-        self._engine = deployment.host
+        self._memory = memory
         self._layers = shape.layers
         item = shape.dtype.itemsize
         self._kept_bytes = 2 * shape.kv_heads * shape.head_size * item  # k and v of a row
@@ -91,7 +104,7 @@ class StepModel:
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
     ) -> tuple[int, _native.StepTimes]:
-        """Rows and times of one step.
+        """Return the rows and times of one step.
 
         ``homes``, ``chunk_homes``: memory worker of each decoding sequence and of each chunk. ``split``: sequences with
         KV on several memory workers, the last of which is in ``homes``.
@@ -130,13 +143,12 @@ class StepModel:
                         asked += length
                         more.append((place, there, self._prefix_seconds(length, prefix), there))
         shares = self._shares.of(homes, starts, more)
-        slices, runtime, engine = self._slices, self._compute.fits.runtime, self._engine
+        slices, runtime = self._slices, self._compute.fits.runtime
         exchange_s = runtime.exchange_s + runtime.exchange_row_s * rows
-        sampling_s = runtime.step_s + engine.step_s + (runtime.step_row_s + engine.step_row_s) * draws
         return rows, _native.StepTimes(
             first_s=slices.first[rows] + exchange_s,
             inner_s=slices.inner[rows] + exchange_s,
-            last_s=slices.after[rows] + slices.ends[draws] + sampling_s,
+            last_s=self._last_s(rows, draws),
             chunks_s=chunks_s,
             send_s=(rows * self._kept_bytes + asked * self._asked_bytes) * self._compute_byte_s,
             receive_s=asked * self._asked_bytes * self._compute_byte_s,
@@ -145,30 +157,30 @@ class StepModel:
         )
 
     def migration_seconds(self, tokens: int) -> float:
-        """Seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
+        """Return seconds to move the KV of ``tokens`` tokens from one memory worker to another."""
         return 2 * self.latency_s + tokens * self._layers * self._kept_bytes * self._memory_byte_s
 
     def _prefix_seconds(self, chunk: int, prefix: int) -> float:
-        """Seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or memory."""
+        """Return seconds of attention of ``chunk`` rows to ``prefix`` tokens on a memory worker, bound by FLOP/s or
+        memory."""
         return float(self._memory.prefix_attention_seconds(chunk, prefix))
 
 
-class LocalStepModel:
+class LocalStepModel(_Model):
     """Times of steps without messages: the virtual cluster's memory workers and cards have nothing to do."""
 
     latency_s = 0.0
 
     def __init__(self, deployment: Deployment) -> None:
-        self._cost = deployment.compute_cost
-        self._engine = deployment.host
+        super().__init__(deployment)
         self._tp = deployment.tensor_parallel
-        self._slices = slice_times(self._cost, self._tp, deployment.max_num_batched_tokens)
 
     def times(
         self, plan: StepPlan, homes: Ints, chunk_homes: Sequence[int], split: Mapping[int, Places]
     ) -> tuple[int, _native.StepTimes]:
-        """Rows and times of one step. All KV is here: ``homes``, ``chunk_homes`` and ``split`` say nothing more."""
-        starts, cost, tp = plan.decoding.starts, self._cost, self._tp
+        """Return the rows and times of one step. All KV is here: ``homes``, ``chunk_homes`` and ``split`` say nothing
+        more."""
+        starts, cost, tp = plan.decoding.starts, self._compute, self._tp
         rows, attention_s = len(starts), 0.0
         if starts:
             attention_s = float(cost.attention_seconds(sum(starts) + rows, rows, 1 / tp))
@@ -177,15 +189,10 @@ class LocalStepModel:
             rows += len(chunk.tokens)
             draws += bool(chunk.draws)
             attention_s += float(cost.chunk_attention_seconds(len(chunk.tokens), chunk.start, tp))
-        slices, runtime, engine = self._slices, cost.fits.runtime, self._engine
         return rows, _native.StepTimes(
-            first_s=slices.first[rows],
-            inner_s=slices.inner[rows],
-            last_s=slices.after[rows]
-            + slices.ends[draws]
-            + runtime.step_s
-            + engine.step_s
-            + (runtime.step_row_s + engine.step_row_s) * draws,
+            first_s=self._slices.first[rows],
+            inner_s=self._slices.inner[rows],
+            last_s=self._last_s(rows, draws),
             chunks_s=attention_s,
             send_s=0.0,
             receive_s=0.0,

@@ -127,7 +127,8 @@ class Course:
         return self._prices.name
 
     def rate_scale(self, rate: float, requests: int) -> float:
-        """``lamina simulate --rate-scale`` for about ``rate`` requests per second, in four digits to be typed."""
+        """Return ``lamina simulate --rate-scale`` for about ``rate`` requests per second, in four digits to be
+        typed."""
         replayed = self._trace[:requests] if self.replays else self._trace
         times = [request.arrival_s for request in replayed]
         return float(f"{rate * (max(times) - min(times)) / max(1, len(times) - 1):.4g}")
@@ -149,7 +150,7 @@ class Course:
         return self.requests(capacity) * self._steps_of_request(capacity)
 
     def _steps_of_request(self, capacity: Capacity) -> float:
-        """Every group of sequences that decode together takes steps of its own."""
+        """Return the steps of a request. Every group of sequences that decode together takes steps of its own."""
         way, workload = capacity.way, self._workload
         decoders = {Kind.LOCAL: 1, Kind.OFFLOADED: way.lanes, Kind.APART: way.memory_workers // way.tensor_parallel}
         groups = decoders.get(way.kind, way.replicas)
@@ -183,7 +184,7 @@ class Course:
         )
 
     def run(self, capacity: Capacity, rate: float, requests: int) -> Result:
-        """One simulation at an offered rate."""
+        """Run one simulation at an offered rate."""
         return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.system))
 
     def holds(self, result: Result) -> bool:

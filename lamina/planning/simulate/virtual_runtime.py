@@ -81,7 +81,7 @@ class Simulation:
     """One run. ``run`` is called once."""
 
     def __init__(self, deployment: Deployment, arrivals: Arrivals, faults: Sequence[Fault], recorded: int) -> None:
-        """Raises ConfigError for an impossible deployment."""
+        """Raise ConfigError for an impossible deployment."""
         self._deployment = deployment
         self._arrivals = arrivals
         self._asked = arrivals.asked
@@ -150,7 +150,7 @@ class Simulation:
         )
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
-        """By lane and by the first turn of a step: the replicas of its slices, in order."""
+        """Return the replicas of a step's slices, in order, by lane and by the first turn of the step."""
         pipeline, slices = self._pipeline, self._deployment.model.layers + 1
         period = pipeline.replicas if rotates else 1
         return [
@@ -181,7 +181,7 @@ class Simulation:
         return self._result(now)
 
     def _next_from_outside(self) -> float:
-        """Time of the next arrival, fault or end of a migration."""
+        """Return the time of the next arrival, fault or end of a migration."""
         arrival = fault = math.inf
         if self._next < len(self._arrival_s) and self._scheduler.waiting < MAX_WAITING:
             arrival = self._arrival_s[self._next]
@@ -222,7 +222,7 @@ class Simulation:
         self._live.add(index)
 
     def _prompt(self, index: int, tokens: int) -> list[int]:
-        """Token ids: equal where the contents of prompts are, unlike all others where a request has none."""
+        """Return token ids: equal where the contents of prompts are, unlike all others where a request has none."""
         content = self._arrivals.contents[index] if self._shares else ()
         return list(itertools.chain.from_iterable([one] * run for one, run in content)) or [-2 * index - 1] * tokens
 
@@ -249,7 +249,7 @@ class Simulation:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
     def _die(self, now: float) -> None:
-        """A lost worker ends the engine and all requests with an error; later ones are refused."""
+        """End the engine and all requests with an error, as a lost worker does; later requests are refused."""
         self._dead = True
         come = max(self._next, bisect.bisect_left(self._arrival_s, now))
         for index in (*self._live, *range(self._next, come)):
@@ -261,7 +261,7 @@ class Simulation:
     # -- the engine's turn --------------------------------------------------------------------------------------
 
     def _take(self, now: float, lane: int, answer: StepDone) -> None:
-        """A worker has answered a step of ``lane``."""
+        """Complete the steps that a worker's answer to ``lane`` ends."""
         for done in self._turn.in_order(answer):
             begun = self._clock()
             drawn = self._turn.complete(done)

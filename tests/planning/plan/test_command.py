@@ -13,7 +13,7 @@ from click import Context
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from lamina.cli import app, plan_commands
+from lamina.cli import app, plan_commands, plan_ways
 from lamina.cluster import sizing
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import UserError
@@ -239,3 +239,29 @@ def test_a_checkpoint_that_is_quantised_already_is_launched_as_it_is(monkeypatch
         assert plan_commands.quantization_option(stored, "m", compute) == "" and not plan_commands.unquantised(
             stored, "m", compute
         )
+
+
+def test_one_pool_is_a_question_too() -> None:
+    """Neither the ways nor the words are about a second pool; the launch line is of the best way that can start."""
+    line = "plan --model Llama-3-8B --compute h100:2 --prices paper --prompt 64 --output 4 --json"
+    result = json.loads(CliRunner().invoke(app, line.split(), catch_exceptions=False).stdout)  # without progress
+    found = [one["way"] for one in result["ways"]]
+    assert found and not any("memory," in way and "local" not in way for way in found)
+    assert any("local memory" in way for way in found) and any("alone" in way for way in found)
+    assert not any("offload" in line for line in result["recommended"])
+    for one in result["ways"]:
+        assert one["starts_here"] == (parsed_or_none(one["launch"][0]) is not None)
+
+
+def parsed_or_none(line: str) -> dict[str, Any] | None:
+    return parsed(line) if line.startswith("lamina launch --model") else None
+
+
+def test_ways_that_cannot_be_started_are_ranked_apart() -> None:
+    rows = [(name, *("1.00",) * len(plan_ways.HEADINGS)) for name in ("first way", "second way", "third way")]
+    table = plan_ways.table_of(rows[:1], "title", "caption", narrow=False, others=rows[1:], best="second way")
+    labels = [str(cell) for cell in table.columns[0].cells]
+    assert labels == ["first way", "Other systems:", "second way", "third way"]
+    assert [row.style for row in table.rows] == [None, "dim", "bold green", None]
+    alone = plan_ways.table_of(rows, "title", "caption", narrow=False)
+    assert "Other systems:" not in [str(cell) for cell in alone.columns[0].cells]

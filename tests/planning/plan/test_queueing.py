@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from lamina.planning.plan.prompts import sojourn, waits
+from lamina.planning.plan.closed_form import sojourn, waits
 
 MANY = 60_000
 RANDOM = np.random.default_rng(0)
