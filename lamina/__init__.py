@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lamina.core.version import __version__ as __version__
+from lamina.core import __version__ as __version__
 
 if TYPE_CHECKING:
     from lamina.core.errors import (

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.cluster import locality, pool, ray_placement, sizing
-from lamina.cluster.bringup import Cluster, ClusterPlan, bring_up, greet
+from lamina.cluster import locality, pool, sizing
+from lamina.cluster.bringup import Cluster, Saved, bring_up, greet, take_over
 from lamina.cluster.conversations import START_TIMEOUT_S, Launcher, OnProgress, Workers
 from lamina.cluster.joining import check_version
 from lamina.cluster.local_workers import LocalWorkers, SupervisedWorkers
 from lamina.cluster.pool import CUDA, LOCAL, REMOTE, Assigned, find_devices
 from lamina.cluster.refusals import require_allowed
 from lamina.cluster.remote_workers import LocalAndRemote, RemoteWorkers
-from lamina.cluster.takeover import Saved, take_over
+from lamina.cluster.sizing import ClusterPlan
 from lamina.config.engine_config import EngineConfig, check_writable
 from lamina.control.agent_messages import Start
 from lamina.control.messages import LoadProgress
@@ -244,7 +244,7 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
     """Return the workers of both pools, by name, with their devices. Workers of other machines come last."""
     if config.ray is not None:
         return {
-            role: {f"{role}{index}": Assigned(kind, ray_placement.device(kind)) for index, kind in enumerate(kinds)}
+            role: {f"{role}{index}": Assigned(kind, pool.ray_device(kind)) for index, kind in enumerate(kinds)}
             for role, kinds in _ray_kinds(config).items()
         }
     entries: dict[Role, tuple[pool.PoolEntry, ...]] = {
@@ -274,14 +274,14 @@ def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:
-    return ray_placement.known_kinds(ray_placement.own_kinds(config.kind))
+    return pool.ray_kinds(pool.own_kinds(config.kind))
 
 
-def ray_bundles(config: EngineConfig) -> dict[str, ray_placement.Bundle]:
+def ray_bundles(config: EngineConfig) -> dict[str, pool.Bundle]:
     """Return what each worker takes from the Ray cluster. Raises ConfigError for kinds that do not exist."""
-    own = ray_placement.own_kinds(config.kind)
+    own = pool.own_kinds(config.kind)
     return {
-        f"{role}{index}": ray_placement.bundle(kind, own, config.threads)
+        f"{role}{index}": pool.ray_bundle(kind, own, config.threads)
         for role, kinds in _ray_kinds(config).items()
         for index, kind in enumerate(kinds)
     }
@@ -343,7 +343,7 @@ def _launcher(
 
     kinds = {role: [one.kind for one in each.values()] for role, each in pools.items()}
     engine = where.address or where.bind, remote.port
-    return RayWorkers(remote, engine, control.keys[0], kinds, ray_placement.own_kinds(config.kind), config.threads)
+    return RayWorkers(remote, engine, control.keys[0], kinds, pool.own_kinds(config.kind), config.threads)
 
 
 def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list[Start]:

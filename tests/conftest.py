@@ -37,6 +37,11 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """Let the interpreter's last collection see all objects again: native ones in cycles would count as leaked."""
+    gc.unfreeze()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take minutes come first: at the end, processes that run tests wait for each other only briefly."""
     items.sort(key=lambda item: "tests/runtime/" not in item.nodeid)

@@ -31,11 +31,23 @@ from bench.failures import Failures
 from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Wish
 from lamina.config.engine_config import EngineConfig
-from lamina.control.messages import USAGE_S, Draw, Hello, SlabUsage, Step, StepDone, Stop, ToWorker
+from lamina.control.messages import (
+    USAGE_S,
+    Draw,
+    Hello,
+    MemorySetup,
+    ModelLoaded,
+    SlabUsage,
+    Step,
+    StepDone,
+    Stop,
+    ToWorker,
+)
 from lamina.control.sockets import HEARTBEAT, Bootstrap, ControlServer
 from lamina.core.pipeline import Pipeline
 from lamina.core.steps import StepPlan
-from lamina.core.types import AttentionSpec, DType, SamplingParams
+from lamina.core.topology import FIRST, Member, Topology
+from lamina.core.types import AttentionSpec, DType, Overlap, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.engine.updates import RequestUpdate
 from lamina.models.directory import find
@@ -226,8 +238,11 @@ def scripted(
     place = find(None)
     spec = AttentionSpec(layer=0, query_heads=32, kv_heads=8, qk_dim=128, v_dim=128, scale=1.0)
     pipeline = Pipeline(computes, computes)
-    capacities = dict.fromkeys(memory_names, capacity)
-    cluster = Cluster(compute_names, capacities, (spec,) * 80, DType.BFLOAT16, 0, 2048, pipeline, {})
+    members = [Member(name, "compute", "cpu", "") for name in compute_names]
+    members += [Member(name, "memory", "cpu", "", capacity) for name in memory_names]
+    loaded = ModelLoaded([spec] * 80, DType.BFLOAT16, 0, 2048, 0)
+    setup = MemorySetup(loaded.attentions, DType.BFLOAT16, capacity, 1, Overlap(), trace=False)
+    cluster = Cluster(Topology(FIRST, tuple(members), pipeline), loaded, setup)
     limits = Limits(sequences, 2048, 4096)
     engine = Engine(EngineConfig(prefix_cache=False), place, Tokenizer(place), limits, control, NoProcesses(), cluster)
     try:

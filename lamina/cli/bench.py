@@ -143,7 +143,8 @@ def _show_network(cluster: "Cluster") -> None:
     if not cluster.links:
         output().print("One worker does everything: nothing travels between workers.")
         return
-    ours, paper = (count(cluster.attentions, cluster.dtype) for count in (nbytes_per_token, paper_nbytes_per_token))
+    attentions, dtype = cluster.loaded.attentions, cluster.loaded.dtype
+    ours, paper = (count(attentions, dtype) for count in (nbytes_per_token, paper_nbytes_per_token))
     output().print(
         f"Bytes between workers per token: {ours}, {ours / paper:.2f} x the paper's (2 + 2/G) e d L = {paper:.0f}; "
         f"{', '.join(summary(cluster.links))}.",

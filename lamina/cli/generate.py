@@ -120,10 +120,10 @@ def _show_figures(outputs: list[RequestOutput], params: SamplingParams, *, load_
 def _show_placement(engine: "Engine", outputs: list[RequestOutput]) -> None:
     from rich.table import Column, Table
 
-    cluster = engine.cluster
-    element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
-    per_token = sum(spec.slab_bytes_per_token(element) for spec in cluster.attentions)
-    heads = max(spec.kv_heads for spec in cluster.attentions)
+    loaded = engine.cluster.loaded
+    element = KvElement.from_setting(engine.config.kv_cache_dtype, loaded.dtype)
+    per_token = sum(spec.slab_bytes_per_token(element) for spec in loaded.attentions)
+    heads = max(spec.kv_heads for spec in loaded.attentions)
     title = "Where each request's KV was kept"
     columns = Column("request", justify="right"), "memory worker", "KV heads", "tokens", Column("KV", justify="right")
     table = Table(*columns, title=title, title_justify="left", title_style="bold")

@@ -47,7 +47,7 @@ def _describe(name: str, commit: str, place: Path, nbytes: int, free: int) -> di
     """Return one row: what the model takes, how many tokens of KV memory workers hold beside it, or why it does not
     run."""
     from lamina.cli.console import show_size
-    from lamina.cluster.sizing import KV_SHARE
+    from lamina.cluster.slabs import KV_SHARE
     from lamina.models.directory import find
     from lamina.planning.plan.model_shapes import find as shape_of
 

@@ -34,9 +34,9 @@ from lamina.control.agent_messages import (
 )
 from lamina.control.secret import Secret
 from lamina.control.sockets import ENGINE
+from lamina.core import __version__
 from lamina.core.errors import ConfigError, LaminaError, TransportError, WorkerError
 from lamina.core.topology import Role
-from lamina.core.version import __version__
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)

@@ -1,10 +1,15 @@
-"""Brings started worker processes up to a cluster that can run steps, over the control plane alone."""
+"""Brings started worker processes up to a cluster that can run steps, over the control plane alone.
+
+A cluster may also consist of the workers of an engine that has ended: they keep weights and links, and forget all
+requests. Whenever the members change, the engine saves the state that its successor needs. Only members that are linked
+to all others are saved: a worker that was joining or leaving when the engine ended is ended too.
+"""
 
 import dataclasses
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -12,28 +17,23 @@ import msgspec
 from lamina.cluster.conversations import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
-    START_TIMEOUT_S,
     Gather,
     Launcher,
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import (
-    Fabric,
-    boot,
-    check_same_model,
-    check_version,
-    local_setup,
-    read_clock,
-    reservation,
-)
-from lamina.cluster.linking import SlotSizes, link
+from lamina.cluster.joining import Fabric, check_same_model, check_version, local_setup, read_clock, reservation
+from lamina.cluster.linking import Pair, SlotSizes, link
+from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.cluster.pool import CPU
-from lamina.cluster.slabs import LEAST_GAIN, SlabSize, slab_size
+from lamina.cluster.sizing import ClusterPlan
+from lamina.cluster.slabs import with_capacities
 from lamina.control.messages import (
     ComputeSetup,
     Connect,
     Connected,
+    EndEpoch,
+    EpochEnded,
     Hello,
     Inspect,
     MemorySetup,
@@ -43,112 +43,54 @@ from lamina.control.messages import (
     SlabReady,
 )
 from lamina.control.sockets import ControlServer
-from lamina.core.errors import ConfigError
+from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
-from lamina.core.pipeline import Pipeline
-from lamina.core.topology import FIRST, Epoch, Member, Role, Topology
-from lamina.core.types import AttentionSpec, DType, KvCacheDType, KvElement, Polling, TransportName
+from lamina.core.topology import Epoch, Member, Role, Topology
 from lamina.dataplane.leases import messages, slot_rows
-from lamina.dataplane.transport_choice import Choice, candidates
-from lamina.schedule.limits import Limits
+from lamina.dataplane.transport_choice import Choice, Offer
 
-
-@dataclass(frozen=True)
-class ClusterPlan:
-    """The workers and their settings, decided once they have greeted, except what depends on the model.
-
-    Attributes:
-        kinds: of devices, by worker.
-        greetings: by worker.
-        threads: of a worker of a role, given its greeting.
-        spins_s: see ``Fabric``.
-        kv_bytes: of each of so many memory workers of a machine with so many bytes free.
-        kv_bytes_on_gpu: given those free on it, all of its, and its share of those free on its machine.
-        kv_bytes_of_joiner: given those free, and as ``Fabric.kv_bytes``.
-        limits: of the scheduler; they also bound the slots that a worker can use.
-        is_open: workers on other machines may join.
-        start_s: see ``Fabric``.
-        forgets: see ``MemorySetup``; those on GPUs keep everything.
-        prefix_cache, polling: as in ``EngineConfig``.
-    """
-
-    computes: tuple[str, ...]
-    memories: tuple[str, ...]
-    kinds: Mapping[str, str]
-    greetings: Mapping[str, Hello]
-    threads: Callable[[Role, Hello], int]
-    spins_s: Mapping[str, float]
-    compute_setup: ComputeSetup
-    kv_bytes: Callable[[int, int], int]
-    kv_bytes_on_gpu: Callable[[int, int, int], int]
-    kv_bytes_of_joiner: Callable[[int, int, int], int]
-    limits: Limits
-    pipeline: Pipeline
-    transport: TransportName
-    tls: bool
-    is_open: bool
-    kv_cache_dtype: KvCacheDType
-    kv_overcommit: float = 1.0
-    kv_spill_dir: str = ""
-    forgets: bool = False
-    polling: Polling = "host"
-    prefix_cache: bool = False
-    start_s: float = START_TIMEOUT_S
+REACH_S = 20.0  # for workers to connect to another engine
+END_S = 60.0  # for all workers to drop their steps: one may be inside a long slice
+POLL_S = 0.01
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the engine needs to know about a running cluster."""
+    """What the engine needs to know about a running cluster.
 
-    computes: tuple[str, ...]
-    capacities: Mapping[str, int]  # token slots by worker that holds KV
-    attentions: tuple[AttentionSpec, ...]
-    dtype: DType
-    parameters: int
-    vocabulary: int  # rows of the embedding
-    pipeline: Pipeline
-    links: Mapping[tuple[str, str], Choice]  # transports by pair of workers
-    hosts: Mapping[str, str] = field(default_factory=dict)  # by worker
-    epoch: Epoch = FIRST
-    kv_cache_dtype: KvCacheDType = "auto"
-    kinds: Mapping[str, str] = field(default_factory=dict)  # of devices, by worker
-    fabric: Fabric | None = None  # without it, no worker can join
-    wanted: Mapping[Role, int] | None = None  # how many workers there are to be; None: as many as there are
-    head_shards: int = 1
-    window: int = 0  # the largest of layers that forget; 0 if none do
-    weights: str = ""  # how they are held, in words; empty: all have ``dtype``
+    Attributes:
+        topology: The members at the start.
+        loaded: The model as the compute workers have loaded it.
+        memory_setup: How workers with a slab were set up.
+        links: The transport of each pair of workers.
+        fabric: How further workers are set up; None: no worker can join.
+        wanted: How many workers the pools are to have; None: as many as there are.
+    """
+
+    topology: Topology
+    loaded: ModelLoaded
+    memory_setup: MemorySetup
+    links: Mapping[Pair, Choice] = field(default_factory=dict)
+    fabric: Fabric | None = None
+    wanted: Mapping[Role, int] | None = None
 
     @classmethod
     def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int] | None = None) -> "Cluster":
-        """Return the cluster of linked members. ``wanted``: see above."""
-        loaded, setup = fabric.loaded, fabric.memory_setup
-        kinds = {member.name: member.kind for member in topology.members}
-        may_grow = setup.ranks == 1 or all(kinds[name] == CPU for name in topology.computes)  # see Sums.reset
-        return cls(
-            topology.computes,
-            topology.capacities,
-            tuple(loaded.attentions),
-            loaded.dtype,
-            loaded.parameters,
-            loaded.vocabulary,
-            topology.pipeline,
-            fabric.links,
-            {member.name: member.host for member in topology.members},
-            topology.epoch,
-            setup.kv_cache_dtype,
-            kinds,
-            fabric if may_grow else None,
-            wanted,
-            setup.head_shards,
-            max(spec.window for spec in setup.attentions) if setup.forgets else 0,
-            loaded.weights,
-        )
+        """Return the cluster of linked members."""
+        kinds = {member.kind for member in topology.members if member.role == "compute"}
+        may_grow = fabric.memory_setup.ranks == 1 or kinds == {CPU}  # see Sums.reset
+        grows = fabric if may_grow else None
+        return cls(topology, fabric.loaded, fabric.memory_setup, fabric.links, grows, wanted)
+
+    @property
+    def capacities(self) -> dict[str, int]:
+        """Token slots by worker that holds KV."""
+        return self.topology.capacities
 
     @property
     def missing(self) -> int:
         """Memory workers that were lost with the last engine and are to be started again."""
-        there = sum(name not in self.computes for name in self.capacities)
-        return 0 if self.wanted is None else max(0, self.wanted["memory"] - there)
+        return 0 if self.wanted is None else max(0, self.wanted["memory"] - len(self.topology.memories))
 
     @property
     def whole(self) -> Mapping[str, int]:
@@ -159,18 +101,13 @@ class Cluster:
     @property
     def shards(self) -> HeadShards:
         """How the heads of the model are cut."""
-        return HeadShards(max(spec.kv_heads for spec in self.attentions), self.head_shards)
+        return HeadShards(max(spec.kv_heads for spec in self.loaded.attentions), self.memory_setup.head_shards)
 
     @property
-    def topology(self) -> Topology:
-        """The members at the start."""
-
-        def member(name: str, role: Role) -> Member:
-            return Member(name, role, self.kinds.get(name, CPU), self.hosts.get(name, ""), self.capacities.get(name, 0))
-
-        computes = [member(name, "compute") for name in self.computes]
-        memories = [member(name, "memory") for name in self.capacities if name not in self.computes]
-        return Topology(self.epoch, (*computes, *memories), self.pipeline)
+    def window(self) -> int:
+        """The largest window of layers that forget; 0 if none do."""
+        setup = self.memory_setup
+        return max(spec.window for spec in setup.attentions) if setup.forgets else 0
 
 
 def greet(control: ControlServer, workers: Launcher, names: Sequence[str], timeout_s: float) -> dict[str, Hello]:
@@ -201,32 +138,12 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     plan = with_turns(plan, len(loaded.attentions) + 1)
     if stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
-    shards = _shards(plan, loaded)
-    local = plan.computes if plan.compute_setup.local else ()
-    holders = (*local, *plan.memories)
-    asked = plan.compute_setup
-    setup = MemorySetup(
-        loaded.attentions,
-        loaded.dtype,
-        plan.limits.max_sequences * plan.limits.max_model_len,
-        1,
-        asked.overlap,
-        asked.trace,
-        plan.kv_cache_dtype,
-        shards.count,
-        plan.kv_overcommit,
-        plan.kv_spill_dir,
-        ranks,
-        plan.forgets,
-        plan.polling,
-        asked.gpu_share,
-    )
-    rows = slot_rows(plan.compute_setup.rows, _links(plan))
-    control.send(holders, reservation(setup, plan.limits, plan.pipeline.lanes, rows))
+    local = plan.computes if plan.compute_setup.local else []
+    holders = [*local, *plan.memories]
+    setup = plan.memory_setup(loaded, _shards(plan, loaded).count)
+    control.send(holders, reservation(plan, setup, slot_rows(plan.compute_setup.rows, _links(plan))))
     control.send(holders, Inspect())  # not before: weights may be loaded where they are
-    found = gather.all(Resources, holders, LOAD_TIMEOUT_S)
-    plan, capacities = _forgetting(plan, loaded, shards.count, setup.capacity, found)
-    setup = msgspec.structs.replace(setup, capacity=max(capacities.values()), forgets=plan.forgets)
+    setup, capacities = with_capacities(plan, setup, gather.all(Resources, holders, LOAD_TIMEOUT_S))
     for name, capacity in capacities.items():
         threads = plan.threads("compute" if name in local else "memory", plan.greetings[name])
         own = local_setup(setup) if name in local else setup
@@ -236,12 +153,12 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     for name in {hello.host: name for name, hello in plan.greetings.items()}.values():
         converse(gather, read_clock(control, fabric, name))
     epoch = Epoch(int(time.time()), 1)  # an engine that is started again is a later incarnation
-    _connect(control, gather, plan, fabric, epoch)
-    roles: dict[str, Role] = {**dict.fromkeys(plan.computes, "compute"), **dict.fromkeys(plan.memories, "memory")}
     members = [
-        Member(name, role, plan.kinds[name], plan.greetings[name].host, capacities.get(name, 0))
-        for name, role in roles.items()
+        Member(name, role, kind, plan.greetings[name].host, capacities.get(name, 0))
+        for role, pool in plan.kinds.items()
+        for name, kind in pool.items()
     ]
+    _connect(control, gather, fabric, members, epoch)
     return Cluster.from_members(fabric, Topology(epoch, tuple(members), plan.pipeline))
 
 
@@ -266,8 +183,7 @@ def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
     """Return what the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
     first = plan.computes[0]
     for name in plan.computes[1:]:
-        machines = [plan.greetings[one].machine for one in (first, name)]
-        check_same_model(plan.compute_setup.model, loaded[first], machines[0], loaded[name], name, machines[1])
+        check_same_model(plan, loaded[first], loaded[name], name, plan.greetings[name].machine)
     return loaded[first]
 
 
@@ -287,144 +203,141 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
     return dataclasses.replace(plan, pipeline=plan.pipeline.without_rotation())
 
 
-def _forgetting(
-    plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
-) -> tuple[ClusterPlan, dict[str, int]]:
-    """Return whether layers with a window forget, and the token slots of each memory worker. Arguments as
-    ``_capacities``."""
-    keeps = dataclasses.replace(plan, forgets=False)
-    capacities, whole = (_capacities(each, loaded, shards, most, found) for each in (plan, keeps))
-    if plan.prefix_cache and sum(capacities.values()) < LEAST_GAIN * sum(whole.values()):
-        return keeps, whole
-    return plan, capacities
-
-
-def _capacities(
-    plan: ClusterPlan, loaded: ModelLoaded, shards: int, most: int, found: Mapping[str, Resources]
-) -> dict[str, int]:
-    """Token slots of each memory worker, ``most`` at most, from what is free on its GPU or its machine.
-
-    Raises ConfigError for fewer than 2 slots.
-    """
-    slab, sizes = _slab(plan, loaded), _kv_bytes(plan, {name: plan.greetings[name].host for name in found}, found)
-    capacities = {}
-    for name, each in found.items():
-        nbytes = sizes[name]
-        capacities[name] = (slab if each.forgets else slab.whole.with_pages(shards)).slots(nbytes, most)
-        if capacities[name] < 2:
-            raise ConfigError(
-                f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "
-                f"Give more with kv_cache_memory_bytes"
-            )
-    return capacities
-
-
-def _kv_bytes(plan: ClusterPlan, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> dict[str, int]:
-    """Bytes for the KV of each memory worker. What those on CPUs take of a machine, its GPUs cannot have as well.
-
-    Raises ConfigError.
-    """
-    on_hosts = {name: host for name, host in hosts.items() if not found[name].gpu_total}
-    on_gpus = {name: host for name, host in hosts.items() if name not in on_hosts}
-    sizes = {name: plan.kv_bytes(*_share(name, on_hosts, found)) for name in on_hosts}
-    for name, host in on_gpus.items():
-        count, free = _share(name, on_gpus, found)
-        left = free - sum(sizes[one] for one in on_hosts if boot(hosts[one]) == boot(host))
-        sizes[name] = plan.kv_bytes_on_gpu(found[name].gpu_bytes, found[name].gpu_total, max(0, left) // count)
-    return sizes
-
-
-def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> tuple[int, int]:
-    """Return how many memory workers share how many bytes: those of this worker's container, or of its machine if that
-    leaves each of them less."""
-    here = [one for one, host in hosts.items() if host == hosts[name]]
-    near = [one for one, host in hosts.items() if boot(host) == boot(hosts[name])]
-    shares = (
-        (len(here), min(found[one].free_bytes for one in here)),
-        (len(near), min(found[one].machine_bytes for one in near)),
-    )
-    return min(shares, key=lambda share: share[1] / share[0])
-
-
-def _slab(plan: ClusterPlan, loaded: ModelLoaded) -> SlabSize:
-    element = KvElement.from_setting(plan.kv_cache_dtype, loaded.dtype)
-    return slab_size(loaded.attentions, element, plan.forgets, plan.limits, plan.pipeline.lanes, plan.prefix_cache)
-
-
 def _links(plan: ClusterPlan) -> int:
     """Return the most links that a worker has at the start."""
     return max(1, len(plan.greetings) - 1)
 
 
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
-    """How to link the workers of a plan; nothing is known of them yet but their greetings."""
-    transports = candidates(plan.transport, {hello.host for hello in plan.greetings.values()})
-    may_move = any(one.rotates for one in (plan.pipeline.start, *plan.pipeline.choices))
-    context_nbytes = loaded.context_nbytes if may_move or plan.pipeline.stages > 1 else 0
-
-    def kv_bytes(found: Resources, largest: int, promised: int) -> int:
-        if found.gpu_total:
-            return plan.kv_bytes_on_gpu(found.gpu_bytes, found.gpu_total, max(0, found.machine_bytes - promised))
-        return plan.kv_bytes_of_joiner(found.free_bytes, largest, promised)
-
-    fabric = Fabric(
-        launcher=workers,
-        compute_setup=plan.compute_setup,
-        memory_setup=setup,
-        threads=plan.threads,
-        limits=plan.limits,
-        lanes=plan.pipeline.lanes,
-        loaded=loaded,
-        loaded_on=plan.greetings[plan.computes[0]].machine,
-        slab=_slab(plan, loaded),
-        kv_bytes=kv_bytes,
-        sizes=messages(
-            loaded.attentions, loaded.dtype, plan.compute_setup.rows, context_nbytes, plan.pipeline.ranks, _links(plan)
-        ),
-        transports=transports,
-        wanted=plan.transport,
-        spins_s=plan.spins_s,
-        tls=plan.tls,
-        is_open=plan.is_open,
-        start_s=plan.start_s,
-    )
+    """Return how to link the workers of a plan, of which only the greetings are known yet."""
+    pipeline, rows = plan.pipeline, plan.compute_setup.rows
+    may_move = any(one.rotates for one in (pipeline.start, *pipeline.choices))
+    context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
+    sizes = messages(loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan))
+    fabric = Fabric(workers, plan, loaded, setup, sizes)
     for name, hello in plan.greetings.items():
         fabric.on_hello(name, hello)
     return fabric
 
 
-def _between_ranks(plan: ClusterPlan, fabric: Fabric) -> dict[tuple[str, str], SlotSizes]:
+def _between_ranks(fabric: Fabric) -> dict[Pair, SlotSizes]:
     """Return the slots that the ranks of each stage have for each other's sums."""
-    ranks, size = plan.pipeline.ranks, fabric.sizes.sums
-    stages = [plan.computes[first : first + ranks] for first in range(0, len(plan.computes), ranks)]
+    computes, ranks, size = fabric.plan.computes, fabric.plan.pipeline.ranks, fabric.sizes.sums
+    stages = [computes[first : first + ranks] for first in range(0, len(computes), ranks)]
     return {pair: SlotSizes(size, size) for stage in stages for pair in itertools.combinations(stage, 2)}
 
 
-def _near(plan: ClusterPlan, number: int) -> list[str]:
-    """Return the compute workers to which compute worker ``number`` may send something besides sums, or get it from."""
-    return [name for other, name in enumerate(plan.computes) if plan.pipeline.exchanges(number, other)]
-
-
-def _connect(control: ControlServer, gather: Gather, plan: ClusterPlan, fabric: Fabric, epoch: Epoch) -> None:
-    computes, memories = list(plan.computes), list(plan.memories)
-    everyone = [*computes, *memories]
-    roles: dict[str, Role] = {name: "compute" for name in computes}
-    roles |= {name: "memory" for name in memories}
-    near = {name: _near(plan, number) for number, name in enumerate(computes)}
-    for group in (computes, memories):
-        for name in group:
-            member = Member(name, roles[name], plan.kinds[name], plan.greetings[name].host)
-            linked = len(near[name]) + 1 if name in near else len(computes)
-            control.send([name], fabric.register(member, linked, len(memories)))
-        registered = gather.all(Registered, group, CONNECT_TIMEOUT_S)
+def _connect(control: ControlServer, gather: Gather, fabric: Fabric, members: Sequence[Member], epoch: Epoch) -> None:
+    plan, roles = fabric.plan, {member.name: member.role for member in members}
+    computes, memories, order = plan.computes, plan.memories, plan.pipeline
+    near = {  # the compute workers to which another one may send something besides sums, or get it from
+        name: [far for other, far in enumerate(computes) if order.exchanges(number, other)]
+        for number, name in enumerate(computes)
+    }
+    for role in ("compute", "memory"):
+        group = [member for member in members if member.role == role]
+        for member in group:
+            linked = len(near[member.name]) + 1 if member.name in near else len(computes)
+            control.send([member.name], fabric.register(member, linked, len(memories)))
+        registered = gather.all(Registered, [member.name for member in group], CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
-    apart = itertools.combinations(everyone, 2)
+    apart = itertools.combinations(roles, 2)
     pairs = {(a, b): fabric.slots(roles, a, b) for a, b in apart if b not in near or a in near[b]}
-    slots = {pair: each for pair, each in pairs.items() if each is not None} | _between_ranks(plan, fabric)
+    slots = {pair: each for pair, each in pairs.items() if each is not None} | _between_ranks(fabric)
     between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
     used = {pair: each for pair, each in slots.items() if pair not in between}
-    fabric.links.update(converse(gather, link(control, plan.transport, fabric.offers, used)))
+    fabric.links.update(converse(gather, link(control, plan.config.transport, fabric.offers, used)))
     if between:  # these prefer transports that are used already
-        fabric.links.update(converse(gather, link(control, plan.transport, fabric.offers, between, fabric.links)))
-    control.send(everyone, Connect(computes, memories, plan.pipeline, epoch))
-    gather.all(Connected, everyone, CONNECT_TIMEOUT_S)
+        fabric.links.update(
+            converse(gather, link(control, plan.config.transport, fabric.offers, between, fabric.links))
+        )
+    control.send(list(roles), Connect(computes, memories, order, epoch))
+    gather.all(Connected, list(roles), CONNECT_TIMEOUT_S)
+
+
+class Saved(msgspec.Struct, frozen=True):
+    """The state of a running cluster that another engine cannot find out from its workers."""
+
+    topology: Topology
+    loaded: ModelLoaded
+    compute_setup: ComputeSetup
+    memory_setup: MemorySetup
+    max_model_len: int
+    greetings: dict[str, Hello]
+    offers: dict[str, Offer]
+    links: list[tuple[str, str, Choice]]
+    wanted: dict[Role, int]
+
+    @classmethod
+    def from_topology(
+        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int
+    ) -> "Saved":
+        """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
+        names = topology.names
+        links = [(*pair, choice) for pair, choice in fabric.links.items() if names.issuperset(pair)]
+        offers = {name: offer for name, offer in fabric.offers.items() if name in names}
+        greetings = {name: fabric.greetings[name] for name in names}
+        return cls(
+            topology,
+            fabric.loaded,
+            fabric.plan.compute_setup,
+            fabric.memory_setup,
+            max_model_len,
+            greetings,
+            offers,
+            links,
+            dict(wanted),
+        )
+
+
+def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
+    """Return the cluster of the remaining workers, which have forgotten all requests.
+
+    Raises TransportError if a role has no worker any more, or workers do not answer.
+    """
+    plan = with_turns(plan, len(saved.loaded.attentions) + 1)
+    fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
+    before, last = saved.topology, saved.topology.epoch
+    before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
+    while True:
+        lost = before.whole_replicas(before.names & workers.ended().keys())
+        if (role := before.lacks(lost)) is not None:
+            raise TransportError(f"no {role} worker is left: {dict(workers.ended())}")
+        before = before.without(lost)
+        control.apply_topology(before)
+        workers.kill_workers(workers.processes - before.names)
+        if _end_epoch(control, workers, before):
+            break
+    fabric.offers.update({name: offer for name, offer in saved.offers.items() if name in before.names})
+    fabric.links.update({(a, b): choice for a, b, choice in saved.links if {a, b} <= before.names})
+    return Cluster.from_members(fabric, before, saved.wanted)
+
+
+def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> bool:
+    """Let all members drop the last engine's steps. Returns False if one of them exits meanwhile.
+
+    Raises DeadlineError.
+    """
+    untold, missing = set(topology.names), dict[str, list[str]]()
+    begun = time.monotonic()
+    while missing.keys() < topology.names or any(missing.values()):
+        untold = _tell(control, untold, EndEpoch(topology))
+        for worker, message in control.receive(POLL_S):
+            if isinstance(message, EpochEnded) and message.epoch == topology.epoch:
+                missing[worker] = message.missing
+        if topology.names & workers.ended().keys():
+            return False
+        waited = time.monotonic() - begun
+        if waited > (REACH_S if untold else END_S):
+            late = untold or topology.names - missing.keys() or {name for name, left in missing.items() if left}
+            raise DeadlineError(f"{', '.join(sorted(late))} have not followed the new engine within {waited:.0f} s")
+    return True
+
+
+def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
+    """Returns the workers that have not connected yet."""
+    try:
+        control.send(sorted(workers), message)
+    except UnreachableError as error:
+        return set(error.workers)
+    return set()

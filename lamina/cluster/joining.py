@@ -1,5 +1,6 @@
 """Brings one more worker into a cluster that serves, as conversations with it and with those that serve."""
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -9,15 +10,14 @@ import msgspec
 from lamina.cluster.conversations import (
     CONNECT_TIMEOUT_S,
     LOAD_TIMEOUT_S,
-    START_TIMEOUT_S,
     Ask,
     Conversation,
     Launcher,
 )
 from lamina.cluster.linking import Pair, SlotSizes, link
-from lamina.cluster.slabs import SlabSize
+from lamina.cluster.sizing import ClusterPlan, boot
+from lamina.cluster.slabs import SlabSize, kv_bytes_of_joiner, slab_of, slab_there, slots
 from lamina.control.messages import (
-    ComputeSetup,
     Connect,
     Connected,
     Hello,
@@ -32,13 +32,12 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import ControlServer
 from lamina.control.timeline import READINGS, Clock, ClockReading
+from lamina.core import __version__
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Member, Role, Topology
-from lamina.core.types import Overlap, TransportName
-from lamina.core.version import __version__
+from lamina.core.types import Overlap
 from lamina.dataplane.leases import SPARE_LINKS, Messages
-from lamina.dataplane.transport_choice import Choice, Offer, Transport
-from lamina.schedule.limits import Limits
+from lamina.dataplane.transport_choice import Choice, Offer, Transport, candidates
 from lamina.schedule.turn import DEPTH
 from lamina.transport.endpoint import SPIN_S
 from lamina.transport.shm import host
@@ -51,60 +50,49 @@ class Fabric:
     """How the workers of a cluster are set up and linked.
 
     Attributes:
-        launcher: starts workers.
-        compute_setup, memory_setup: of every worker; capacities and threads may differ.
-        threads: of a worker of a role, given its greeting.
-        limits, lanes: of steps.
-        loaded: what the first compute worker has loaded, on the machine ``loaded_on``.
-        slab: how many bytes KV takes.
-        kv_bytes: of another slab, given what its machine has, the bytes that the largest has, and those
-            promised to the others on its machine and not used.
-        sizes: of messages.
-        start_s: within which a worker that was started has to greet.
-        transports: that workers offer.
-        wanted: as configured.
-        is_open: workers on other machines may join.
-        spins_s: seconds for which waits busy-wait, by machine (``boot``).
-        offers, links, greetings: of the workers so far, by name and by pair.
-        clocks: of other machines, by host, where a timeline is recorded.
-        pinned: workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
+        launcher: Starts workers.
+        plan: The workers at the start and their settings.
+        loaded: The model as the first compute worker has loaded it.
+        memory_setup: The message to workers with a slab; capacities and threads may differ.
+        sizes: Sizes of messages.
+        offers, links, greetings: Those of the workers so far, by name and by pair.
+        clocks: The clocks of other machines, by host, where a timeline is recorded.
+        pinned: Workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
     """
 
     launcher: Launcher
-    compute_setup: ComputeSetup
-    memory_setup: MemorySetup
-    threads: Callable[[Role, Hello], int]
-    limits: Limits
-    lanes: int
+    plan: ClusterPlan
     loaded: ModelLoaded
-    loaded_on: str
-    slab: SlabSize
-    kv_bytes: Callable[[Resources, int, int], int]
+    memory_setup: MemorySetup
     sizes: Messages
-    transports: tuple[Transport, ...]
-    wanted: TransportName
-    spins_s: Mapping[str, float]
-    tls: bool
-    is_open: bool
-    start_s: float = START_TIMEOUT_S
     offers: dict[str, Offer] = field(default_factory=dict)
     greetings: dict[str, Hello] = field(default_factory=dict)
     links: dict[Pair, Choice] = field(default_factory=dict)
     clocks: dict[str, Clock] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
 
+    @functools.cached_property
+    def slab(self) -> SlabSize:
+        """The size of a slab on a CPU."""
+        return slab_of(self.plan, self.memory_setup)
+
+    @functools.cached_property
+    def transports(self) -> tuple[Transport, ...]:
+        """The transports that workers offer."""
+        return candidates(self.plan.config.transport, {hello.host for hello in self.plan.greetings.values()})
+
     def on_hello(self, name: str, hello: Hello) -> None:
         """A worker has greeted."""
         self.greetings[name] = hello
-        if hello.rdma and Transport.RDMA in self.transports and not self.tls:
+        if hello.rdma and Transport.RDMA in self.transports and not self.plan.config.tls:
             self.pinned.add(name)
 
     def register(self, member: Member, computes: int, memories: int) -> Register:
         """Return the arena of a worker of a cluster with so many of each role, itself included."""
         arena = self.sizes.compute_arena if member.role == "compute" else self.sizes.memory_arena
-        plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS)
-        spin_s = self.spins_s.get(boot(member.host), SPIN_S)
-        return Register(plan, list(self.transports), spin_s, self.tls, self.is_open)
+        size, plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS), self.plan
+        spin_s = plan.machines.spins_s().get(boot(member.host), SPIN_S)
+        return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
 
     def clock_of(self, name: str) -> Clock | None:
         """Return the clock of a worker's machine; None: that of this process, as far as is known."""
@@ -130,16 +118,10 @@ class Fabric:
         return SlotSizes(sizes.context, sizes.context) if sizes.context else None
 
 
-def boot(host: str) -> str:
-    """Return what the hosts (``transport.shm.host``) of all processes of one machine have in common, also in
-    containers."""
-    return host.partition(" ")[0]
-
-
 def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversation[None]:
     """Read the clock of a worker's machine, if that is another one and a timeline is recorded."""
     there = fabric.greetings[name].host
-    if not fabric.compute_setup.trace or there == host():
+    if not fabric.plan.compute_setup.trace or there == host():
         return
     readings = []
     for _ in range(READINGS):
@@ -159,8 +141,9 @@ def check_version(name: str, hello: Hello) -> None:
         )
 
 
-def check_same_model(path: str, first: ModelLoaded, on: str, other: ModelLoaded, name: str, machine: str) -> None:
-    """Raises ConfigError unless worker ``name`` has loaded what the first compute worker has, on the machine ``on``."""
+def check_same_model(plan: ClusterPlan, first: ModelLoaded, other: ModelLoaded, name: str, machine: str) -> None:
+    """Raise ConfigError unless worker ``name``, on ``machine``, has loaded what the first compute worker has."""
+    path, on = plan.compute_setup.model, plan.greetings[plan.computes[0]].machine
     if other.digest != first.digest:
         raise ConfigError(
             f"the checkpoint in {path} on {machine}, loaded by {name}, is not that on {on}: its digest is "
@@ -172,46 +155,44 @@ def check_same_model(path: str, first: ModelLoaded, on: str, other: ModelLoaded,
         )
 
 
-def prepare_memory(
-    control: ControlServer, fabric: Fabric, name: str, kind: str, promised: Callable[[str], int]
+def prepare_worker(
+    control: ControlServer, fabric: Fabric, name: str, role: Role, kind: str, promised: Callable[[str], int]
 ) -> Conversation[Member]:
-    """Wait for a memory worker that was started and have it make its slab.
+    """Wait for a worker that was started and have it load the model, if it computes, and make its slab, if it has one.
 
-    ``promised``: bytes of KV promised to memory workers on a host and not used, see ``Fabric.kv_bytes``.
+    Args:
+        promised: Returns the bytes of KV that memory workers on a host have and have not used.
 
-    Raises ConfigError if there is too little memory.
+    Raises ConfigError for another release or model, or for too little memory.
     """
-    hello: dict[str, Hello] = yield Ask(Hello, [name], fabric.start_s)
-    check_version(name, hello[name])
-    fabric.on_hello(name, hello[name])
+    greeted: dict[str, Hello] = yield Ask(Hello, [name], fabric.plan.start_s)
+    hello, plan = greeted[name], fabric.plan
+    check_version(name, hello)
+    fabric.on_hello(name, hello)
     yield from read_clock(control, fabric, name)
-    setup = msgspec.structs.replace(fabric.memory_setup, threads=fabric.threads("memory", hello[name]))
-    capacity = yield from _make_slab(control, fabric, name, setup, promised(hello[name].host))
-    return Member(name, "memory", kind, hello[name].host, capacity)
-
-
-def _make_slab(
-    control: ControlServer, fabric: Fabric, name: str, setup: MemorySetup, promised: int
-) -> Conversation[int]:
-    """Have a worker make its slab; the result is its capacity. Raises ConfigError if there is too little memory."""
-    control.send([name], reservation(setup, fabric.limits, fabric.lanes, fabric.sizes.slot_rows))
+    setup, threads = fabric.memory_setup, plan.threads(role, hello)
+    if role == "compute":
+        control.send([name], msgspec.structs.replace(plan.compute_setup, threads=threads))
+        loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
+        check_same_model(plan, fabric.loaded, loaded[name], name, hello.machine)
+        if not plan.compute_setup.local:
+            return Member(name, role, kind, hello.host)
+        setup = local_setup(setup)
+    control.send([name], reservation(plan, setup, fabric.sizes.slot_rows))
     control.send([name], Inspect())
-    found: dict[str, Resources] = yield Ask(Resources, [name], LOAD_TIMEOUT_S)
-    most = setup.capacity
-    slab = fabric.slab if found[name].forgets else fabric.slab.whole.with_pages(setup.head_shards)
-    nbytes = fabric.kv_bytes(found[name], slab.nbytes(most), promised)
-    capacity = slab.slots(nbytes, most)
-    if capacity < 2:
-        raise ConfigError(
-            f"{nbytes} bytes are free for the KV of {name}, and a token takes {slab.nbytes(1)}; free memory"
-        )
-    control.send([name], msgspec.structs.replace(setup, capacity=capacity))
+    answers: dict[str, Resources] = yield Ask(Resources, [name], LOAD_TIMEOUT_S)
+    found = answers[name]
+    largest = slab_there(fabric.slab, setup, found).nbytes(setup.capacity)
+    nbytes = kv_bytes_of_joiner(plan.config, found, largest, promised(hello.host))
+    capacity = slots(name, fabric.slab, setup, found, nbytes)
+    control.send([name], msgspec.structs.replace(setup, threads=threads, capacity=capacity))
     yield Ask(SlabReady, [name], LOAD_TIMEOUT_S)
-    return capacity
+    return Member(name, role, kind, hello.host, capacity)
 
 
-def reservation(setup: MemorySetup, limits: Limits, lanes: int, slot_rows: int) -> Reserve:
+def reservation(plan: ClusterPlan, setup: MemorySetup, slot_rows: int) -> Reserve:
     """Return what a worker with a slab reserves before its capacity is computed."""
+    limits, lanes = plan.limits, plan.pipeline.lanes
     return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, slot_rows, lanes)
 
 
@@ -219,29 +200,6 @@ def local_setup(setup: MemorySetup) -> MemorySetup:
     """Return the slab of a compute worker, like that of memory workers. There are no messages whose pieces could
     overlap, and it has no disk: nothing reads that between the steps."""
     return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
-
-
-def prepare_compute(
-    control: ControlServer, fabric: Fabric, name: str, kind: str, promised: Callable[[str], int]
-) -> Conversation[Member]:
-    """Wait for a compute worker that was started and have it load the model, and make its slab if it is to have one.
-
-    ``promised``: as for ``prepare_memory``. Raises ConfigError for another model, or for too little memory.
-    """
-    hello: dict[str, Hello] = yield Ask(Hello, [name], fabric.start_s)
-    check_version(name, hello[name])
-    fabric.on_hello(name, hello[name])
-    yield from read_clock(control, fabric, name)
-    threads = fabric.threads("compute", hello[name])
-    control.send([name], msgspec.structs.replace(fabric.compute_setup, threads=threads))
-    loaded: dict[str, ModelLoaded] = yield Ask(ModelLoaded, [name], LOAD_TIMEOUT_S)
-    path = fabric.compute_setup.model
-    check_same_model(path, fabric.loaded, fabric.loaded_on, loaded[name], name, hello[name].machine)
-    capacity = 0
-    if fabric.compute_setup.local:
-        setup = msgspec.structs.replace(local_setup(fabric.memory_setup), threads=threads)
-        capacity = yield from _make_slab(control, fabric, name, setup, promised(hello[name].host))
-    return Member(name, "compute", kind, hello[name].host, capacity)
 
 
 def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Member) -> Conversation[None]:
@@ -256,7 +214,7 @@ def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Me
     offers = {**fabric.offers, name: registered[name].offer}
     sizes = {(other, name): fabric.slots(roles, other, name) for other in roles if other != name}
     slots = {pair: each for pair, each in sizes.items() if each is not None}
-    links = yield from link(control, fabric.wanted, offers, slots, fabric.links)
+    links = yield from link(control, fabric.plan.config.transport, offers, slots, fabric.links)
     control.send([name], Connect(computes, memories, topology.pipeline, topology.epoch))
     yield Ask(Connected, [name], CONNECT_TIMEOUT_S)
     fabric.offers[name] = registered[name].offer

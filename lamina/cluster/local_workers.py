@@ -111,6 +111,16 @@ class _OnThisMachine:
     def wishes(self) -> list[Wish]:
         return []
 
+    def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
+        self.kill_workers([name])
+
+    def kill_workers(self, names: Collection[str]) -> None:
+        """Kill workers and wait until they have exited: from then on they cannot write into the arenas of others.
+
+        Raises TransportError if the kernel does not end one.
+        """
+        raise NotImplementedError
+
 
 class LocalWorkers(_OnThisMachine):
     """Worker processes on this machine. They end with ``close`` or with this process, whichever comes first.
@@ -193,14 +203,7 @@ class LocalWorkers(_OnThisMachine):
             os.close(exited.fd)
         return self._ended
 
-    def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
-        self.kill_workers([name])
-
     def kill_workers(self, names: Collection[str]) -> None:
-        """Kill workers and wait until they have exited: from then on they cannot write into the arenas of others.
-
-        Raises TransportError if the kernel does not end one.
-        """
         killed = {name: self.processes.pop(name) for name in names}
         for process in killed.values():
             process.kill()
@@ -272,11 +275,7 @@ class SupervisedWorkers(_OnThisMachine):
     def ended(self) -> Mapping[str, str]:
         return self._ended
 
-    def kill_worker(self, name: str, *, cut: bool = False, reason: str = "") -> None:
-        self.kill_workers([name])
-
     def kill_workers(self, names: Collection[str]) -> None:
-        """Kill these workers and wait until they have exited. Raises TransportError if the kernel does not end one."""
         self._ask(End(sorted(names)))
         self.processes.difference_update(names)
         self._ended = {worker: how for worker, how in self._ended.items() if worker not in names}

@@ -18,8 +18,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from lamina.cluster.agent import AgentActor
 from lamina.cluster.conversations import Wish
-from lamina.cluster.pool import require_kind
-from lamina.cluster.ray_placement import PLACE_S, Bundle, RayNode, bundle, device, known_kinds, place
+from lamina.cluster.pool import (
+    PLACE_S,
+    Bundle,
+    RayNode,
+    place_bundles,
+    ray_bundle,
+    ray_device,
+    ray_kinds,
+    require_kind,
+)
 from lamina.cluster.remote_workers import RemoteWorkers
 from lamina.control.agent_messages import Start
 from lamina.core.errors import ConfigError
@@ -114,7 +122,7 @@ class RayWorkers:
         own: Mapping[str, str],
         threads: int | None,
     ) -> None:
-        """``kinds``: of the pools at the start. ``own``, ``threads``: see ``placement.bundle``."""
+        """``kinds``: of the pools at the start. ``own``, ``threads``: see ``pool.ray_bundle``."""
         self._remote, self._engine, self._engine_key = remote, engine, engine_key
         self._kinds, self._own, self._threads = kinds, own, threads
         self._closing = threading.Event()
@@ -128,7 +136,7 @@ class RayWorkers:
         self._watching.start()
 
     def _bundle(self, kind: str) -> Bundle:
-        return bundle(kind, self._own, self._threads)
+        return ray_bundle(kind, self._own, self._threads)
 
     def default_kind(self, role: Role) -> str:
         """Return the first kind of the pool at the start."""
@@ -136,7 +144,7 @@ class RayWorkers:
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raises ConfigError for an unknown kind. Ray, and its autoscaler, say later whether there is room."""
-        require_kind(kind, known_kinds(self._own))
+        require_kind(kind, ray_kinds(self._own))
 
     def start(self, worker: Start) -> None:
         """Ask Ray for a place, and start the worker there. What goes wrong is reported by ``ended``."""
@@ -165,7 +173,7 @@ class RayWorkers:
             )
             actor = options.remote()
             self._remote.trust(ray.get(actor.key.remote(), timeout=ACTOR_S), name)
-            ended = actor.run.remote(self._engine, self._engine_key, name, role, kind, device(kind))
+            ended = actor.run.remote(self._engine, self._engine_key, name, role, kind, ray_device(kind))
             while not self._is_over(name) and not self._is_ready(name, ended, POLL_S):
                 pass
             if not self._is_over(name) and (why := ray.get(ended, timeout=POLL_S)):
@@ -257,12 +265,12 @@ class RayWorkers:
 
 def dry_run(bundles: Mapping[str, Bundle]) -> dict[str, str]:
     """Return where workers would run: node by worker. Raises ConfigError, naming the resource that is missing."""
-    return place(bundles, nodes())
+    return place_bundles(bundles, nodes())
 
 
 def _why(name: str, wanted: Bundle) -> str:
     try:
-        place({name: wanted}, nodes())
+        place_bundles({name: wanted}, nodes())
     except ConfigError as error:
         return str(error)
     return "it has room now"

@@ -33,9 +33,9 @@ from lamina.control.agent_messages import (
 from lamina.control.liveness import Liveness
 from lamina.control.secret import Secret
 from lamina.control.sockets import KeyedRouter
+from lamina.core import __version__
 from lamina.core.errors import ConfigError, TransportError
 from lamina.core.topology import Role
-from lamina.core.version import __version__
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)

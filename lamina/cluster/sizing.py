@@ -1,16 +1,14 @@
-"""Derives limits, cores, threads, lanes and bytes of KV from a configuration and what machines report. Pure."""
+"""Derives limits, cores, threads and lanes from a configuration and what machines report. Pure."""
 
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from lamina.cluster.bringup import ClusterPlan
 from lamina.cluster.conversations import START_TIMEOUT_S
-from lamina.cluster.joining import boot
-from lamina.cluster.ray_placement import PLACE_S
+from lamina.cluster.pool import PLACE_S
 from lamina.config.engine_config import EngineConfig, overcommit
-from lamina.control.messages import ComputeSetup, Hello
+from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Arrangement, Pipeline
 from lamina.core.topology import Role
@@ -23,7 +21,6 @@ from lamina.transport.endpoint import spin_s
 
 LANES_PER_REPLICA = 3  # upper bound where the engine chooses the number of lanes
 LEAST_MINI_BATCH = 32  # sequences: their q is some 100 KB, which takes longer to send than a message costs
-KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 
 
 def limits(config: EngineConfig, model: ModelDirectory, pipeline: Pipeline) -> Limits:
@@ -48,58 +45,6 @@ def step_limits(config: EngineConfig, pipeline: Pipeline, max_model_len: int) ->
         pipeline.replicas,
         row_lanes=1 if pipeline.interchangeable else pipeline.lanes,
     )
-
-
-def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
-    """Bytes of KV for each of a machine's ``workers`` memory workers, given those free on it. Raises ConfigError."""
-    wanted = config.kv_cache_memory_bytes
-    if wanted is None:
-        return int(free_bytes * KV_SHARE) // workers
-    if wanted * workers > free_bytes:
-        raise ConfigError(
-            f"kv_cache_memory_bytes is {wanted} for each of {workers} memory workers; "
-            f"{free_bytes} bytes are free beside the weights. Give less, or leave it out"
-        )
-    return wanted
-
-
-def kv_bytes_on_gpu(config: EngineConfig, free_bytes: int, total_bytes: int, host_bytes: int = 0) -> int:
-    """Bytes of KV for a memory worker on a GPU with so many bytes free, of its total. Raises ConfigError.
-
-    What others use of the GPU, such as the weights of a compute worker, counts as used. ``host_bytes``: of the machine,
-    which the GPU may use besides if more is wanted than it has.
-    """
-    wanted, share = config.kv_cache_memory_bytes, config.gpu_memory_utilization
-    spared = total_bytes - int(share * total_bytes)
-    if wanted is None and free_bytes <= spared:
-        raise ConfigError(
-            f"{free_bytes} of the {total_bytes} bytes of a memory worker's GPU are free, and gpu_memory_utilization "
-            f"{share:g} leaves {spared} of them unused. Raise it, or free memory there"
-        )
-    if wanted is not None and wanted > free_bytes + host_bytes:
-        besides = f", and the machine has {host_bytes} for it besides" if host_bytes else ""
-        raise ConfigError(
-            f"kv_cache_memory_bytes is {wanted} for each memory worker; {free_bytes} bytes are free on its GPU"
-            f"{besides}. Give less, or leave it out"
-        )
-    return free_bytes - spared if wanted is None else wanted
-
-
-def kv_bytes_of_joiner(config: EngineConfig, free_bytes: int, largest: int, promised: int) -> int:
-    """Bytes of KV for another memory worker: as many as the ``largest`` of the others has, if they are free.
-
-    ``promised``: bytes that those have and have not used. Raises ConfigError.
-    """
-    left = max(0, free_bytes - promised)
-    wanted = config.kv_cache_memory_bytes
-    if wanted is None:
-        return min(largest, int(left * KV_SHARE))
-    if wanted > left:
-        raise ConfigError(
-            f"another memory worker needs kv_cache_memory_bytes, {wanted} bytes; {free_bytes} are free, of which the "
-            f"others may still use {promised}. Free some memory, or add fewer workers"
-        )
-    return wanted
 
 
 Cores = frozenset[int]
@@ -170,6 +115,12 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
     return Pipeline(lanes, replicas, rotates, ranks=ranks, stages=stages)
 
 
+def boot(host: str) -> str:
+    """Return what the hosts (``transport.shm.host``) of all processes of one machine have in common, also in
+    containers."""
+    return host.partition(" ")[0]
+
+
 @dataclass(frozen=True)
 class Machines:
     """The cores of the workers of each machine, as the workers report them."""
@@ -220,6 +171,75 @@ def overlap(machines: Machines) -> Overlap:
     return Overlap() if memories.keys() <= computes.keys() else Overlap(mini_batches=4, least=LEAST_MINI_BATCH)
 
 
+@dataclass(frozen=True)
+class ClusterPlan:
+    """The workers of a runtime and their settings, decided once they have greeted, but for what depends on the model.
+
+    Attributes:
+        config: The settings.
+        kinds: The kind of each worker's device, by pool and name.
+        greetings: The first message of each worker.
+        machines: The cores of the workers.
+        compute_setup: The message to compute workers, but for threads, rank and stage.
+        limits: The bounds of steps, which also bound the slots that a worker can use.
+        pipeline: The lanes.
+        is_open: Workers on other machines may join.
+    """
+
+    config: EngineConfig
+    kinds: Mapping[Role, Mapping[str, str]]
+    greetings: Mapping[str, Hello]
+    machines: Machines
+    compute_setup: ComputeSetup
+    limits: Limits
+    pipeline: Pipeline
+    is_open: bool
+
+    @property
+    def computes(self) -> list[str]:
+        """The compute workers, by number."""
+        return list(self.kinds["compute"])
+
+    @property
+    def memories(self) -> list[str]:
+        """The memory workers, by number."""
+        return list(self.kinds["memory"])
+
+    @property
+    def start_s(self) -> float:
+        """Seconds within which a worker that was started has to greet."""
+        return START_TIMEOUT_S + (PLACE_S if self.config.ray is not None else 0.0)
+
+    def threads(self, role: Role, hello: Hello) -> int:
+        """Return the threads of a worker, given its greeting."""
+        return self.machines.threads(role, hello, self.config.threads)
+
+    def memory_setup(self, loaded: ModelLoaded, shards: int) -> MemorySetup:
+        """Return the message to workers with a slab, but for threads, with the largest capacity that one may have.
+
+        Args:
+            loaded: The model.
+            shards: The parts into which the heads of every attention are cut.
+        """
+        config, asked = self.config, self.compute_setup
+        return MemorySetup(
+            loaded.attentions,
+            loaded.dtype,
+            self.limits.max_sequences * self.limits.max_model_len,
+            1,
+            asked.overlap,
+            asked.trace,
+            config.kv_cache_dtype,
+            shards,
+            overcommit(config),
+            "" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
+            self.pipeline.ranks,
+            overcommit(config) == 1,  # blocks on disks have all tokens of all layers
+            config.polling,
+            asked.gpu_share,
+        )
+
+
 def cluster_plan(
     config: EngineConfig,
     model: ModelDirectory,
@@ -231,9 +251,13 @@ def cluster_plan(
     trace: bool,
     local: bool = False,
 ) -> ClusterPlan:
-    """How to bring up the workers of ``kinds``, given their first messages. ``is_open``: workers of other machines may
-    join later; ``trace``: record spans; ``local``: compute workers hold KV too, and need no memory workers. Raises
-    ConfigError."""
+    """Decide how to bring up the workers of ``kinds``, given their first messages. Raises ConfigError.
+
+    Args:
+        is_open: Workers of other machines may join later.
+        trace: Workers record spans.
+        local: Compute workers hold KV too, and need no memory workers.
+    """
     roles: dict[str, Role] = {name: role for role, names in kinds.items() for name in names}
     machines = Machines.from_greetings(roles, greetings)
     order = pipeline(config, len(kinds["compute"]), machines.shared or not kinds["memory"], local)
@@ -254,30 +278,7 @@ def cluster_plan(
         quantization=config.quantization,
         gpu_share=config.gpu_memory_utilization,
     )
-    return ClusterPlan(
-        computes=tuple(kinds["compute"]),
-        memories=tuple(kinds["memory"]),
-        kinds={**kinds["compute"], **kinds["memory"]},
-        greetings=greetings,
-        threads=lambda role, hello: machines.threads(role, hello, config.threads),
-        spins_s=machines.spins_s(),
-        compute_setup=setup,
-        kv_bytes=lambda workers, free: kv_bytes_per_worker(config, workers, free),
-        kv_bytes_on_gpu=lambda free, total, host: kv_bytes_on_gpu(config, free, total, int(KV_SHARE * host)),
-        kv_bytes_of_joiner=lambda free, largest, promised: kv_bytes_of_joiner(config, free, largest, promised),
-        limits=bounds,
-        pipeline=order,
-        transport=config.transport,
-        tls=config.tls,
-        is_open=is_open,
-        kv_cache_dtype=config.kv_cache_dtype,
-        kv_overcommit=overcommit(config),
-        forgets=overcommit(config) == 1,  # blocks on disks have all tokens of all layers
-        prefix_cache=config.prefix_cache,
-        polling=config.polling,
-        kv_spill_dir="" if config.kv_spill_dir is None else os.path.abspath(config.kv_spill_dir),
-        start_s=START_TIMEOUT_S + (PLACE_S if config.ray is not None else 0.0),
-    )
+    return ClusterPlan(config, kinds, greetings, machines, setup, bounds, order, is_open)
 
 
 def check(config: EngineConfig, model: ModelDirectory, computes: int) -> None:

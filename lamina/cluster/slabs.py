@@ -1,18 +1,86 @@
-"""Sizes of slabs: the bytes of so many token slots, and the slots that fit so many bytes. Pure."""
+"""Sizes of slabs: the bytes of KV that a worker may have, and the token slots that fit so many bytes. Pure."""
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from lamina.cluster.sizing import ClusterPlan, boot
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import MemorySetup, Resources
+from lamina.core.errors import ConfigError
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.tables import MOST_BYTES
 from lamina.kv import prefix_tree
 from lamina.memory.device.windows import most_rows, with_spare
 from lamina.schedule.limits import Limits
 
+KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 LEAST_GAIN = 1.2
 """Token slots with layers that forget over those without, for which requests go on from checkpoints of cached prefixes
 alone."""
+
+
+def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
+    """Bytes of KV for each of a machine's ``workers`` memory workers, given those free on it. Raises ConfigError."""
+    wanted = config.kv_cache_memory_bytes
+    if wanted is None:
+        return int(free_bytes * KV_SHARE) // workers
+    if wanted * workers > free_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {wanted} for each of {workers} memory workers; "
+            f"{free_bytes} bytes are free beside the weights. Give less, or leave it out"
+        )
+    return wanted
+
+
+def kv_bytes_on_gpu(config: EngineConfig, found: Resources, host_bytes: int = 0) -> int:
+    """Bytes of KV for a memory worker on a GPU. Raises ConfigError.
+
+    What others use of the GPU, such as the weights of a compute worker, counts as used.
+
+    Args:
+        host_bytes: Bytes of the machine, of which the GPU may use ``KV_SHARE`` besides if more is wanted than it has.
+    """
+    wanted, share = config.kv_cache_memory_bytes, config.gpu_memory_utilization
+    free, total, host = found.gpu_bytes, found.gpu_total, int(KV_SHARE * host_bytes)
+    spared = total - int(share * total)
+    if wanted is None and free <= spared:
+        raise ConfigError(
+            f"{free} of the {total} bytes of a memory worker's GPU are free, and gpu_memory_utilization "
+            f"{share:g} leaves {spared} of them unused. Raise it, or free memory there"
+        )
+    if wanted is not None and wanted > free + host:
+        besides = f", and the machine has {host} for it besides" if host else ""
+        raise ConfigError(
+            f"kv_cache_memory_bytes is {wanted} for each memory worker; {free} bytes are free on its GPU"
+            f"{besides}. Give less, or leave it out"
+        )
+    return free - spared if wanted is None else wanted
+
+
+def kv_bytes_of_joiner(config: EngineConfig, found: Resources, largest: int, promised: int) -> int:
+    """Bytes of KV for another memory worker: as many as the largest of the others has, if they are free.
+
+    Args:
+        largest: Bytes that the largest of the others has.
+        promised: Bytes that the others on the machine have and have not used.
+
+    Raises ConfigError.
+    """
+    if found.gpu_total:
+        return kv_bytes_on_gpu(config, found, max(0, found.machine_bytes - promised))
+    left = max(0, found.free_bytes - promised)
+    wanted = config.kv_cache_memory_bytes
+    if wanted is None:
+        return min(largest, int(left * KV_SHARE))
+    if wanted > left:
+        raise ConfigError(
+            f"another memory worker needs kv_cache_memory_bytes, {wanted} bytes; {found.free_bytes} are free, of which "
+            f"the others may still use {promised}. Free some memory, or add fewer workers"
+        )
+    return wanted
 
 
 @dataclass(frozen=True)
@@ -79,3 +147,80 @@ def slab_size(
         else:
             slot += each
     return SlabSize(slot, tuple(rows))
+
+
+def slab_of(plan: ClusterPlan, setup: MemorySetup) -> SlabSize:
+    """Return the size of the slab of a memory worker on a CPU."""
+    element = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype)
+    lanes, cached = plan.pipeline.lanes, plan.config.prefix_cache
+    return slab_size(setup.attentions, element, setup.forgets, plan.limits, lanes, cached)
+
+
+def with_capacities(
+    plan: ClusterPlan, setup: MemorySetup, found: Mapping[str, Resources]
+) -> tuple[MemorySetup, dict[str, int]]:
+    """Decide whether layers with a window forget, and the token slots of each worker with a slab.
+
+    Returns:
+        ``setup`` with the decision and the largest capacity, and the capacity of each worker.
+
+    Raises ConfigError for fewer than 2 slots.
+    """
+    keeps = msgspec.structs.replace(setup, forgets=False)
+    capacities, whole = (_capacities(plan, each, found) for each in (setup, keeps))
+    if plan.config.prefix_cache and sum(capacities.values()) < LEAST_GAIN * sum(whole.values()):
+        setup, capacities = keeps, whole
+    return msgspec.structs.replace(setup, capacity=max(capacities.values())), capacities
+
+
+def _capacities(plan: ClusterPlan, setup: MemorySetup, found: Mapping[str, Resources]) -> dict[str, int]:
+    slab = slab_of(plan, setup)
+    sizes = _kv_bytes(plan.config, {name: plan.greetings[name].host for name in found}, found)
+    return {name: slots(name, slab, setup, each, sizes[name]) for name, each in found.items()}
+
+
+def slots(name: str, slab: SlabSize, setup: MemorySetup, found: Resources, nbytes: int) -> int:
+    """Return the token slots of a worker that fit so many bytes, at most ``setup.capacity``.
+
+    Raises ConfigError for fewer than 2.
+    """
+    capacity = slab_there(slab, setup, found).slots(nbytes, setup.capacity)
+    if capacity < 2:
+        raise ConfigError(
+            f"{name} has {nbytes} bytes for KV; a request needs at least 2 tokens of {slab.nbytes(1)} bytes. "
+            "Free memory, or give more with kv_cache_memory_bytes"
+        )
+    return capacity
+
+
+def slab_there(slab: SlabSize, setup: MemorySetup, found: Resources) -> SlabSize:
+    """Return the size of the slab of a worker that has sent ``found``: those on GPUs keep every token, and have page
+    tables."""
+    return slab if found.forgets else slab.whole.with_pages(setup.head_shards)
+
+
+def _kv_bytes(config: EngineConfig, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> dict[str, int]:
+    """Bytes for the KV of each memory worker. What those on CPUs take of a machine, its GPUs cannot have as well.
+
+    Raises ConfigError.
+    """
+    on_hosts = {name: host for name, host in hosts.items() if not found[name].gpu_total}
+    on_gpus = {name: host for name, host in hosts.items() if name not in on_hosts}
+    sizes = {name: kv_bytes_per_worker(config, *_share(name, on_hosts, found)) for name in on_hosts}
+    for name, host in on_gpus.items():
+        count, free = _share(name, on_gpus, found)
+        left = free - sum(sizes[one] for one in on_hosts if boot(hosts[one]) == boot(host))
+        sizes[name] = kv_bytes_on_gpu(config, found[name], max(0, left) // count)
+    return sizes
+
+
+def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> tuple[int, int]:
+    """Return how many memory workers share how many bytes: those of this worker's container, or of its machine if that
+    leaves each of them less."""
+    here = [one for one, host in hosts.items() if host == hosts[name]]
+    near = [one for one, host in hosts.items() if boot(host) == boot(hosts[name])]
+    shares = (
+        (len(here), min(found[one].free_bytes for one in here)),
+        (len(near), min(found[one].machine_bytes for one in near)),
+    )
+    return min(shares, key=lambda share: share[1] / share[0])

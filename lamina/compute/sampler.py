@@ -248,11 +248,11 @@ def draw(
             PATH,
         )
         return
-    from lamina.kernels.gpu import triton_draw  # needs Triton
+    from lamina.kernels.gpu import triton_rows  # needs Triton
 
     program = draw_program(ELEMENTS[logits.dtype])
     arrays = (places, highest, least, temperature, keys, tokens)
-    triton_draw.draw[(rows,)](logits, stride, *arrays, width, **dict(program.constants), num_warps=program.warps)
+    triton_rows.draw[(rows,)](logits, stride, *arrays, width, **dict(program.constants), num_warps=program.warps)
 
 
 def _key(row: Row) -> int:

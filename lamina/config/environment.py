@@ -2,8 +2,9 @@
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from lamina.core.errors import ConfigError
 
@@ -42,20 +43,12 @@ class Environment:
 
 def environment() -> Environment:
     """Read the variables now. Raises ConfigError for a log level that does not exist."""
-    level = os.environ.get("LAMINA_LOG_LEVEL", "WARNING").upper()
+    names = [each.name for each in fields(Environment)]
+    values: dict[str, Any] = {name: given for name in names if (given := os.environ.get(f"LAMINA_{name.upper()}"))}
+    values["log_level"] = level = values.get("log_level", "WARNING").upper()
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"LAMINA_LOG_LEVEL is {level!r}; give DEBUG, INFO, WARNING or ERROR")
-    return Environment(
-        log_level=level,
-        rdma_device=os.environ.get("LAMINA_RDMA_DEVICE", ""),
-        admin_key=os.environ.get("LAMINA_ADMIN_KEY", ""),
-        api_key=os.environ.get("LAMINA_API_KEY", ""),
-        metrics_key=os.environ.get("LAMINA_METRICS_KEY", ""),
-        log_format=os.environ.get(LOG_FORMAT, "text"),
-        emulated_gpus=os.environ.get("LAMINA_EMULATED_GPUS", ""),
-        secret=os.environ.get("LAMINA_SECRET", ""),
-        cache_dir=_cache_dir(),
-    )
+    return Environment(**values | {"cache_dir": _cache_dir()})
 
 
 def _cache_dir() -> Path | None:

@@ -1,26 +1,7 @@
 """Every exception Lamina raises on purpose.
 
-::
-
-    LaminaError
-    ├── UserError (ValueError)        the caller can fix it; HTTP 400
-    │   ├── ConfigError               an invalid flag, pool or combination of settings
-    │   ├── ModelError                the model directory or its files
-    │   │   └── UnsupportedModelError the splitter does not support this architecture
-    │   └── RequestError              an invalid prompt or sampling parameter
-    ├── TransportError                a peer, an arena or a doorbell
-    │   ├── PeerLostError             the peer has exited, closed its endpoint or stopped answering
-    │   ├── UnreachableError          workers that the control plane cannot reach
-    │   ├── RefusedError              an endpoint rejected a connection
-    │   └── DeadlineError (TimeoutError)  a wait passed its deadline
-    ├── CapacityError                 a slab has too few free token slots
-    ├── PlacementError                segments that no worker can serve: a bug in the engine
-    ├── LogitsError                   logits from which no token can be drawn
-    ├── WorkerError                   a worker failed; carries the worker's name and its own message
-    ├── OverloadedError               too many requests wait; HTTP 429
-    └── EngineDeadError               the engine has stopped; says why and what to do
-
-Messages name the fact, the numbers and the remedy.
+A ``UserError`` can be fixed by the caller (HTTP 400), and an ``OverloadedError`` by waiting (HTTP 429). Messages name
+the fact, the numbers and the remedy.
 """
 
 from collections.abc import Mapping

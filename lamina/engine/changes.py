@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
-from lamina.cluster.joining import Fabric, enter, prepare_compute, prepare_memory
+from lamina.cluster.joining import Fabric, enter, prepare_worker
 from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, Stop, ToEngine, ToWorker
 from lamina.control.sockets import ControlServer
@@ -95,10 +95,7 @@ class Joins:
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error
-        if role == "memory":
-            conversation = prepare_memory(self._control, self._fabric, name, kind, self._promised)
-        else:
-            conversation = prepare_compute(self._control, self._fabric, name, kind, self._promised)
+        conversation = prepare_worker(self._control, self._fabric, name, role, kind, self._promised)
         joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
         self._joiners[name] = joiner
         self._advance(joiner, None)

@@ -85,7 +85,7 @@ class Engine:
         self.model_name, *aliases = served_names(config) or [model.name]
         self.model_aliases = tuple(aliases)
         self.tokenizer = tokenizer
-        self.vocab_size = cluster.vocabulary
+        self.vocab_size = cluster.loaded.vocabulary
         self._seeds = random.Random(config.seed)  # for requests without a seed
         self.max_model_len = limits.max_model_len
         self.sampling_defaults = sampling_defaults(model, config.generation_config)
@@ -96,8 +96,8 @@ class Engine:
         self._turn = Turn(
             limits,
             placement(config.partition, cluster.capacities, cluster.shards, longest, topology),
-            cluster.pipeline,
-            attentions=len(cluster.attentions),
+            topology.pipeline,
+            attentions=len(cluster.loaded.attentions),
             kv_heads=cluster.shards.heads,
             plan_ahead=config.plan_ahead,
             policy=find_policy(config.policy, config.slo_ttft_ms),
@@ -113,8 +113,8 @@ class Engine:
             self._scheduler.placement.promise(whole.total)
         self._on_trace = on_trace
         self._timeline = Timeline(bool(on_trace))
-        element = KvElement.from_setting(cluster.kv_cache_dtype, cluster.dtype)
-        self._placement = PlacementView(self._scheduler, cluster.attentions, element)
+        element = KvElement.from_setting(config.kv_cache_dtype, cluster.loaded.dtype)
+        self._placement = PlacementView(self._scheduler, cluster.loaded.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
         self._scaling = Scaling(bounds, self._turn, self._members)

@@ -105,7 +105,7 @@ class Members:
         self._workers = workers
         self._turn = turn
         self.topology = topology = cluster.topology
-        self.recipients = Recipients(cluster.computes, cluster.pipeline)
+        self.recipients = Recipients(cluster.topology.computes, cluster.topology.pipeline)
         self.watch = Watch(control, workers, turn, topology)
         self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self.recoveries = self.recomputed = 0

@@ -188,7 +188,7 @@ class Pools:
         """Return whether lost workers of this role are ever replaced; parts of a replica are not."""
         if role == "compute" and self._pipeline.workers > 1:
             return False
-        return self._restarts[role].most > 0 or self._fabric.is_open
+        return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
         """True if another worker of this role is on its way, or may still come from another machine."""
@@ -201,7 +201,7 @@ class Pools:
 
     def _bringing(self, role: Role) -> Sequence[Role]:
         """Return the roles of workers that bring this one; a compute worker may bring memory too."""
-        return (role, "compute") if role == "memory" and self._fabric.compute_setup.local else (role,)
+        return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
         """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if

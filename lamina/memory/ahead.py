@@ -30,11 +30,11 @@ from lamina.worker.links import Links
 logger = logging.getLogger(__name__)
 
 MOST_LANES = 24
-"""That the device serves; the host serves the others. Streams need hardware queues of their own (``set_up_cuda``): two
-that wait in one queue might each wait for what the other's peer does first."""
+"""Most lanes that the device serves; the host serves all further ones. Streams need hardware queues of their own
+(``set_up_cuda``): two streams that wait in one queue might each wait for what the other's peer does first."""
 WINDOW = 4
-"""Attentions of a lane that are launched ahead: enough that launching hides behind messages. More would fill the queue
-of a device, whose launches then wait."""
+"""Attentions of a lane that are launched ahead, enough that launching hides behind messages. More would fill the
+device's queue, and launches would wait."""
 
 
 @dataclass
@@ -42,9 +42,11 @@ class _Run:
     """A step that the device serves.
 
     Attributes:
-        peer: who sends the requests and gets the answers.
-        slot, uses: of the answers, and how often it was used before.
-        launched, done: how many attentions.
+        peer: the compute worker that sends the requests and gets the answers.
+        slot: the peer's slot for the answers.
+        uses: how often ``slot`` was used before.
+        launched: attentions launched.
+        done: attentions answered.
     """
 
     step: StepTables
@@ -65,7 +67,7 @@ def is_servable(step: StepTables) -> bool:
 def attend(
     store: KvStore, lane: PolledLane, layer: int, step: StepTables, request: Array, out: Array, lse: Array
 ) -> None:
-    """Launch the attention of a request, uint8 on the device. As ``KvStore.serve``, for a step that ``is_servable``."""
+    """Launch the attention of a request, uint8 on the device, for a step that ``is_servable``."""
     spec, rows, new = store.attentions[layer], step.rows, None
     if len(rows.appends):
         k, v = read_kept(request, spec, store.dtype, rows)
@@ -77,17 +79,16 @@ def attend(
 
 
 class Ahead:
-    """The lanes of a memory worker as far as its device serves them. The worker's thread owns it.
+    """The steps of a memory worker that its device serves. The worker's thread owns it.
 
     Attributes:
-        busy_s: time that the device has been at work for messages.
+        busy_s: seconds that the device has spent on messages.
     """
 
     def __init__(self, store: KvStore, links: Links, timeline: Timeline) -> None:
         self._store, self._links, self._hub, self._timeline = store, links, links.hub, timeline
         self._polled = store.device.polled
         self._lanes: list[PolledLane] = []
-        self._most_nbytes = 0, 0  # of requests and of answers
         self._direct: dict[str, Direct] = {}
         self._channels: Mapping[str, Channel] = {}
         self._pipeline, self._computes = Pipeline(1, 1), tuple[str, ...]()
@@ -108,7 +109,7 @@ class Ahead:
         self._renew()
 
     def _renew(self) -> None:
-        """If links have changed and no step is at work: map those that are new, and forget those that have ended."""
+        """Map new links and unmap those that have ended, if links have changed and the device serves no step."""
         if self._polled is None or not self._stale or self._runs:
             return
         self._stale = False
@@ -120,10 +121,10 @@ class Ahead:
         for name in channels.keys() - self._direct.keys():
             self._map(name)
         if self._direct and not self._lanes:
-            sizes = [(one.own.body_nbytes, one.theirs.body_nbytes) for one in self._direct.values()]
-            self._most_nbytes = max(size for size, _ in sizes), max(size for _, size in sizes)
+            request_nbytes = max(one.own.body_nbytes for one in self._direct.values())
+            reply_nbytes = max(one.theirs.body_nbytes for one in self._direct.values())
             count = min(pipeline.lanes * pipeline.ranks, MOST_LANES)
-            self._lanes = [self._polled.lane(WINDOW, *self._most_nbytes) for _ in range(count)]
+            self._lanes = [self._polled.lane(WINDOW, request_nbytes, reply_nbytes) for _ in range(count)]
 
     def _map(self, name: str) -> None:
         direct = self._links.direct(name)
@@ -154,7 +155,7 @@ class Ahead:
             self._lanes[number].stream.beat()
 
     def begin(self, lane: Lane) -> bool:
-        """True if the device serves the first step of a lane, from now on if need be; it is decided once."""
+        """Return whether the device serves a lane's first step, which is decided once, and begin if it does."""
         if not lane.steps or lane.number >= len(self._lanes):
             return False
         if lane.number in self._runs:
@@ -175,7 +176,7 @@ class Ahead:
         return True
 
     def _plan(self, lane: int, step: StepTables) -> _Run | None:
-        """How the device serves a step; None if it cannot."""
+        """Return how the device serves a step; None if it cannot."""
         specs, rows = self._store.attentions, step.rows
         if self._store.shards.sharers(self._pipeline.ranks) > 1:
             return None  # it attends to K and V that another rank's lane may still fetch, on another stream
@@ -191,16 +192,16 @@ class Ahead:
         return None if booked is None else _Run(step, peer, *booked)
 
     def _peer(self, lane: int, step: StepTables, layer: int) -> str:
-        """Who sends the request for an attention, and gets the answer of the one before."""
+        """Return the worker that sends the request for an attention and gets the answer of the attention before."""
         ranks, plan = self._pipeline.ranks, step.plan
         stage = self._pipeline.stage(plan.lane, plan.turn, layer, plan.rotates)
         return self._computes[stage * ranks + lane % ranks]
 
     def _has_slots(self, peer: str) -> bool:
-        """True if no more lanes use the link to a compute worker than it has slots.
+        """Return whether at most as many lanes use the link to a compute worker as the link has slots.
 
-        Then a lane that has booked one leaves one to the other, whose own requests give it back. If others shared what
-        is left, they might wait for each other: a peer does not know which of its slots are booked.
+        Then each lane may book a slot. If two lanes shared an unbooked slot, they might wait for each other, since a
+        peer does not know which of its slots are booked.
         """
         replica, lanes = self._computes.index(peer) // self._pipeline.workers, range(self._pipeline.lanes)
         return sum(replica in self._pipeline.replicas_of(lane) for lane in lanes) <= SLOTS
@@ -224,7 +225,7 @@ class Ahead:
             run.launched += 1
 
     def advance(self, lanes: Sequence[Lane]) -> bool:
-        """Take over what the device has done, and launch more; True if a step has ended. Raises DeadlineError."""
+        """Record what the device has done, and launch more; return whether a step has ended. Raises DeadlineError."""
         ended = False
         for lane in lanes[: len(self._lanes)]:
             run = self._runs.get(lane.number)
@@ -240,7 +241,7 @@ class Ahead:
         return ended
 
     def _settle(self, number: int, run: _Run) -> None:
-        """Take over the records of a lane."""
+        """Record the attentions of a lane that the device has answered."""
         stream = self._lanes[number].stream
         stream.raise_failure()
         while run.done < run.launched and (done_ns := int((row := stream.records[run.done % WINDOW])["done_ns"])):
@@ -257,7 +258,7 @@ class Ahead:
             self._hub.go_on()  # headers may have brought credits
 
     def take(self, lane: Lane, channel: Channel, slot: int) -> bool:
-        """Leave the message that has arrived in a slot for this lane to the device, if it serves the lane's step."""
+        """Leave a lane's message in a slot to the device; return False if the device does not serve the lane's step."""
         if not self.begin(lane):
             return False
         channel.close_slot(slot)

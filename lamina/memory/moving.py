@@ -90,8 +90,7 @@ class Migrations:
         self._reached = _counts(epoch)
 
     def change(self, leases: Mapping[str, tuple[Lease, Lease]]) -> None:
-        """The other memory workers from now on, with the leases as at first. None moves from or to one that is left
-        out."""
+        """Change the other memory workers. No migration from or to a worker that ``leases`` leaves out is active."""
         doorbells = {name: theirs.doorbell for name, (_, theirs) in leases.items()}
         self._staged = {name: self._outbox(name, Slot(0, 0, bell + ARRIVED)) for name, bell in doorbells.items()}
         self._taken = {name: self._outbox(name, Slot(0, 0, bell + FETCHED)) for name, bell in doorbells.items()}
@@ -134,7 +133,7 @@ class Migrations:
 
     @property
     def awaited(self) -> list[Target]:
-        """What allows the next piece: of the first outgoing migration, then of every incoming one."""
+        """The doorbells that allow the next piece of the first outgoing and of every incoming migration."""
         return [self._free_staging(own) for own in self._outgoing[:1]] + [
             (self._bells[coming.migration.source][0], coming.before + coming.next + 1)
             for coming in self._incoming

@@ -14,8 +14,12 @@ from lamina.memory.store import StepTables
 
 @dataclass(frozen=True)
 class Reply:
-    """May be sent once everything up to attention ``pulled`` of its lane has been pulled. ``slot``: the parts are in it
-    already."""
+    """The reply to a request.
+
+    Attributes:
+        pulled: attention of the lane up to which all K and V must have been pulled before the reply is sent.
+        slot: the receiver's slot that the parts have been written to; None: none.
+    """
 
     peer: str
     parts: list[Floats]
@@ -29,8 +33,8 @@ class Door:
     """One slot for requests.
 
     Attributes:
-        request: the message in it, until its last piece has been served.
-        body: its bytes, wherever they are, see ``Arrival.body``.
+        request: the message in the slot, until its last piece has been served.
+        body: the bytes of ``request``, see ``Arrival.body``.
     """
 
     channel: Channel
@@ -39,7 +43,7 @@ class Door:
     body: Any = field(default_factory=lambda: memoryview(b""))
 
     def set_aside(self) -> "Door":
-        """Free the slot, whose request has arrived as a whole. Returns where that is from now on."""
+        """Free the slot, whose request has arrived as a whole, and return a door that holds the request outside."""
         assert self.request is not None
         request, body = self.request, self.body
         if request.body is None:  # it was fetched
@@ -63,13 +67,15 @@ class Lane:
     the lane's steps: lane * ranks + rank.
 
     Attributes:
-        layer, piece: of the first step, to be served next.
-        begin: byte at which that piece begins, of a request that is fetched.
-        out, lse: what the request's rows have so far.
-        slot: of the receiver, that they are in; None: none.
-        work: what is left of a piece that was begun, of the request behind ``door``.
-        parked: the request behind ``door`` is here, and waits for K and V of earlier chunks.
-        reply: finished, not sent yet.
+        layer: the attention of the first step to be served next.
+        piece: the piece of that attention's request to be served next.
+        begin: byte at which that piece begins, if the request is fetched.
+        out: float32 [R, Hq, Dv] of the request's rows so far.
+        lse: float32 [R, Hq] of the request's rows so far.
+        slot: the receiver's slot that ``out`` and ``lse`` are in; None: none.
+        work: the rest of a piece that was begun, of the request behind ``door``.
+        parked: the request behind ``door`` waits for K and V of earlier chunks.
+        reply: the finished reply that has not been sent.
     """
 
     number: int
@@ -94,7 +100,7 @@ class Lane:
         self.leave_slot()
 
     def leave_slot(self) -> None:
-        """What it writes next is elsewhere."""
+        """Write the next results elsewhere than in a receiver's slot."""
         if self.slot is not None:
             self.out, self.lse = np.empty((0, 0, 0), np.float32), np.empty((0, 0), np.float32)
             self.slot = None

@@ -20,8 +20,10 @@ from lamina.memory.store import KvStore
 
 
 def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:
-    """Make the slab that the engine's next messages describe, with its disk if it is to have one, which ``resources``
-    closes, and report them. Raises ConfigError, WorkerError."""
+    """Make the slab and its disk, if any, that the engine's next messages describe, and report them.
+
+    ``resources`` closes the disk. Raises ConfigError, WorkerError.
+    """
     _reserve(control, expect(control, Reserve))
     setup = expect(control, MemorySetup)
     setup = msgspec.structs.replace(setup, polling=polling_of(control, setup.polling))
@@ -40,7 +42,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
 
 
 def _reserve(control: ControlClient, asked: Reserve) -> None:
-    """Take what steps need beside the slab. Raises ConfigError if there is too little memory."""
+    """Reserve the memory that steps need beside the slab. Raises ConfigError if there is too little."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
     polls = gpu_polls(control.device, polling_of(control, setup.polling))
@@ -56,7 +58,7 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
 
 
 def polling_of(control: ControlClient, asked: Polling) -> Polling:
-    """Who waits for messages here. On a GPU that also computes, the host does: a kernel that waits would take turns
+    """Return who waits for messages: the host on a GPU that also computes, where a kernel that waits would take turns
     with slices. Raises ConfigError."""
     if not control.shares_gpu:
         return asked
@@ -69,7 +71,7 @@ def polling_of(control: ControlClient, asked: Polling) -> Polling:
 
 
 def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
-    """How heads are cut, and the attentions as in messages."""
+    """Return how heads are cut, and the attentions as messages have them."""
     shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
     return shards, [shards.spec(spec, 0, shards.sharers(setup.ranks)) for spec in setup.attentions]
 
@@ -94,7 +96,7 @@ def largest(asked: Reserve, polls: bool = False) -> Largest:
 
 
 class UsageReports:
-    """Tells the engine now and then how much of a slab is in use, and at once when nothing is any more."""
+    """Tells the engine every ``USAGE_S`` how much of a slab is in use, and at once when the slab becomes empty."""
 
     def __init__(self, control: ControlClient, store: KvStore) -> None:
         self._control, self._store = control, store

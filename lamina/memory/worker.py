@@ -50,8 +50,8 @@ from lamina.worker.loop import WorkerLoop
 from lamina.worker.process import run_worker
 
 IDLE_SLICE_S = 0.05  # how long an idle worker may leave a control message unread
-MIGRATING_SLICE_S = 0.001  # the same while a sequence moves: it may wait for the plan that says where it continues
-PLAN_SLICE_S = 0.001  # how long one that waits for a plan may leave a message of the data plane unread
+MIGRATING_SLICE_S = 0.001  # the same while a sequence moves, which may wait for a plan
+PLAN_SLICE_S = 0.001  # how long a worker that waits for a plan may leave a message of the data plane unread
 PLAN_TIMEOUT_S = 30.0
 _DONE = object()
 
@@ -199,18 +199,19 @@ class MemoryWorker(WorkerLoop):
         return {name: self._links.leases(name) for name in memories if self._links.has(name)}
 
     def _closed_doors(self) -> list[Door]:
-        """Return all slots for requests, without one. The door used last comes last."""
+        """Return a door without a request for each slot. Later, the door used last comes last."""
         return [Door(channel, slot) for slot in range(SLOTS) for channel in self._channels.values()]
 
     def _awaited(self) -> tuple[list[Door], list[Target]]:
-        """Return the doors at which a piece of a request may arrive, and what announces it; behind that, credits."""
+        """Return the doors at which a piece of a request may arrive, and their doorbells, followed by those of
+        credits."""
         doors = [door for door in self._doors if door.slot in door.channel.awaited]
         if self._early:
             doors = [door for door in doors if door not in self._early]
         return doors, [door.channel.awaited[door.slot] for door in doors] + self._hub.credits
 
     def _open(self, door: Door, waiting: int) -> None:
-        """A piece of a request has arrived."""
+        """Serve the piece of a request that has arrived at a door."""
         if self._ahead.is_used and door.request is None and self._leave(door):
             return
         self._doors.remove(door)
@@ -276,8 +277,7 @@ class MemoryWorker(WorkerLoop):
         return False
 
     def _has_step(self, lane: int) -> bool:
-        """Return whether a lane has a step to run. It may be one of a compute worker that has joined, and unknown so
-        far."""
+        """Return whether a lane has a step to run. A lane of a worker that has just joined may be unknown."""
         return lane < len(self._lanes) and len(self._lanes[lane].steps) > 0
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
@@ -321,7 +321,7 @@ class MemoryWorker(WorkerLoop):
                 self._start(lane, range(len(lane.steps[0].pieces)))
 
     def _start(self, lane: Lane, pieces: Sequence[int]) -> Iterator[None]:
-        """Return the work on pieces that have arrived, now the lane's."""
+        """Set the lane's work to pieces that have arrived, and return it."""
         step, queries = lane.steps[0], len(lane.steps[0].rows.queries)
         spec = self._store.attentions[lane.layer]
         shape = (queries, spec.query_heads, spec.v_dim)
@@ -344,8 +344,8 @@ class MemoryWorker(WorkerLoop):
         self._puller.request_pull(request.channel.name, request.bulk_at, layer, step, on_done)
 
     def _place(self, lane: Lane, shape: tuple[int, int, int]) -> bool:
-        """Let the next reply be written where its receiver reads it, if that is possible and it follows at once: until
-        then, no other message gets the slot."""
+        """Write the next reply into its receiver's slot, if that is possible and the reply follows at once, since no
+        other message gets the slot until then. Return whether it does."""
         if not lane.steps[0].is_served_at_once:
             return False
         channel, count = self._channels.get(self._receiver(lane)), math.prod(shape)
@@ -365,7 +365,7 @@ class MemoryWorker(WorkerLoop):
         return self._computes[following * ranks + lane.number % ranks]
 
     def _go_on(self, lane: Lane, work: Iterator[None]) -> None:
-        """The next cut of a piece that was begun."""
+        """Serve the next cut of a piece that was begun."""
         self._serve_cut(lane, work)
         self._report()
         self._read_control()
@@ -392,7 +392,7 @@ class MemoryWorker(WorkerLoop):
             self._advance(lane, last)
 
     def _finish(self, lane: Lane) -> None:
-        """A request is served: reply to it, after a step's last one as soon as everything has been pulled."""
+        """Reply to a request that is served; to a step's last one as soon as all its K and V have been pulled."""
         step, door, turn = lane.steps[0], lane.door, lane.steps[0].plan.turn + lane.layer
         if door is not None and door.request is not None:
             self._store.device.settle()

@@ -20,8 +20,7 @@ from lamina.core.errors import ModelError
 from lamina.core.types import LoadFormat
 from lamina.models.checkpoint import some
 from lamina.models.directory import ModelDirectory
-from lamina.models.quantisation.codes import DENSE, ExpertCodes, Form, Weight, plain
-from lamina.models.quantisation.reading import arranged, read_codes
+from lamina.models.quantisation.codes import DENSE, ExpertCodes, Form, Weight, arranged, plain, read_codes
 from lamina.splitter.split_model import Shard, cut
 
 Progress = Callable[[int, int], None]
@@ -101,7 +100,7 @@ def load(
     if load_format == "dummy":
         return _dummy(names, plan, seed, done, device, shards, form)
     with _Files(directory, device, HOST if shards else device) as files:
-        return _Checkpoint(directory, plan, files, form).read(names, done, shards)
+        return _Checkpoint(directory, plan, files, form).load_all(names, done, shards)
 
 
 class _Done:
@@ -125,7 +124,7 @@ class _Files(ExitStack):
         self._open: dict[Path, Any] = {}
         self._mapped: set[int] = set()  # addresses of memory maps
 
-    def read(self, key: str) -> torch.Tensor:
+    def read_stored(self, key: str) -> torch.Tensor:
         """Return a tensor as it is stored, on the host as a view of a memory map."""
         file = self._directory.tensors[key].file
         if file not in self._open:
@@ -152,7 +151,7 @@ class _Checkpoint:
         self._ties = plan.ties
         self._form = form
 
-    def read(self, names: Sequence[str], done: _Done, shards: Mapping[str, Shard]) -> dict[str, Weight]:
+    def load_all(self, names: Sequence[str], done: _Done, shards: Mapping[str, Shard]) -> dict[str, Weight]:
         """Read all of ``names``, running each recipe once."""
         sources = {name: self._stored(name) for name in names}
         wanted = {source: shards.get(name, {}) for name, source in sources.items()}
@@ -234,12 +233,12 @@ class _Checkpoint:
         def read(key: str) -> torch.Tensor:
             packed = self._directory.packed.get(key)
             if packed is not None:
-                return read_codes(packed, files.read).shard(early).dense(wanted)
-            return cut(files.read(key), early).to(wanted)  # of a mapped file, the rest is not read
+                return read_codes(packed, files.read_stored).shard(early).dense(wanted)
+            return cut(files.read_stored(key), early).to(wanted)  # of a mapped file, the rest is not read
 
         packed = self._directory.packed.get(recipe.inputs[0][1])
         if packed is not None and recipe.convert is None and self._tied(first) == [first]:
-            codes = read_codes(packed, files.read).shard(early).replace_tensors(files.own)
+            codes = read_codes(packed, files.read_stored).shard(early).replace_tensors(files.own)
             held = self._form.keep_codes(first, codes, wanted)
             return {first: codes.dense(wanted) if held is None else held}
         if (experts := self._held_experts(recipe, shards.get(first, {}))) is not None:
@@ -272,10 +271,10 @@ class _Checkpoint:
             return None
         like = self._expected[name]
         parts = {key: each for key, each in packed.items() if each is not None}
-        one = read_codes(next(iter(parts.values())), self._files.read)
+        one = read_codes(next(iter(parts.values())), self._files.read_stored)
         if self._form.hold_experts(ExpertCodes((one,)), like.dtype) is None:
             return None
-        codes = {key: read_codes(each, self._files.read) for key, each in parts.items()}
+        codes = {key: read_codes(each, self._files.read_stored) for key, each in parts.items()}
         try:
             whole = arranged(codes, lambda read: recipe.make(read)[name], like.shape)
         except (RuntimeError, ValueError):  # making them dense fails too, and says what is missing

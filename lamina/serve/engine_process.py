@@ -13,9 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lamina.cluster.bringup import Cluster
 from lamina.cluster.local_workers import SupervisedWorkers
-from lamina.cluster.pool import CPU, LOCAL
+from lamina.cluster.pool import LOCAL
 from lamina.config.engine_config import EngineConfig
 from lamina.control.agent_messages import (
     BEAT_S,
@@ -32,6 +31,7 @@ from lamina.control.agent_messages import (
     receive_from_supervisor,
 )
 from lamina.core.errors import LaminaError
+from lamina.core.topology import Topology
 from lamina.dataplane.transport_choice import summary
 from lamina.engine.engine import Engine
 from lamina.engine.frontends import Frontends
@@ -140,25 +140,24 @@ class EngineProcess:
 
 def describe(engine: Engine) -> str:
     """Return the summary of an engine that a server prints when it starts."""
-    held = engine.cluster.weights and f" ({engine.cluster.weights})"
+    held = engine.cluster.loaded.weights and f" ({engine.cluster.loaded.weights})"
     slots = sum(worker.capacity for worker in engine.stats().memory.values())
     defaults = described(engine.sampling_defaults)
     sampling = defaults and f"  sampling {defaults} unless a request says otherwise (generation_config.json)\n"
     return (
-        f"  model    {engine.model_name}, {engine.cluster.parameters / 1e6:.1f}M parameters, "
-        f"{engine.cluster.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
+        f"  model    {engine.model_name}, {engine.cluster.loaded.parameters / 1e6:.1f}M parameters, "
+        f"{engine.cluster.loaded.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
         f"  compute  {engine.config.compute}\n"
-        f"  memory   {_memory_pool(engine.cluster)}, room for {slots} tokens of KV\n"
+        f"  memory   {_memory_pool(engine.cluster.topology)}, room for {slots} tokens of KV\n"
         f"{sampling}"
         f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"
     )
 
 
-def _memory_pool(cluster: Cluster) -> str:
+def _memory_pool(topology: Topology) -> str:
     """Return the workers that hold KV as the setting ``memory`` names them."""
-    names = [name for name in cluster.capacities if name not in cluster.computes]
-    kinds = Counter(cluster.kinds.get(name, CPU) for name in names)
-    local = [LOCAL] if len(names) < len(cluster.capacities) else []
+    kinds = Counter(member.kind for member in topology.members if member.role == "memory")
+    local = [LOCAL] if topology.local else []
     return ",".join([*local, *(f"{kind}:{count}" for kind, count in kinds.items())])
 
 

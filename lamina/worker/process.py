@@ -16,8 +16,8 @@ import psutil
 
 from lamina.control.messages import Failed, Hello, Resources
 from lamina.control.sockets import Bootstrap, ControlClient, Inspection
+from lamina.core import __version__
 from lamina.core.errors import UserError
-from lamina.core.version import __version__
 from lamina.output import start_logging
 from lamina.transport.shm import host
 

@@ -11,8 +11,8 @@ from lamina.cli.client import RemoteModel
 from lamina.cli.generate import HELP, Conversation, _Local
 from lamina.core.errors import ConfigError, EngineDeadError, RequestError, TransportError
 from lamina.core.types import CompletionOutput, RequestOutput, SamplingParams
-from tests.serve.conftest import serve
 from tests.support.commands import assert_refused, run_here
+from tests.support.http_server import serve
 
 
 class FakeTokenizer:

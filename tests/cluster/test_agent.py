@@ -12,8 +12,8 @@ from lamina.cluster.remote_workers import RemoteWorkers
 from lamina.control.agent_messages import Apply
 from lamina.control.secret import new
 from lamina.control.sockets import ENGINE
+from lamina.core import __version__
 from lamina.core.errors import ConfigError
-from lamina.core.version import __version__
 from lamina.transport.listener import LOOPBACK
 
 ABOUT = Apply(__version__, "memory", "cpu", "another host", "far")

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamina.cluster.pool import GPUS
-from lamina.cluster.ray_placement import ACCELERATORS, RayNode, bundle, device, own_kinds, place
+from lamina.cluster.pool import ACCELERATORS, GPUS, RayNode, own_kinds, place_bundles, ray_bundle, ray_device
 from lamina.core.errors import ConfigError
 
 A100 = {"CPU": 16.0, "GPU": 2.0, "accelerator_type:A100": 1.0, "memory": 1e12, "node:10.0.0.5": 1.0}
@@ -18,14 +17,14 @@ def node(name: str, **amounts: float) -> RayNode:
 
 
 def test_each_kind_takes_what_ray_calls_it() -> None:
-    assert bundle("cpu", {}, None) == {"CPU": 1.0} and bundle("cpu", {}, 4) == {"CPU": 4.0}
-    assert bundle("cuda", {}, 4) == {"GPU": 1.0}
-    assert bundle("a100", {}, None) == {"GPU": 1.0, "accelerator_type:A100": 0.001}
-    assert bundle("rtx3090", {}, None) == {"GPU": 1.0, "rtx3090": 1.0}
+    assert ray_bundle("cpu", {}, None) == {"CPU": 1.0} and ray_bundle("cpu", {}, 4) == {"CPU": 4.0}
+    assert ray_bundle("cuda", {}, 4) == {"GPU": 1.0}
+    assert ray_bundle("a100", {}, None) == {"GPU": 1.0, "accelerator_type:A100": 0.001}
+    assert ray_bundle("rtx3090", {}, None) == {"GPU": 1.0, "rtx3090": 1.0}
     own = own_kinds("rtx3090=zone:my gpu, far=zone:b")
-    assert bundle("rtx3090", own, None) == {"GPU": 1.0, "zone:my gpu": 1.0}
-    assert bundle("far", own, 2) == {"CPU": 2.0, "zone:b": 1.0}
-    assert (device("a100"), device("cuda"), device("far"), device("emulated")) == (
+    assert ray_bundle("rtx3090", own, None) == {"GPU": 1.0, "zone:my gpu": 1.0}
+    assert ray_bundle("far", own, 2) == {"CPU": 2.0, "zone:b": 1.0}
+    assert (ray_device("a100"), ray_device("cuda"), ray_device("far"), ray_device("emulated")) == (
         "cuda:0",
         "cuda:0",
         "cpu",
@@ -46,19 +45,19 @@ def test_ray_itself_recognizes_the_gpus_that_it_is_said_to() -> None:
 
 def test_what_is_missing_is_named_with_what_there_is() -> None:
     nodes = [RayNode("10.0.0.5 (ab12cd)", A100, {**A100, "GPU": 1.0}), node("10.0.0.6 (ef34ab)", CPU=8.0)]
-    wanted = {f"memory{index}": bundle("rtx3090", {}, None) for index in range(6)}
+    wanted = {f"memory{index}": ray_bundle("rtx3090", {}, None) for index in range(6)}
     with pytest.raises(ConfigError) as caught:
-        place(wanted, nodes)
+        place_bundles(wanted, nodes)
     assert str(caught.value) == (
         "memory0, memory1, memory2, memory3 and 2 more need GPU 1, rtx3090 1 each: no node of the Ray cluster has "
         "rtx3090 1. 10.0.0.5 (ab12cd) has CPU 16, GPU 2, accelerator_type:A100 1, free before this CPU 16, GPU 1, "
         "accelerator_type:A100 1; 10.0.0.6 (ef34ab) has CPU 8, free before this CPU 8"
     )
     with pytest.raises(ConfigError, match="of 2 workers that need it, the Ray cluster has room for 1"):
-        place({"compute0": bundle("a100", {}, None), "compute1": bundle("a100", {}, None)}, nodes)
+        place_bundles({"compute0": ray_bundle("a100", {}, None), "compute1": ray_bundle("a100", {}, None)}, nodes)
     with pytest.raises(ConfigError, match="It has no node"):
-        place({"compute0": bundle("cpu", {}, None)}, [])
-    assert place({}, []) == {}
+        place_bundles({"compute0": ray_bundle("cpu", {}, None)}, [])
+    assert place_bundles({}, []) == {}
 
 
 KINDS = ["cpu", "a100", "far"]
@@ -74,7 +73,7 @@ def test_what_is_placed_fits(workers: list[str], amounts: list[tuple[int, int, i
         node(str(index), **{"CPU": cpu, "GPU": gpu, "accelerator_type:A100": 1.0, "zone:b": far})
         for index, (cpu, gpu, far) in enumerate(amounts)
     ]
-    bundles = {f"{kind}{index}": bundle(kind, {"far": "zone:b"}, None) for index, kind in enumerate(workers)}
+    bundles = {f"{kind}{index}": ray_bundle(kind, {"far": "zone:b"}, None) for index, kind in enumerate(workers)}
 
     def fits(placed: dict[str, str]) -> bool:
         return all(
@@ -84,7 +83,7 @@ def test_what_is_placed_fits(workers: list[str], amounts: list[tuple[int, int, i
         )
 
     try:
-        assert fits(place(bundles, nodes))
+        assert fits(place_bundles(bundles, nodes))
     except ConfigError:
         if len(set(workers)) == 1:
             names = [one.name for one in nodes]

@@ -14,8 +14,8 @@ from lamina.cluster.remote_workers import RemoteWorkers
 from lamina.control.agent_messages import Apply, Refused, Start, ToAgent, ToEngine
 from lamina.control.secret import new
 from lamina.control.sockets import ENGINE, Bootstrap
+from lamina.core import __version__
 from lamina.core.errors import TransportError
-from lamina.core.version import __version__
 from lamina.transport.listener import LOOPBACK
 
 NAMES = ["memory0", "memory1", "memory2"]

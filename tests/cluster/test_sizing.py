@@ -1,13 +1,12 @@
 """Settings against the limits of a machine and a model."""
 
 import dataclasses
-from unittest.mock import Mock
 
 import pytest
 
-from lamina.cluster import bringup, sizing
+from lamina.cluster import sizing
 from lamina.config.engine_config import EngineConfig
-from lamina.control.messages import Hello, Resources
+from lamina.control.messages import Hello
 from lamina.core.errors import ConfigError
 from lamina.core.pipeline import Pipeline
 from lamina.core.topology import Role
@@ -30,28 +29,6 @@ def test_a_model_that_states_no_context_length_asks_for_one() -> None:
     with pytest.raises(ConfigError, match="give max_model_len"):
         sizing.limits(EngineConfig(), model, ONE)
     assert sizing.limits(EngineConfig(max_model_len=77), model, ONE).max_model_len == 77
-
-
-def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None:
-    assert sizing.kv_bytes_per_worker(EngineConfig(), 4, 800) == 100
-    assert sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=400), 2, 800) == 400
-    with pytest.raises(ConfigError, match="401 for each of 2 memory workers; 800 bytes are free"):
-        sizing.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=401), 2, 800)
-
-
-def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
-    """1000 bytes, of which weights and others take some."""
-    assert sizing.kv_bytes_on_gpu(EngineConfig(), 1000, 1000) == 900
-    assert sizing.kv_bytes_on_gpu(EngineConfig(gpu_memory_utilization=0.75), 400, 1000) == 150
-    assert sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=400), 400, 1000) == 400
-    with pytest.raises(ConfigError, match=r"90 of the 1000 bytes .* gpu_memory_utilization 0.9 leaves 100"):
-        sizing.kv_bytes_on_gpu(EngineConfig(), 90, 1000)
-    with pytest.raises(ConfigError, match="401 for each memory worker; 400 bytes are free on its GPU"):
-        sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=401), 400, 1000)
-    assert sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=600), 400, 1000, 200) == 600
-    assert sizing.kv_bytes_on_gpu(EngineConfig(), 1000, 1000, 200) == 900, "more only if asked for"
-    with pytest.raises(ConfigError, match="400 bytes are free on its GPU, and the machine has 200 for it besides"):
-        sizing.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=601), 400, 1000, 200)
 
 
 def test_sequences_of_a_large_cluster_need_a_row_of_their_own_in_their_lane_alone() -> None:
@@ -99,32 +76,6 @@ def test_threads_and_waits_depend_on_the_cores_of_each_machine() -> None:
     assert sizing.Machines.from_greetings(roles, same).shared
     elsewhere = {**greetings, "compute0": greeting("c", 4)}
     assert not sizing.Machines.from_greetings(roles, elsewhere).shared, "core 4 of another machine"
-
-
-def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -> None:
-    hosts = {"memory0": "a 1", "memory1": "a 1", "memory2": "a 2", "memory3": "b 1"}
-    free = {"memory0": 400, "memory1": 420, "memory2": 1000, "memory3": 1000}
-    found = {name: Resources(0, 0, each, 1500 if name != "memory3" else 1000) for name, each in free.items()}
-    shares = {name: bringup._share(name, hosts, found) for name in hosts}
-    assert shares == {"memory0": (2, 400), "memory1": (2, 400), "memory2": (3, 1500), "memory3": (1, 1000)}
-
-
-@pytest.mark.parametrize(("wanted", "fits"), [(200, True), (250, True), (251, False)])
-def test_what_cpu_workers_take_of_a_machine_its_gpus_cannot_have_as_well(wanted: int, fits: bool) -> None:
-    """Of 1000 bytes, two workers on CPUs take theirs; two GPUs with 125 each may have half of the rest besides."""
-    config = EngineConfig(kv_cache_memory_bytes=wanted)
-    plan = Mock(
-        kv_bytes=lambda workers, free: sizing.kv_bytes_per_worker(config, workers, free),
-        kv_bytes_on_gpu=lambda free, total, host: sizing.kv_bytes_on_gpu(config, free, total, host // 2),
-    )
-    found = {name: Resources(0, 0, 1000, 1000) for name in ("memory0", "memory1")}
-    found |= {name: Resources(0, 0, 1000, 1000, 125, 500) for name in ("memory2", "memory3")}
-    hosts = dict.fromkeys(found, "a 1")
-    if fits:
-        assert bringup._kv_bytes(plan, hosts, found) == dict.fromkeys(found, wanted)
-    else:
-        with pytest.raises(ConfigError, match="125 bytes are free on its GPU, and the machine has 124"):
-            bringup._kv_bytes(plan, hosts, found)
 
 
 def test_four_compute_workers_are_two_replicas_of_two_ranks() -> None:

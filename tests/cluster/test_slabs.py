@@ -4,7 +4,11 @@ from typing import Any
 
 import pytest
 
+from lamina.cluster import slabs
 from lamina.cluster.slabs import Rows, SlabSize, slab_size
+from lamina.config.engine_config import EngineConfig
+from lamina.control.messages import Resources
+from lamina.core.errors import ConfigError
 from lamina.core.types import AttentionSpec, KvElement
 from lamina.kernels.gpu.specialize import power_of_two
 from lamina.memory.device.windows import most_rows
@@ -50,3 +54,52 @@ def test_only_layers_with_a_window_have_fewer_rows_than_slots_and_only_if_they_f
 def test_a_gpu_holds_page_tables_as_well(capacity: int) -> None:
     words = power_of_two(2 * (2 * capacity))  # as ``lamina.memory.device.gpu`` makes them
     assert SlabSize(7).with_pages(2).nbytes(capacity) >= 7 * capacity + 4 * words
+
+
+def on_gpu(free: int) -> Resources:
+    """The answer of a worker on a GPU with 1000 bytes, of which so many are free."""
+    return Resources(0, 0, 0, 0, gpu_bytes=free, gpu_total=1000)
+
+
+def test_kv_takes_half_of_what_is_free_or_what_is_asked_for_if_it_fits() -> None:
+    assert slabs.kv_bytes_per_worker(EngineConfig(), 4, 800) == 100
+    assert slabs.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=400), 2, 800) == 400
+    with pytest.raises(ConfigError, match="401 for each of 2 memory workers; 800 bytes are free"):
+        slabs.kv_bytes_per_worker(EngineConfig(kv_cache_memory_bytes=401), 2, 800)
+
+
+def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
+    """1000 bytes, of which weights and others take some."""
+    assert slabs.kv_bytes_on_gpu(EngineConfig(), on_gpu(1000)) == 900
+    assert slabs.kv_bytes_on_gpu(EngineConfig(gpu_memory_utilization=0.75), on_gpu(400)) == 150
+    assert slabs.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=400), on_gpu(400)) == 400
+    with pytest.raises(ConfigError, match=r"90 of the 1000 bytes .* gpu_memory_utilization 0.9 leaves 100"):
+        slabs.kv_bytes_on_gpu(EngineConfig(), on_gpu(90))
+    with pytest.raises(ConfigError, match="401 for each memory worker; 400 bytes are free on its GPU"):
+        slabs.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=401), on_gpu(400))
+    assert slabs.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=600), on_gpu(400), 400) == 600
+    assert slabs.kv_bytes_on_gpu(EngineConfig(), on_gpu(1000), 400) == 900, "more only if asked for"
+    with pytest.raises(ConfigError, match="400 bytes are free on its GPU, and the machine has 200 for it besides"):
+        slabs.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=601), on_gpu(400), 400)
+
+
+def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -> None:
+    hosts = {"memory0": "a 1", "memory1": "a 1", "memory2": "a 2", "memory3": "b 1"}
+    free = {"memory0": 400, "memory1": 420, "memory2": 1000, "memory3": 1000}
+    found = {name: Resources(0, 0, each, 1500 if name != "memory3" else 1000) for name, each in free.items()}
+    shares = {name: slabs._share(name, hosts, found) for name in hosts}
+    assert shares == {"memory0": (2, 400), "memory1": (2, 400), "memory2": (3, 1500), "memory3": (1, 1000)}
+
+
+@pytest.mark.parametrize(("wanted", "fits"), [(200, True), (250, True), (251, False)])
+def test_what_cpu_workers_take_of_a_machine_its_gpus_cannot_have_as_well(wanted: int, fits: bool) -> None:
+    """Of 1000 bytes, two workers on CPUs take theirs; two GPUs with 125 each may have half of the rest besides."""
+    config = EngineConfig(kv_cache_memory_bytes=wanted)
+    found = {name: Resources(0, 0, 1000, 1000) for name in ("memory0", "memory1")}
+    found |= {name: Resources(0, 0, 1000, 1000, 125, 500) for name in ("memory2", "memory3")}
+    hosts = dict.fromkeys(found, "a 1")
+    if fits:
+        assert slabs._kv_bytes(config, hosts, found) == dict.fromkeys(found, wanted)
+    else:
+        with pytest.raises(ConfigError, match="125 bytes are free on its GPU, and the machine has 124"):
+            slabs._kv_bytes(config, hosts, found)

@@ -1,6 +1,6 @@
 """The code for GPUs, emulated: families against Hugging Face, recordings, chunks, and what stays on the card."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import numpy as np
@@ -19,8 +19,8 @@ from lamina.compute.device.cuda import Cuda
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.gpu import Gpu
-from lamina.compute.device.kit import ROWS, Kit, padded_rows
-from lamina.compute.rows import Rows, pad
+from lamina.compute.device.kit import ROWS, padded_rows
+from lamina.compute.rows import Rows
 from lamina.core.errors import ConfigError
 from lamina.core.types import AttentionSpec, DType
 from lamina.kernels.segments import SegmentTable
@@ -29,67 +29,24 @@ from lamina.lowering.cpu_slices import PositionTable
 from lamina.lowering.gpu_slices import place
 from lamina.memory.device import gpu_memory
 from lamina.models.quantisation.codes import Weight
-from lamina.splitter import SliceOutput, SplitModel, split
+from lamina.splitter import split
 from lamina.splitter.assemble import assemble, capture_clean
 from lamina.splitter.markers import Reduce
 from lamina.splitter.parts import Rank
 from lamina.splitter.split_model import cut
-from tests.splitter import test_shard, test_variants
-from tests.splitter.oracle import Runner
-from tests.splitter.test_shard import Ranks
 from tests.support import reference_attention
+from tests.support.gpu_runner import OnGpu
 from tests.support.random_models import NAMES, VOCABULARY, random_model, variant
+from tests.support.split_oracle import Runner, assert_same_logits
+from tests.support.split_ranks import Ranks, assert_ranks_same_logits
 from tests.support.sweep import sweep
 
 ORDINARY = ("gemma2", "deepseek_v3")
 
 
-class OnGpu(Runner):
-    """The reference runtime with slices on an emulated card, where another lane runs between any two of them."""
-
-    def __init__(
-        self,
-        model: SplitModel,
-        weights: Mapping[str, Tensor],
-        kit: Kit | None = None,
-        reduce: Reduce | None = None,
-    ) -> None:
-        super().__init__(model, weights)
-        card = Gpu(kit or Emulated())
-        lowered = lower(model, Target.GPU)
-        self._runner = card.runner(lowered, {name: weights[name].to(card.place) for name in lowered.weights}, reduce)
-
-    def run(
-        self, index: int, ids: Tensor, positions: Tensor, attention: Tensor | None, context: tuple[Tensor, ...]
-    ) -> SliceOutput:
-        """Compute one slice, padded as steps are."""
-        count, total = len(ids), padded_rows(len(ids))
-        rows = Rows(pad(ids, total), pad(positions, total))
-        context = tuple(padded(tensor, total) for tensor in context)
-        if attention is not None:
-            attention = padded(attention, total)
-            if index == len(self.model.slices) - 1:
-                return SliceOutput((self._runner.logits(rows, attention, context, torch.arange(count)).cpu().clone(),))
-        out = self._runner.run(index, rows, attention, context)
-        results = tuple(tensor.clone() for tensor in out.results)
-        other = Rows(torch.full((total,), 5), torch.arange(total))
-        noise = None if attention is None else torch.full_like(attention, 0.5)
-        self._runner.run(index, other, noise, tuple(torch.full_like(tensor, 0.5) for tensor in context))
-        for kept, tensor in zip(results[3:], out.context, strict=True):
-            assert torch.equal(kept, tensor)
-        return SliceOutput(tuple(tensor[:count].cpu() for tensor in results))
-
-
-def padded(tensor: Tensor, rows: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
-
-
 @pytest.mark.parametrize("name", sweep(NAMES, ORDINARY))
-def test_slices_on_an_emulated_gpu_compute_what_hugging_face_computes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_variants, "Runner", OnGpu)
-    test_variants.assert_same_logits(variant(name))
+def test_slices_on_an_emulated_gpu_compute_what_hugging_face_computes(name: str) -> None:
+    assert_same_logits(variant(name), OnGpu)
 
 
 _reduces: list[Reduce] = []
@@ -102,7 +59,7 @@ def _sum_over_ranks(x: Tensor, number: int) -> None:
 
 
 def ranks_on_gpus(config: PretrainedConfig, state: dict[str, Tensor], ranks: Ranks, count: int) -> list[Runner]:
-    """As ``test_shard.runners``, on emulated cards."""
+    """Return a reference runtime on an emulated card for every rank."""
     found, captured = list[Runner](), capture_clean(config, DType.FLOAT32)
     for number in range(count):
         model = assemble(config, DType.FLOAT32, captured, Rank(number, count))
@@ -120,11 +77,8 @@ def ranks_on_gpus(config: PretrainedConfig, state: dict[str, Tensor], ranks: Ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_two_ranks_on_emulated_gpus_compute_what_hugging_face_computes(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_shard, "runners", ranks_on_gpus)
-    test_shard.assert_same_logits(variant(name), 2)
+def test_two_ranks_on_emulated_gpus_compute_what_hugging_face_computes(name: str) -> None:
+    assert_ranks_same_logits(variant(name), 2, ranks_on_gpus)
 
 
 @pytest.mark.parametrize("name", sweep(NAMES, ["llama4_text"]))

@@ -14,8 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from lamina.cli import app
-from lamina.cluster.pool import parse
-from lamina.cluster.ray_placement import bundle, own_kinds
+from lamina.cluster.pool import own_kinds, parse, ray_bundle
 from lamina.config.engine_config import EngineConfig
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -49,7 +48,7 @@ def test_kinds_of_the_examples_are_resources_of_their_nodes() -> None:
     own = own_kinds(options["--kind"])
     (memory,) = parse(options["--memory"], list(own))
     node = aws["available_node_types"]["memory"]["resources"]
-    assert all(node.get(name, 0) >= amount for name, amount in bundle(memory.kind, own, None).items())
+    assert all(node.get(name, 0) >= amount for name, amount in ray_bundle(memory.kind, own, None).items())
 
 
 def ray_cluster(file: str) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Gather, Wish
 from lamina.config.engine_config import EngineConfig
 from lamina.control import liveness
@@ -14,11 +13,12 @@ from lamina.control.messages import Failed, Hello, SlabReady
 from lamina.control.sockets import ControlClient, ControlServer
 from lamina.core.errors import EngineDeadError, TransportError
 from lamina.core.pipeline import Pipeline
-from lamina.core.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
+from lamina.core.types import AttentionSpec, FinishReason, RequestOutput, SamplingParams
 from lamina.engine.engine import Engine
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
+from tests.support.bare_cluster import bare_cluster
 from tests.support.schedules import client
 from tests.support.waiting import wait_until
 from tests.support.whole_outputs import whole
@@ -60,7 +60,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     monkeypatch.setattr(ControlServer, "receive", wait_first)
     model = directory.find(None)
     spec = AttentionSpec(layer=0, query_heads=2, kv_heads=1, qk_dim=8, v_dim=8, scale=1.0)
-    cluster = Cluster(("compute0",), {"memory0": 100}, (spec,), DType.FLOAT32, 1, 2048, Pipeline(1, 1, False), {})
+    cluster = bare_cluster(["compute0"], {"memory0": 100}, [spec], Pipeline(1, 1))
     control = ControlServer(["compute0", "memory0"])
     made = Engine(EngineConfig(), model, Tokenizer(model), Limits(4, 64, 64), control, NoWorkers(), cluster)
     made.go = go.set  # type: ignore[attr-defined]

@@ -66,7 +66,7 @@ def pools_of(topology: Topology) -> Pools:
     turn.in_flight, turn.scheduler.requests = {}, []
     turn.scheduler.is_drained = lambda name: True
     turn.scheduler.placement = Placement(topology.capacities)
-    control, workers, fabric = Mock(), Mock(), Mock(compute_setup=Mock(local=False), start_s=60.0)
+    control, workers, fabric = Mock(), Mock(), Mock(plan=Mock(compute_setup=Mock(local=False), start_s=60.0))
     control.liveness.awake_s = 0.0
     control.liveness.lost = workers.ended = lambda: {}
     workers.wishes = lambda: ()

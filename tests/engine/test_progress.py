@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Wish
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import Draw, Hello, Release, Step, StepDone, Stop, Working
 from lamina.control.sockets import ControlClient, ControlServer
 from lamina.core.pipeline import Pipeline
-from lamina.core.types import AttentionSpec, DType, FinishReason, RequestOutput, SamplingParams
+from lamina.core.types import AttentionSpec, FinishReason, RequestOutput, SamplingParams
 from lamina.engine import losses
 from lamina.engine.engine import Engine
 from lamina.models import directory
 from lamina.schedule.limits import Limits
 from lamina.text.tokenizer import Tokenizer
+from tests.support.bare_cluster import bare_cluster
 from tests.support.whole_outputs import whole
 
 LIMIT_S = 1.0
@@ -95,7 +95,7 @@ def generate(server: ControlServer, reports: bool, monkeypatch: pytest.MonkeyPat
         greetings += len(list(server.receive(1.0)))
     place = directory.find(None)
     spec = AttentionSpec(layer=0, query_heads=1, kv_heads=1, qk_dim=4, v_dim=4, scale=1.0)
-    cluster = Cluster(("compute0",), {"memory0": 100}, (spec,), DType.FLOAT32, 0, 2048, Pipeline(1, 1, False), {})
+    cluster = bare_cluster(["compute0"], {"memory0": 100}, [spec], Pipeline(1, 1))
     engine = Engine(EngineConfig(), place, Tokenizer(place), Limits(4, 64, 64), server, Workers(), cluster)
     ends: queue.Queue[RequestOutput] = queue.Queue()
     try:

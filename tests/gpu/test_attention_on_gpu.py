@@ -13,9 +13,9 @@ from lamina.kernels import attention
 from lamina.kernels.gpu.attention import Attention, KvSlab, StepCapacity, pair_table, write_words
 from lamina.kernels.gpu.tables import PageTables
 from lamina.kernels.gpu.tilings import Choices
-from tests.memory import test_device
 from tests.support import reference_attention
 from tests.support.kernel_cases import decode, make_case, make_spec, table
+from tests.support.shared_prefixes import check_shared_prefixes
 
 pytestmark = pytest.mark.gpu
 KERNEL_TESTS = ["tests/kernels/test_triton_attention.py", "tests/kernels/test_triton_plan.py"]
@@ -64,7 +64,7 @@ def test_compute_sanitizer_finds_nothing(what):
 def test_shared_prefixes_are_read_once_for_all(samples):
     from lamina.kernels.gpu.cuda import Cuda
 
-    test_device.check_shared_prefixes(Cuda(0), samples)
+    check_shared_prefixes(Cuda(0), samples)
 
 
 def test_slabs_in_the_hosts_memory_are_read_and_written(monkeypatch):
@@ -72,7 +72,7 @@ def test_slabs_in_the_hosts_memory_are_read_and_written(monkeypatch):
 
     backend = Cuda(0)
     monkeypatch.setattr(backend, "memory", lambda: (0, 0))
-    test_device.check_shared_prefixes(backend, 2)
+    check_shared_prefixes(backend, 2)
 
 
 def expected(case):

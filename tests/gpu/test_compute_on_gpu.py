@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.core.errors import ConfigError
@@ -14,13 +13,14 @@ from lamina.core.types import AttentionSpec, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering.expert_operators import experts_stacked, multiply
 from lamina.models.quantisation.codes import StackedCodes, quantise_experts
-from tests.compute import test_gpu_device, test_transfers
-from tests.runtime import test_polling
-from tests.runtime.test_tensor_parallel import check
-from tests.splitter import test_variants
 from tests.support import reference_attention
+from tests.support.gpu_runner import OnGpu
+from tests.support.lane_transfers import check_lanes
+from tests.support.polling_runs import BY_HOST, SETTINGS, check_polling
 from tests.support.random_models import served, variant
+from tests.support.rank_runs import check_ranks
 from tests.support.running import check_greedy
+from tests.support.split_oracle import assert_same_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -29,15 +29,10 @@ TOLERANCE = 1e-4  # of logits in float32, whose products add up in another order
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek_v3", "gpt_oss", "qwen2_moe"])
-def test_slices_compute_what_hugging_face_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_compute_what_hugging_face_computes(name: str) -> None:
     from lamina.compute.device.cuda import Cuda
 
-    def assert_close(actual: Tensor, expected: Tensor) -> None:
-        torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE * max(1.0, float(expected.abs().max())))
-
-    monkeypatch.setattr(test_variants, "Runner", lambda model, weights: test_gpu_device.OnGpu(model, weights, Cuda(0)))
-    monkeypatch.setattr(test_variants, "assert_close", assert_close)
-    test_variants.assert_same_logits(variant(name))
+    assert_same_logits(variant(name), lambda model, weights: OnGpu(model, weights, Cuda(0)), TOLERANCE)
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
@@ -46,7 +41,7 @@ def test_lanes_that_take_turns_move_their_own_rows(is_recorded: bool, has_sinks:
     from lamina.compute.device.cuda import Cuda
 
     for seed, (shards, workers) in enumerate([(1, 1), (1, 3), (2, 2)]):
-        test_transfers.check_lanes(Cuda(0), 9, 3, shards, workers, is_recorded, has_sinks, seed)
+        check_lanes(Cuda(0), 9, 3, shards, workers, is_recorded, has_sinks, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # in blocks; by FlashAttention
@@ -118,8 +113,8 @@ def test_local_memory_equals_hugging_face(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("which", ["one lane", "two lanes", "three lanes"])
 def test_requests_that_the_gpu_answers_itself_equal_hugging_face(which: str, tmp_path: Path) -> None:
-    served_by_device = test_polling.check(tmp_path, "gpt_oss", memory="cuda:1", **test_polling.SETTINGS[which])
-    assert (served_by_device == 0) == (which in test_polling.BY_HOST)
+    served_by_device = check_polling(tmp_path, "gpt_oss", memory="cuda:1", **SETTINGS[which])
+    assert (served_by_device == 0) == (which in BY_HOST)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -127,4 +122,4 @@ def test_two_ranks_equal_hugging_face(tmp_path: Path) -> None:
     """Ranks that add up by NCCL in recordings; a prompt too long to be recorded; one KV head."""
     model = served("llama", num_key_value_heads=1, max_position_embeddings=1024)
     sizes = {"max_model_len": 1024, "max_num_batched_tokens": 640}
-    check(tmp_path, model, 2, (1, 6, 600), 5, compute="cuda:2", **sizes)
+    check_ranks(tmp_path, model, 2, (1, 6, 600), 5, compute="cuda:2", **sizes)

@@ -19,9 +19,9 @@ from lamina.lowering.records import (
     store_graph,
 )
 from lamina.splitter import split
-from tests.splitter.oracle import Runner
 from tests.support.lowered_runner import LoweredRunner
 from tests.support.random_models import NAMES, VOCABULARY, variant
+from tests.support.split_oracle import Runner
 from tests.support.sweep import sweep
 
 

@@ -25,9 +25,9 @@ from lamina.memory.setup import polling_of
 from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from lamina.transport.device.slots import Outcome
 from lamina.transport.device.threads import ThreadSlots, ThreadStream
-from tests.memory.test_worker import TIMEOUT_S, Pair
 from tests.support import reference_attention
 from tests.support.late_backend import LateBackend
+from tests.support.memory_worker import TIMEOUT_S, Pair
 from tests.support.reference_attention import read_reply
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")

@@ -8,7 +8,7 @@ from lamina.control.messages import MemorySetup, Reserve
 from lamina.core.errors import ConfigError
 from lamina.core.types import AttentionSpec, DType, Overlap
 from lamina.memory import setup
-from tests.memory.test_worker import Control
+from tests.support.memory_worker import Control
 
 SETUP = MemorySetup([AttentionSpec(0, 2, 2, 8, 8, 0.5)], DType.FLOAT32, 40, 1, Overlap(), False)
 

@@ -14,8 +14,8 @@ from lamina.core.types import AttentionSpec, SamplingParams, Segment
 from lamina.kernels.segments import SegmentTable
 from lamina.memory import cuts, worker
 from lamina.memory.device import cpu
-from tests.memory.test_worker import Pair
 from tests.support import reference_attention
+from tests.support.memory_worker import Pair
 from tests.support.reference_attention import read_reply
 
 SPECS = [AttentionSpec(layer=layer, query_heads=2, kv_heads=2, qk_dim=8, v_dim=8, scale=0.5) for layer in range(2)]

@@ -35,7 +35,7 @@ def tokens(folder: Path, held: str = "", **settings: Any) -> list[list[int]]:
     try:
         params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         outputs = run_all(engine, PROMPTS, params)
-        assert engine.cluster.weights and held in engine.cluster.weights
+        assert engine.cluster.loaded.weights and held in engine.cluster.loaded.weights
     finally:
         engine.close()
     return [output.outputs[0].token_ids for output in outputs]

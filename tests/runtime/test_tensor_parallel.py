@@ -1,16 +1,13 @@
 """Replicas of several ranks, on real workers, against Hugging Face."""
 
 import os
-import random
 import re
 import signal
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
 
 from lamina.cluster.local_workers import LocalWorkers
 from lamina.config.engine_config import EngineConfig
@@ -18,62 +15,28 @@ from lamina.core.types import CompletionOutput, DType, RequestOutput, SamplingPa
 from lamina.launch import launch
 from lamina.lowering import Target
 from tests.support.prepared_checkpoints import write_prepared
-from tests.support.random_models import NAMES, SERVED, greedy, served, variant
-from tests.support.running import assert_same, config, run_all, survive
+from tests.support.random_models import NAMES, SERVED, served, variant
+from tests.support.rank_runs import check_ranks
+from tests.support.running import assert_same, config, survive
 from tests.support.whole_outputs import whole
 
 pytestmark = pytest.mark.slow
-TOKENS = 12
-LENGTHS = (1, 6, 7, 8, 21, 34, 45, 14)
-
-
-def check(
-    folder: Path,
-    model: PretrainedConfig,
-    ranks: int,
-    lengths: Sequence[int] = LENGTHS,
-    tokens: int = TOKENS,
-    **settings: Any,
-) -> None:
-    sizes = {"max_model_len": 64, "max_num_batched_tokens": 24}
-    given: dict[str, Any] = {"compute": f"cpu:{ranks}", "memory": "cpu:2", "dtype": DType.FLOAT32} | sizes | settings
-    target = Target.CPU if given["compute"].startswith("cpu") else Target.GPU
-    reference = write_prepared(model, folder, target=target, ranks=ranks)
-    draw = random.Random(model.model_type)
-    prompts = [[draw.randrange(3, model.vocab_size) for _ in range(length)] for length in lengths]
-    prompts.append(prompts[-2][:30] + prompts[-1])  # begins like another one
-    config = EngineConfig(
-        model=str(folder),
-        tensor_parallel=ranks,
-        max_num_seqs=6,
-        kv_cache_memory_bytes=4 << 20,
-        **given,
-    )
-    engine = launch(config)
-    try:
-        params = [SamplingParams(n=n, temperature=0.0, max_tokens=tokens, ignore_eos=True) for n in (1, 2)]
-        outputs = run_all(engine, prompts * 2, [each for each in params for _ in prompts])
-    finally:
-        engine.close()
-    expected = [greedy(reference, prompt, tokens) for prompt in prompts]
-    got = [[part.token_ids for part in output.outputs] for output in outputs]
-    assert got == [[one] for one in expected] + [[one] * 2 for one in expected]
 
 
 def test_two_replicas_of_two_ranks(tmp_path: Path) -> None:
     """Each on a lane of its own; the heads of a sequence are on one memory worker."""
-    check(tmp_path, served("llama"), 2, compute="cpu:4", memory="cpu:1")
+    check_ranks(tmp_path, served("llama"), 2, compute="cpu:4", memory="cpu:1")
 
 
 def test_more_memory_workers_than_ranks_share_the_heads(tmp_path: Path) -> None:
     """Each rank has two shards of the heads, which are on four workers."""
-    check(tmp_path, served("bloom"), 2, memory="cpu:4", partition="head", transport="tcp")
+    check_ranks(tmp_path, served("bloom"), 2, memory="cpu:4", partition="head", transport="tcp")
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_four_ranks_equal_hugging_face(family: str, tmp_path: Path) -> None:
     heads = {"num_key_value_heads": 4} if family == "llama" else {}
-    check(tmp_path, served(family, **heads), 4)
+    check_ranks(tmp_path, served(family, **heads), 4)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +100,7 @@ def test_a_lost_rank_costs_its_replica_and_a_lost_memory_worker_a_pause(
 
 @pytest.mark.parametrize("family", NAMES)
 def test_two_ranks_equal_hugging_face(family: str, tmp_path: Path) -> None:
-    check(tmp_path, served(family) if family in SERVED else variant(family), 2)
+    check_ranks(tmp_path, served(family) if family in SERVED else variant(family), 2)
 
 
 @pytest.mark.parametrize(
@@ -156,23 +119,23 @@ def test_fewer_kv_heads_than_ranks_equal_hugging_face(
 ) -> None:
     """One or two KV heads, which two or four ranks share; prompts of several chunks, on two memory workers."""
     heads = {name: settings.pop(name) for name in ("num_key_value_heads", "alibi") if name in settings}
-    check(tmp_path, (served if family in SERVED else variant)(family, **heads), ranks, **settings)
+    check_ranks(tmp_path, (served if family in SERVED else variant)(family, **heads), ranks, **settings)
 
 
 @pytest.mark.parametrize("family", NAMES)
 def test_two_ranks_on_gpus_equal_hugging_face(family: str, tmp_path: Path) -> None:
     """On emulated ones, which attend by the CPU's memory workers."""
     model = served(family) if family in SERVED else variant(family)
-    check(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:2")
+    check_ranks(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:2")
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss", "falcon-mqa"])
 def test_ranks_and_memory_on_gpus_equal_hugging_face(family: str, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     model = served(family) if family in SERVED else variant(family)
-    check(tmp_path, model, 2, (1, 3, 13), 3, compute="emulated:2", memory="emulated:1,cpu:1")
+    check_ranks(tmp_path, model, 2, (1, 3, 13), 3, compute="emulated:2", memory="emulated:1,cpu:1")
 
 
 def test_two_replicas_of_two_ranks_on_gpus(tmp_path: Path) -> None:
     model = served("llama", num_key_value_heads=1)
-    check(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:4")
+    check_ranks(tmp_path, model, 2, (1, 6, 34), 5, compute="emulated:4")

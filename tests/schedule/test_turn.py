@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamina.cluster import sizing
-from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Wish
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import StepDone
 from lamina.control.sockets import ControlServer
 from lamina.core.pipeline import Arrangement, Pipeline
-from lamina.core.types import AttentionSpec, DType
+from lamina.core.types import AttentionSpec
 from lamina.engine import engine
 from lamina.kv.placement import Placement
 from lamina.models import directory
@@ -29,6 +28,7 @@ from lamina.schedule.limits import Limits
 from lamina.schedule.policy import Fifo
 from lamina.schedule.turn import DEPTH, Turn
 from lamina.text.tokenizer import Tokenizer
+from tests.support.bare_cluster import bare_cluster
 from tests.support.schedules import request
 from tests.support.turn_driver import CHOICES, ENOUGH, FIXED, INSTANCES, Driver
 
@@ -119,9 +119,7 @@ def test_the_engine_and_the_simulator_build_the_same_turn(monkeypatch: pytest.Mo
     config = EngineConfig()
     specs = tuple(AttentionSpec(layer, shape.query_heads, shape.kv_heads, 8, 8, 1.0) for layer in range(shape.layers))
     engine_pipeline = sizing.pipeline(config, 2, shared=False)
-    cluster = Cluster(
-        ("compute0", "compute1"), placement.capacities, specs, DType.FLOAT32, 1, 2048, engine_pipeline, {}
-    )
+    cluster = bare_cluster(["compute0", "compute1"], placement.capacities, specs, engine_pipeline)
     control = ControlServer(["compute0", "compute1", "memory0"])
     model = directory.find(None)
     engine.Engine(config, model, Tokenizer(model), limits, control, NoWorkers(), cluster).close()

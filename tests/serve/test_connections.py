@@ -17,8 +17,8 @@ import pytest
 
 from lamina.serve import connections
 from lamina.serve.connections import Connections, accept
-from tests.serve.conftest import serve
-from tests.serve.test_intake import answer, head
+from tests.support.http_server import serve
+from tests.support.raw_http import answer, head
 from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, Running, refusal
 
 GET = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from lamina.core.version import __version__
+from lamina.core import __version__
 from tests.support.commands import END_S, RUN_S, Server, start
 from tests.support.waiting import wait_until
 

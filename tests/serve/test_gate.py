@@ -19,7 +19,7 @@ from lamina.config.server_config import ServerConfig
 from lamina.core.errors import ConfigError
 from lamina.observe.metrics import VLLM_NAMES
 from lamina.serve.gate import Keys, RateLimit, api_keys, tls_context
-from tests.serve.conftest import serve
+from tests.support.http_server import serve
 from tests.support.scripted_engine import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
 
 BODY = {"prompt": "a"}

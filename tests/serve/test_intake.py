@@ -1,7 +1,5 @@
 """Limits on the size, speed and number of bodies, and prompts that are rejected before they are tokenised."""
 
-import json
-import socket
 import threading
 from typing import Any
 
@@ -13,33 +11,10 @@ from lamina.serve.bodies import MOST_BYTES_BESIDES, CompletionBody, parse
 from lamina.serve.gate import LARGEST_AT_ONCE, LEAST_LIMIT, SMALL, BoundedBodies, body_limit
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import MOST_BYTES_OF_FIELDS
+from tests.support.raw_http import answer, head, raw
 from tests.support.scripted_engine import CHAT, COMPLETION, TIMEOUT_S, Running, refusal
 
 JSON = {"Content-Type": "application/json"}
-
-
-def raw(server: Running, data: bytes) -> socket.socket:
-    """A connection on which ``data`` has been sent."""
-    url = httpx.URL(server.url)
-    connection = socket.create_connection((url.host, url.port), TIMEOUT_S)
-    connection.sendall(data)
-    return connection
-
-
-def head(length: int | None, path: str = COMPLETION, extra: str = "") -> bytes:
-    framing = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
-    return f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n{framing}\r\n{extra}\r\n".encode()
-
-
-def answer(connection: socket.socket) -> tuple[int, dict[str, Any]]:
-    """The next answer's status and JSON."""
-    with connection.makefile("rb") as lines:
-        status = int(lines.readline().split()[1])
-        length = 0
-        while (line := lines.readline().strip().lower()) != b"":
-            if line.startswith(b"content-length:"):
-                length = int(line.split(b":")[1])
-        return status, json.loads(lines.read(length))
 
 
 def test_the_limit_grows_with_the_longest_prompt() -> None:

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from tests.serve.conftest import serve
+from tests.support.http_server import serve
 from tests.support.scripted_engine import CHAT, COMPLETION, Running
 
 BASE: dict[str, dict[str, Any]] = {

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from lamina.serve.request_log import REQUEST_ID
-from tests.serve.test_intake import raw
+from tests.support.raw_http import raw
 from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, Running
 
 HIDDEN = b"GET /v1/models HTTP/1.1\r\nHost: a\r\n\r\n"

@@ -6,47 +6,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from lamina.core.types import DType
 from lamina.splitter import split
-from tests.splitter.oracle import Runner
 from tests.support.random_models import (
     NAMES,
     REPRESENTATIVES,
-    VOCABULARY,
-    random_model,
     variant,
     write_checkpoint,
 )
+from tests.support.split_oracle import Runner, assert_same_logits
 from tests.support.sweep import sweep
-
-# Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
-STEPS = {0: (4, 6, 7, 8), 1: (9, 12, 13, 14), 2: (1, 8, 9, 10)}
-
-
-def assert_same_logits(config: PretrainedConfig) -> None:
-    """Ragged prefill, then decode, several sequences to a step; the last rows alone in every second step."""
-    model = random_model(config)
-    runner = Runner(split(config), model.state_dict())
-    sequences = {name: torch.randint(3, VOCABULARY, (ends[-1],)) for name, ends in STEPS.items()}
-    with torch.no_grad():
-        expected = {name: model(input_ids=ids[None]).logits[0] for name, ids in sequences.items()}
-        done = dict.fromkeys(STEPS, 0)
-        for step in range(4):
-            until = {name: ends[step] for name, ends in STEPS.items()}
-            last_rows_only = step % 2 == 1
-            batch = {name: ids[done[name] : until[name]] for name, ids in sequences.items()}
-            logits = runner.step(batch, last_rows_only)
-            first = {name: until[name] - 1 if last_rows_only else done[name] for name in STEPS}
-            assert_close(logits, torch.cat([expected[name][first[name] : until[name]] for name in STEPS]))
-            done = until
-
-
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    error = (actual - expected).abs().max().item()
-    assert error <= 1e-5 * max(1.0, expected.abs().max().item())
 
 
 @pytest.mark.parametrize("name", sweep(NAMES, REPRESENTATIVES))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from lamina.lowering import LoweredModel, lower
 from lamina.splitter import SliceOutput, SplitModel
-from tests.splitter.oracle import Runner
+from tests.support.split_oracle import Runner
 
 
 class LoweredRunner(Runner):

@@ -16,38 +16,9 @@ from lamina.transport.device.inboxes import Inboxes, Opened, SharedMaker
 from lamina.transport.shm import ShmEndpoint
 from lamina.worker.device_slots import Slots
 from lamina.worker.links import Member, open_links
-from tests.worker.test_links import PLAN, SECRET, Cluster
+from tests.support.linked_workers import PLAN, SECRET, Cluster, Device
 
 TIMEOUT_S = 5.0
-
-
-class Device:
-    """A ``Mapper`` that notes what it was told of. ``refuses``: peers whose memory it does not map."""
-
-    def __init__(self, refuses: str = "", inboxes: Inboxes | None = None) -> None:
-        self.inboxes = inboxes
-        self.adopted: list[memoryview] = []
-        self.mapped: dict[str, memoryview] = {}
-        self._refuses = refuses
-
-    def register_own(self, memory: memoryview) -> None:
-        self.adopted.append(memory)
-
-    def map_peer(self, peer: str, memory: memoryview) -> bool:
-        assert peer not in self.mapped, "its former memory has not been unmapped"
-        if peer == self._refuses:
-            return False
-        self.mapped[peer] = memory
-        return True
-
-    def unmap_peer(self, peer: str) -> None:
-        del self.mapped[peer]
-
-    def arrived(self, array: Any) -> Any:
-        return array
-
-    def copied(self, body: Any) -> memoryview:
-        return memoryview(body.tobytes())
 
 
 @pytest.fixture

@@ -4,64 +4,26 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
-from lamina.control.messages import Grant, Link, Linked, LinkWay, Register
+from lamina.control.messages import Grant, Link, Linked, Register
 from lamina.core.errors import DeadlineError, PeerLostError
 from lamina.dataplane.channel import Channel
-from lamina.dataplane.leases import ArenaPlan, Lease, lease_nbytes
 from lamina.dataplane.slot import Slot
 from lamina.dataplane.transport_choice import Transport
-from lamina.transport.device.inboxes import Inboxes
 from lamina.transport.endpoint import SPIN_S, WaitInTurns
 from lamina.transport.listener import Descriptor, decode
 from lamina.transport.shm import ShmEndpoint
 from lamina.transport.tcp import TcpEndpoint
 from lamina.worker import links as module
 from lamina.worker.links import Links, Member, open_links
+from tests.support.linked_workers import LONG_SPIN_S, PLAN, SECRET, SHM, TCP, TIMEOUT_S, Cluster
 
-SECRET = b"a secret of these tests"
-TIMEOUT_S = 30.0
-SHM, RDMA, TCP = Transport.SHM, Transport.RDMA, Transport.TCP
-PLAN = ArenaPlan(0, stages=False, pool_nbytes=256, leased_nbytes=3 * lease_nbytes(128), links=3)
 SLOT = Slot(64, 64, 1)  # of the part that is nobody's lease
-LONG_SPIN_S = 0.001
-
-
-class Cluster:
-    """Workers that all let each other in by shm and tcp, and are linked as a test says. ``inboxes``: of some."""
-
-    def __init__(self, names: list[str], inboxes: Mapping[str, Inboxes] | None = None) -> None:
-        register, self.inboxes = Register(PLAN, [SHM, TCP], spin_s=LONG_SPIN_S), inboxes or {}
-        self.links = {
-            name: open_links(Member(name, SECRET, "127.0.0.1"), register, self.inboxes.get(name)) for name in names
-        }
-        self.arenas = {name: links.arena for name, links in self.links.items()}
-        self.offers = {name: links.offer for name, links in self.links.items()}
-        self.leases: dict[tuple[str, str], Lease] = {}
-
-    def link(self, pairs: dict[tuple[str, str], Transport], round_: int = 1) -> dict[str, Linked]:
-        """What every worker answers, each working in a thread of its own."""
-        peers: dict[str, dict[str, LinkWay]] = {}
-        for (a, b), transport in pairs.items():
-            for name, peer in ((a, b), (b, a)):
-                peers.setdefault(name, {})[peer] = self.way(name, peer, transport)
-        with ThreadPoolExecutor(len(peers)) as pool:
-            messages = {name: Link(round_, peers[name], len(peers)) for name in peers}
-            answers = {name: pool.submit(self.links[name].link, messages[name]) for name in peers}
-            return {name: answer.result(TIMEOUT_S) for name, answer in answers.items()}
-
-    def way(self, name: str, peer: str, transport: Transport) -> LinkWay:
-        """How ``name`` reaches ``peer``, which leases it a part of its arena at the first call."""
-        if (peer, name) not in self.leases:
-            inboxes = [name] if {name, peer} <= self.inboxes.keys() else []
-            self.leases[peer, name] = self.links[peer].grant(Grant({name: 128}, inboxes)).leases[name]
-        return LinkWay(transport, self.offers[peer].descriptors[transport], self.leases[peer, name])
 
 
 @pytest.fixture
@@ -190,10 +152,10 @@ def test_a_transport_that_cannot_be_opened_is_an_obstacle_not_an_error() -> None
 
 
 def test_where_encryption_is_asked_for_rdma_is_an_obstacle() -> None:
-    links = open_links(Member("a", SECRET, "127.0.0.1"), Register(PLAN, [RDMA, TCP], SPIN_S, tls=True))
+    links = open_links(Member("a", SECRET, "127.0.0.1"), Register(PLAN, [Transport.RDMA, TCP], SPIN_S, tls=True))
     offer = links.offer
     assert list(offer.descriptors) == [TCP]
-    assert offer.obstacles == {RDMA: "a: rdma cannot be encrypted, which --tls requires"}
+    assert offer.obstacles == {Transport.RDMA: "a: rdma cannot be encrypted, which --tls requires"}
     links.close()
 
 

@@ -221,10 +221,10 @@ def write_rows_program(element: npt.DTypeLike, unit: int, lead: int) -> Program:
 
 
 def draw_program(element: npt.DTypeLike) -> Program:
-    """``triton_draw.draw`` from logits of type ``element``."""
+    """``triton_rows.draw`` from logits of type ``element``."""
     arrays = ["*i64", "*fp32", "*fp32", "*fp32", "*i64", "*i64"]
     types = [f"*{TRITON_NAMES[np.dtype(element)]}", "i32", *arrays, "i32"]
-    return _program("triton_draw.draw", types, 8, block=DRAWN_LOGITS)
+    return _program("triton_rows.draw", types, 8, block=DRAWN_LOGITS)
 
 
 def write_words_program() -> Program:

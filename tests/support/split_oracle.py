@@ -1,12 +1,17 @@
 """A reference runtime: runs slices with a slow, simple attention in float64."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from lamina.core.types import AttentionSpec
-from lamina.splitter import SliceOutput, SplitModel
+from lamina.splitter import SliceOutput, SplitModel, split
+from tests.support.random_models import (
+    VOCABULARY,
+    random_model,
+)
 
 
 def attend(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, start: int, sinks: Tensor | None) -> Tensor:
@@ -81,3 +86,33 @@ class Runner:
         self.cache[sequence, layer] = (k, v)
         sinks = self.model.sinks[layer]
         return attend(self.model.attentions[layer], q, k, v, past, self.weights[sinks] if sinks else None)
+
+
+# Sequence -> where its steps end: ragged prefill in two chunks (one sequence decodes at once), then decode.
+STEPS = {0: (4, 6, 7, 8), 1: (9, 12, 13, 14), 2: (1, 8, 9, 10)}
+
+
+def assert_same_logits(
+    config: PretrainedConfig,
+    make_runner: Callable[[SplitModel, Mapping[str, Tensor]], Runner] = Runner,
+    tolerance: float = 1e-5,
+) -> None:
+    """Compare a runner with transformers, to ``tolerance`` of the largest logit.
+
+    Ragged prefill, then decode, several sequences to a step; the last rows alone in every second step.
+    """
+    model = random_model(config)
+    runner = make_runner(split(config), model.state_dict())
+    sequences = {name: torch.randint(3, VOCABULARY, (ends[-1],)) for name, ends in STEPS.items()}
+    with torch.no_grad():
+        expected = {name: model(input_ids=ids[None]).logits[0] for name, ids in sequences.items()}
+        done = dict.fromkeys(STEPS, 0)
+        for step in range(4):
+            until = {name: ends[step] for name, ends in STEPS.items()}
+            last_rows_only = step % 2 == 1
+            batch = {name: ids[done[name] : until[name]] for name, ids in sequences.items()}
+            logits = runner.step(batch, last_rows_only)
+            first = {name: until[name] - 1 if last_rows_only else done[name] for name in STEPS}
+            wanted = torch.cat([expected[name][first[name] : until[name]] for name in STEPS])
+            assert (logits - wanted).abs().max() <= tolerance * max(1.0, wanted.abs().max().item())
+            done = until
