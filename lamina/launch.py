@@ -167,7 +167,7 @@ def _start(
         control.close()
         raise
     if config.max_model_len is None:  # a request longer than all slabs together could never be admitted
-        plan = _limited(plan, min(plan.limits.max_model_len, sum(cluster.capacities.values())))
+        plan = _limited(plan, min(plan.limits.max_model_len, cluster.topology.most_tokens))
     return launcher, plan, cluster
 
 
@@ -224,9 +224,9 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
     """Return the memory pool that is configured, or the one that suits the other settings. Raises ConfigError."""
     if config.ray is not None:
         known = _known_to_ray(config)
-        compute, memory = pool.parse(config.compute, known), pool.parse(config.memory or pool.CPU, known)
+        compute, memory = pool.parse_computes(config, known), pool.parse(config.memory or pool.CPU, known)
     else:
-        compute = pool.parse(config.compute)
+        compute = pool.parse_computes(config)
         bounds = {} if config.autoscale is None else pool.parse_bounds(config.autoscale)
         apart = (
             config.memory_cores is not None
@@ -241,14 +241,14 @@ def _memory_pool(config: EngineConfig) -> tuple[pool.PoolEntry, ...]:
 
 
 def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools:
-    """Return the workers of both pools, by name, with their devices. Workers of other machines come last."""
+    """Return the workers of both pools, by name, with their devices, in the order of the settings."""
     if config.ray is not None:
         return {
             role: {f"{role}{index}": Assigned(kind, pool.ray_device(kind)) for index, kind in enumerate(kinds)}
             for role, kinds in _ray_kinds(config).items()
         }
     entries: dict[Role, tuple[pool.PoolEntry, ...]] = {
-        "compute": pool.parse(config.compute),
+        "compute": pool.parse_computes(config),
         "memory": memory,
     }
     if config.listen is None and any(entry.kind == REMOTE for each in entries.values() for entry in each):
@@ -257,8 +257,8 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
     assigned = pool.assign_pools(here, find_devices())
     pools: dict[Role, dict[str, Assigned]] = {}
     for role, each in entries.items():
-        elsewhere = sum(entry.count for entry in each if entry.kind == REMOTE)
-        workers = (*assigned[role], *[Assigned(REMOTE, "")] * elsewhere)
+        own = iter(assigned[role])
+        workers = [Assigned(REMOTE, "") if kind == REMOTE else next(own) for kind in pool.kinds(each) if kind != LOCAL]
         pools[role] = {f"{role}{index}": worker for index, worker in enumerate(workers)}
     return pools
 
@@ -266,11 +266,8 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
     """Return the kind of each worker on a Ray cluster. Raises ConfigError."""
     known = _known_to_ray(config)
-    texts: dict[Role, str] = {"compute": config.compute, "memory": config.memory or pool.CPU}
-    return {
-        role: [entry.kind for entry in pool.parse(text, known) for _ in range(entry.count)]
-        for role, text in texts.items()
-    }
+    memory = pool.parse(config.memory or pool.CPU, known)
+    return {"compute": pool.kinds(pool.parse_computes(config, known)), "memory": pool.kinds(memory)}
 
 
 def _known_to_ray(config: EngineConfig) -> list[str]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import psutil
 
+from lamina.config.engine_config import EngineConfig
 from lamina.config.environment import environment
 from lamina.core.errors import ConfigError
 from lamina.core.topology import Role
@@ -209,6 +210,17 @@ def memory_pool(text: str | None, compute: tuple[PoolEntry, ...], apart: bool) -
     return parse(text if text is not None else LOCAL if alone and not apart else CPU)
 
 
+def size(text: str | None) -> int:
+    """Return the number of workers in a pool that ``parse`` accepts; 0 for None."""
+    return 0 if text is None else sum(int(part.partition(":")[2] or 1) for part in text.split(","))
+
+
+def parse_computes(config: EngineConfig, known: list[str] | None = None) -> tuple[PoolEntry, ...]:
+    """Return the workers that hold weights, those for prompts alone first. Raises ConfigError if a pool is
+    malformed."""
+    return tuple(entry for text in (config.prefill, config.compute) if text is not None for entry in parse(text, known))
+
+
 def kinds(pool: tuple[PoolEntry, ...]) -> list[str]:
     """Return the kind of each worker of a pool; ``local`` once."""
     return [entry.kind for entry in pool for _ in range(entry.count)]
@@ -235,11 +247,11 @@ def assign(
         ConfigError: naming the request, this machine's devices and a pool that works.
     """
     remedy = f"Use --{role} cpu:{2 if role == 'memory' else 1}"
-    assigned: list[Assigned] = []
+    assigned: dict[int, list[Assigned]] = {}
     prefix = EMULATED if devices.emulated else CUDA
     named = [(f"{prefix}:{index}", name) for index, name in enumerate(devices.gpus)]
     free = dict(sorted(named, key=lambda gpu: gpu[0] in taken))
-    for entry in sorted(pool, key=lambda entry: entry.kind == CUDA):  # those that take any GPU come last
+    for place, entry in sorted(enumerate(pool), key=lambda one: one[1].kind == CUDA):  # any GPU is what others left
         if entry.kind == LOCAL:
             if role == "compute":
                 raise ConfigError(f"local is memory of the compute workers; it cannot compute. {remedy}")
@@ -250,7 +262,7 @@ def assign(
                     f"{entry} asks for {entry.count} processes; this machine has {devices}, enough for {most} at most. "
                     f"{remedy}"
                 )
-            assigned += [Assigned(entry.kind, entry.kind)] * entry.count
+            assigned[place] = [Assigned(entry.kind, entry.kind)] * entry.count
             continue
         if entry.kind in PLANNED:
             raise ConfigError(f"{entry}: {entry.kind} is for `lamina plan` only; no worker runs on it. {remedy}")
@@ -260,8 +272,8 @@ def assign(
             raise ConfigError(f"{asked}; this machine has {devices}. {remedy}")
         for device in found[: entry.count]:
             del free[device]
-            assigned.append(Assigned(entry.kind, device))
-    return tuple(assigned)
+        assigned[place] = [Assigned(entry.kind, device) for device in found[: entry.count]]
+    return tuple(worker for place in sorted(assigned) for worker in assigned[place])
 
 
 def _is_kind(device: str, kind: str) -> bool:

@@ -6,7 +6,7 @@ Ranges of single settings are in ``lamina.config.engine_config``; what depends o
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lamina.cluster.pool import CPU, LOCAL, REMOTE, parse_bounds
+from lamina.cluster.pool import CPU, LOCAL, REMOTE, parse_bounds, size
 from lamina.config.engine_config import EngineConfig
 from lamina.core.errors import ConfigError
 
@@ -81,7 +81,7 @@ def _of_replicas(config: EngineConfig, computes: Sequence[str]) -> Iterator[Refu
 def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
     stages = config.pipeline_parallel
     replicas = max(1, computes // (config.tensor_parallel * stages))
-    lanes, rotates = config.lanes, config.pipelining == "rotational"
+    lanes, rotates, prefill = config.lanes, config.pipelining == "rotational", size(config.prefill)
     if rotates and stages > 1:
         yield Refusal(
             f"pipelining rotational and pipeline_parallel {stages}",
@@ -100,15 +100,15 @@ def _of_lanes(config: EngineConfig, computes: int) -> Iterator[Refusal]:
             "a lane is at one stage at a time, so that others would never have a slice to run",
             f"give lanes at least {replicas * stages}, or fewer compute workers",
         )
-    if config.prefill_replicas >= replicas:
+    if prefill % (config.tensor_parallel * stages):
         yield Refusal(
-            f"prefill_replicas {config.prefill_replicas} of {replicas} replicas",
-            "somebody must decode",
-            "leave at least one replica to decode, or add compute workers",
+            f"prefill {config.prefill}",
+            f"a replica has {config.tensor_parallel * stages} compute workers, which does not divide {prefill}",
+            f"give --prefill a multiple of {config.tensor_parallel * stages}",
         )
-    if config.prefill_replicas and rotates:
+    if prefill and rotates:
         yield Refusal(
-            f"prefill_replicas {config.prefill_replicas} and pipelining rotational",
+            f"prefill {config.prefill} and pipelining rotational",
             "a lane that visits all replicas in turn runs on those for prompts and on those that decode",
             "leave out pipelining",
         )
@@ -196,9 +196,9 @@ def _of_local_memory(config: EngineConfig, computes: Sequence[str], memories: Se
             "a lane stays on the replica that has the KV of its requests",
             "leave out pipelining",
         )
-    if several and config.prefill_replicas:
+    if config.prefill is not None:
         yield Refusal(
-            f"{given} and prefill_replicas {config.prefill_replicas}",
+            f"{given} and prefill {config.prefill}",
             "the KV of a prompt is in the memory of the replica that ran it, and stays there",
             "use memory workers, such as --memory cpu:1",
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lamina.cluster.conversations import START_TIMEOUT_S
-from lamina.cluster.pool import PLACE_S
+from lamina.cluster.pool import PLACE_S, size
 from lamina.config.engine_config import EngineConfig, overcommit
 from lamina.control.messages import ComputeSetup, Hello, MemorySetup, ModelLoaded
 from lamina.core.errors import ConfigError
@@ -80,12 +80,13 @@ def _parse_cores(text: str) -> set[int]:
 
 
 def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = False) -> Pipeline:
-    """Return the lanes of a cluster, see ``_lanes``, with some for prompts alone if ``config.prefill_replicas``."""
+    """Return the lanes of a cluster, see ``_lanes``, with some for prompts alone if there is a pool for these."""
     made = _lanes(config, computes, shared, local)
-    if not config.prefill_replicas:
+    prefill = size(config.prefill) // made.workers
+    if not prefill:
         return made
     lanes = made.replicas if made.start.rotates else made.start.lanes
-    return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=config.prefill_replicas)
+    return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
 
 
 def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pipeline:

@@ -171,16 +171,14 @@ class EngineConfig:
             group="Scheduling",
         ),
     ] = None
-    prefill_replicas: Annotated[
-        int,
+    prefill: Annotated[
+        str | None,
         Meaning(
-            "Copies of the weights that only run prompts; the others only decode. KV stays where it is. 0: each does "
-            "both.",
-            unit="replicas",
-            ge=0,
-            group="Scheduling",
+            "Workers with the weights that only run prompts, such as h100:2; those of compute then only decode. "
+            "KV stays where it is. Default: compute workers do both.",
+            group="Pools",
         ),
-    ] = 0
+    ] = None
     slo_ttft_ms: Annotated[
         int | None,
         Meaning(

@@ -92,6 +92,14 @@ class Topology(msgspec.Struct, frozen=True):
         return self.local.difference(computes[number] for number in self.pipeline.workers_of(lane))
 
     @property
+    def most_tokens(self) -> int:
+        """The most tokens that a request may have: of local memory, that of one replica."""
+        ranks, computes, capacities = self.pipeline.workers, self.computes, self.capacities
+        replicas = (computes[first : first + ranks] for first in range(0, len(computes), ranks))
+        own = max((sum(capacities.get(name, 0) for name in each) for each in replicas), default=0)
+        return own + sum(capacities[name] for name in self.memories)
+
+    @property
     def sizes(self) -> dict[Role, int]:
         """How many workers each pool has."""
         return {"compute": len(self.computes), "memory": len(self.memories)}

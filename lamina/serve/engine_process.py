@@ -147,7 +147,8 @@ def describe(engine: Engine) -> str:
     return (
         f"  model    {engine.model_name}, {engine.cluster.loaded.parameters / 1e6:.1f}M parameters, "
         f"{engine.cluster.loaded.dtype.value}{held}, up to {engine.max_model_len} tokens per request\n"
-        f"  compute  {engine.config.compute}\n"
+        + ("" if engine.config.prefill is None else f"  prefill  {engine.config.prefill}\n")
+        + f"  compute  {engine.config.compute}\n"
         f"  memory   {_memory_pool(engine.cluster.topology)}, room for {slots} tokens of KV\n"
         f"{sampling}"
         f"  network  {', '.join(summary(engine.cluster.links)) or 'not used: one worker'}\n"

@@ -23,7 +23,7 @@ GIVEN: dict[str, Any] = {
     "compute": "cpu:2",
     "tensor_parallel": 4,
     "pipeline_parallel": 2,
-    "prefill_replicas": 1,
+    "prefill": "cpu:1",
     "memory": "cpu:3",
     "load_format": "dummy",
     "dtype": "float16",

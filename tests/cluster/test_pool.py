@@ -93,10 +93,10 @@ def test_one_compute_worker_keeps_kv_itself_unless_told_otherwise() -> None:
 def test_each_worker_gets_a_gpu_of_its_own() -> None:
     devices = Devices(cores=16, ram_bytes=2**37, gpus=("NVIDIA H20", "NVIDIA A100-SXM4-80GB", "NVIDIA H20"))
     assert assign("memory", parse("cuda:1,h20:1,cpu:1,a100:1"), devices) == (
+        Assigned("cuda", "cuda:2"),
         Assigned("h20", "cuda:0"),
         Assigned("cpu", "cpu"),
         Assigned("a100", "cuda:1"),
-        Assigned("cuda", "cuda:2"),
     )
     with pytest.raises(ConfigError, match=r"cuda:2 asks for 2 GPUs; this machine has 2 x NVIDIA H20, 1 x NVIDIA A100"):
         assign("memory", parse("cuda:2,h20:2"), devices)

@@ -21,9 +21,9 @@ from tests.support.waiting import wait_until
 
 TOKENS = 16
 SWITCHES: dict[str, dict[str, Any]] = {
-    "one and one, TCP": {"compute": "cpu:2", "transport": "tcp"},
-    "one and two, segments of 17": {"compute": "cpu:3", "lanes": 6, "kv_tokens_per_worker": 17},
-    "nothing ahead, no cache": {"compute": "cpu:2", "plan_ahead": False, "prefix_cache": False},
+    "one and one, TCP": {"compute": "cpu:1", "transport": "tcp"},
+    "one and two, segments of 17": {"compute": "cpu:2", "lanes": 6, "kv_tokens_per_worker": 17},
+    "nothing ahead, no cache": {"compute": "cpu:1", "plan_ahead": False, "prefix_cache": False},
 }
 
 
@@ -44,7 +44,7 @@ def test_prompts_apart_equal_hugging_face(
 
     monkeypatch.setattr(Scheduler, "plan", plan)
     settings: dict[str, Any] = {"memory": "cpu:2", "max_num_seqs": 8, "max_num_batched_tokens": 32, **switches}
-    engine = launch(EngineConfig(model=str(tmp_path), dtype=DType.FLOAT32, prefill_replicas=1, **settings))
+    engine = launch(EngineConfig(model=str(tmp_path), dtype=DType.FLOAT32, prefill="cpu:1", **settings))
     try:
         role = engine.topology.pipeline.role
         assert {role(lane) for lane in range(engine.topology.pipeline.lanes)} == {"prefill", "decode"}
@@ -65,8 +65,8 @@ def test_prompts_apart_equal_hugging_face(
     assert sum(len(one.decoding.sequences) for one in plans) >= 12 * (TOKENS - 1)
 
 
-def test_roles_that_leave_nobody_to_decode_are_an_error_before_workers_start() -> None:
-    pool = EngineConfig(compute="cpu:2", memory="cpu:1", prefill_replicas=1)
-    for changes in ({"prefill_replicas": 2}, {"pipelining": "rotational"}):
-        with pytest.raises(ConfigError, match="prefill_replicas"):
+def test_a_pool_for_prompts_that_cannot_serve_is_an_error_before_workers_start() -> None:
+    pool = EngineConfig(compute="cpu:1", memory="cpu:1", prefill="cpu:1")
+    for changes in ({"prefill": "cpu:0"}, {"prefill": "local"}, {"pipelining": "rotational"}, {"memory": "local"}):
+        with pytest.raises(ConfigError, match=r"prefill|pool|local"):
             launch(dataclasses.replace(pool, **changes))
