@@ -1,6 +1,5 @@
 """Ranks of a tensor-parallel replica, in threads of one process, compute what transformers computes."""
 
-import dataclasses
 import itertools
 
 import pytest
