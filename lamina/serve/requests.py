@@ -12,7 +12,7 @@ from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import NamedTool, ToolChoice
 from lamina.text.defaults import Defaults
 from lamina.text.grammars import after_reasoning, compile_grammar
-from lamina.text.prompts import encode_chat, encode_prompt
+from lamina.text.prompts import encode_chat, prompt_tokens
 from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
 
 COMPLETION_TOKENS = 16
@@ -31,8 +31,9 @@ class GenerationRequest:
         params: Sampling parameters of all prompts.
         stream: Send the answer as a stream of events.
         usage: Which events have token counts.
-        scored: The completions repeat their prompts, with log-probabilities. The engine gets the first token of each
-            prompt, and is forced to draw the others.
+        echo_logprobs: The log-probabilities of the completions have those of their prompts before them.
+        prompt_logprobs: The answer has the log-probabilities of the prompts in a field of their own.
+        token_ids: The answer has the token ids of prompts and completions.
         echo: For each prompt, the text to put before its completions; empty for none.
         ignored: Names of fields that have no meaning here.
         make_parser: Makes what divides the text of one choice into content, reasoning and tool calls.
@@ -42,7 +43,9 @@ class GenerationRequest:
     params: SamplingParams
     stream: bool = False
     usage: UsageReports = "none"
-    scored: bool = False
+    echo_logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
     echo: Sequence[str] = ()
     ignored: Sequence[str] = ()
     make_parser: Callable[[], AnswerParser] = PlainText
@@ -57,11 +60,7 @@ class GenerationRequest:
     def _submission(self, prompt: list[int], room: int) -> tuple[list[int], SamplingParams]:
         params = self.params
         least = min(params.min_tokens, room) if room > 0 else params.min_tokens
-        if not self.scored:
-            return prompt, params if least == params.min_tokens else replace(params, min_tokens=least)
-        forced = prompt[1:]
-        most = None if params.max_tokens is None else params.max_tokens + len(forced)
-        return prompt[:1], replace(params, forced_token_ids=forced, min_tokens=least + len(forced), max_tokens=most)
+        return prompt, params if least == params.min_tokens else replace(params, min_tokens=least)
 
 
 def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -71,30 +70,22 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     """
     body = parse(CompletionBody, raw)
     require_model(engine, body.model)
-    scored = bool(body.echo) and body.logprobs is not None
+    echo_logprobs = bool(body.echo) and body.logprobs is not None
     _, limit = _limit(body)
     limit = COMPLETION_TOKENS if limit is None else limit
     params = _sampling_params(body, engine.sampling_defaults, {}, logprobs=body.logprobs, max_tokens=limit)
-    tokenizer, longest = engine.tokenizer, engine.max_model_len
-    prompts = [encode_prompt(tokenizer, p, longest) if isinstance(p, str) else p for p in body.prompt]
-    if (most := body.truncate_prompt_tokens) is not None:
-        prompts = [prompt[-most:] for prompt in prompts]
-    if scored:
-        _require_scorable(prompts, params, longest)
+    if echo_logprobs:
+        if params.structured_outputs is not None:
+            message = "logprobs of the prompt are not supported with structured outputs; leave out echo"
+            raise APIError(400, message, param="echo")
+        params = replace(params, prompt_logprobs=max(params.logprobs or 0, params.prompt_logprobs or 0))
+    tokenizer = engine.tokenizer
+    prompts = [prompt_tokens(tokenizer, p, params, engine.max_model_len) for p in body.prompt]
     skip = params.skip_special_tokens
     echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
-    if scored:
+    if echo_logprobs:
         echo = [tokenizer.decode(prompt[:1], skip) for prompt in prompts]
-    return _generation(body, engine, prompts, params, echo=echo, scored=scored)
-
-
-def _require_scorable(prompts: Sequence[list[int]], params: SamplingParams, context: int) -> None:
-    """Raise APIError 400 if log-probabilities of the prompts cannot be reported."""
-    if params.presence_penalty or params.frequency_penalty or params.structured_outputs is not None:
-        message = "logprobs of the prompt are not supported with penalties or structured outputs; leave out echo"
-        raise APIError(400, message, param="echo")
-    if (longest := max(map(len, prompts))) >= context:
-        raise APIError(400, f"the prompt has {longest} tokens; at most {context - 1} fit (max_model_len {context})")
+    return _generation(body, engine, prompts, params, echo=echo, echo_logprobs=echo_logprobs)
 
 
 def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -134,7 +125,11 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         skips = body.sampling.pop("skip_special_tokens", False)
         given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
     params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, calls, **given)
-    prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
+    if params.truncate_prompt_tokens is None:
+        prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
+    else:
+        tokens = engine.tokenizer.encode(text, add_special_tokens=False)
+        prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
     make_parser = form.parser(text, calls_parser(choice, form.tools or "") if tools else None)
     return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
 
@@ -199,10 +194,22 @@ def _generation(
             f"(max_model_len {context}). Shorten the prompt, lower {name}, or leave it out",
             param=name,
         )
+    scored = body.sampling.get("prompt_logprobs") is not None
+    if scored and body.stream:
+        raise APIError(400, "prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
     usage: UsageReports = "none"
     if (options := body.stream_options) is not None and options.include_usage:
         usage = "every" if options.continuous_usage_stats else "last"
-    return GenerationRequest(prompts, params, bool(body.stream), usage, ignored=body.ignored, **own)
+    return GenerationRequest(
+        prompts,
+        params,
+        bool(body.stream),
+        usage,
+        prompt_logprobs=scored,
+        token_ids=bool(body.return_token_ids),
+        ignored=body.ignored,
+        **own,
+    )
 
 
 def _limit(body: Body) -> tuple[str, int | None]:
