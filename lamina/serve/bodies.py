@@ -9,7 +9,6 @@ import msgspec
 from lamina.core.types import SamplingParams
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import (
-    ToolChoice,
     cut_fields,
     decode_field,
     decode_messages,
@@ -19,6 +18,7 @@ from lamina.serve.json_fields import (
     ignored_names,
 )
 from lamina.text.prompts import Prompt
+from lamina.text.tools import ToolChoice
 
 SAMPLING: dict[str, Any] = {
     name: kind | None

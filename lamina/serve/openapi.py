@@ -36,11 +36,12 @@ from lamina.serve.bodies import (
     TokenizeBody,
     field_types,
 )
-from lamina.serve.json_fields import IGNORED_HEADER, MOST_MESSAGES, Tools
+from lamina.serve.json_fields import IGNORED_HEADER, MOST_MESSAGES
 from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
 from lamina.serve.requests import GUIDED
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
 from lamina.text.chat_template import MAY_LACK_CONTENT
+from lamina.text.tools import Tools
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"

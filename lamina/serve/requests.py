@@ -9,11 +9,11 @@ from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs
 from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import NamedTool, ToolChoice
 from lamina.text.defaults import Defaults
-from lamina.text.grammars import after_reasoning, compile_grammar
+from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
-from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
+from lamina.text.tool_calls import AnswerParser, PlainText
+from lamina.text.tools import ToolChoice, calls_parser, forced_calls
 
 COMPLETION_TOKENS = 16
 """Limit of a completion that gives none, as OpenAI's and vLLM's."""
@@ -111,8 +111,11 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
     tools = body.tools if choice != "none" else []
     text = _render(engine, body, tools)
-    calls = _forced_calls(engine, body, choice, text)
     form = engine.tokenizer.chat_format
+    try:
+        calls = forced_calls(tools, choice, body.parallel_tool_calls is not False, form, text)
+    except RequestError as error:
+        raise APIError(400, str(error), param="tool_choice") from error
     if tools and calls is None and form.tools is None:
         raise APIError(
             400,
@@ -130,7 +133,7 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     else:
         tokens = engine.tokenizer.encode(text, add_special_tokens=False)
         prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
-    make_parser = form.parser(text, calls_parser(choice, form.tools or "") if tools else None)
+    make_parser = form.parser(text, calls_parser(choice, form.tools) if tools else None)
     return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
 
 
@@ -149,19 +152,6 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]])
         return engine.tokenizer.apply_chat_template(body.messages, prompts, tools or None, variables, continues)
     except RequestError as error:
         raise APIError(400, str(error), param="messages") from error
-
-
-def _forced_calls(engine: Runtime, body: ChatBody, choice: ToolChoice, prompt: str) -> StructuredOutputs | None:
-    """Return what an answer must match that has to call tools; None if it has not. Raises APIError 400."""
-    try:
-        schema = forced_schema(body.tools, choice, body.parallel_tool_calls is not False)
-    except RequestError as error:
-        raise APIError(400, str(error), param="tool_choice") from error
-    if schema is None:
-        return None
-    wanted = StructuredOutputs(json=schema)
-    form = engine.tokenizer.chat_format
-    return after_reasoning(wanted, form.tags[1]) if form.tags is not None and form.inside(prompt) else wanted
 
 
 def require_model(engine: Runtime, name: str | None) -> None:
@@ -300,70 +290,3 @@ def _sampling_params(
         except ValueError as error:
             raise APIError(400, str(error), param="max_tokens") from error
     return params
-
-
-def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
-    """Return the JSON schema of calls that the model must make; None if it need not call anything.
-
-    A named tool has the schema of its arguments; "required" one of a list of calls, or of one if not ``parallel``.
-
-    Raises:
-        RequestError: there is no such tool.
-    """
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in functions:
-            raise RequestError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
-        return functions[choice.function.name].get("parameters") or {"type": "object"}
-    if choice != "required":
-        return None
-    if not functions:
-        raise RequestError("tool_choice is required, but there are no tools")
-    shared: dict[str, Any] = {}
-    calls = []
-    for number, (name, function) in enumerate(functions.items()):
-        parameters = _hoisted(function.get("parameters") or {"type": "object"}, f"{number}.", shared)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if not parallel:
-        schema["maxItems"] = 1
-    return schema | ({"$defs": shared} if shared else {})
-
-
-def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose definitions are in ``shared`` instead, under names with ``prefix``."""
-
-    def renamed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [renamed(each) for each in part]
-        if not isinstance(part, dict):
-            return part
-        changed = {key: renamed(value) for key, value in part.items()}
-        reference = part.get("$ref")
-        if isinstance(reference, str):
-            for key in ("$defs", "definitions"):
-                if reference.startswith(f"#/{key}/"):
-                    changed["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{key}/')}"
-        return changed
-
-    own = dict(schema)
-    for key in ("$defs", "definitions"):
-        for name, part in (own.pop(key, None) or {}).items():
-            shared[prefix + name] = renamed(part)
-    moved: dict[str, Any] = renamed(own)
-    return moved
-
-
-def calls_parser(choice: ToolChoice, family: str) -> Callable[[], AnswerParser]:
-    """Return what makes a parser of calls. ``family``: the form of calls that no grammar enforces."""
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        return lambda: NamedCall(name)
-    return JsonCalls if choice == "required" else TOOL_PARSERS[family]
