@@ -542,9 +542,27 @@ class Logprob:
     bytes: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function that an answer has. ``arguments`` is None if their JSON is cut off or is no object."""
+
+    name: str
+    arguments: dict[str, Any] | None
+
+
 @dataclass
 class CompletionOutput:
-    """One completion of a request. ``logprobs`` holds, per position, the drawn token first, then the most likely."""
+    """One completion of a request.
+
+    Attributes:
+        text: All of its text.
+        logprobs: Per position, the drawn token first, then the most likely ones; None if not requested.
+        stop_reason: The stop string or the stop token that ended it.
+        reasoning: Of an answer of a chat: the part of ``text`` before the answer, without its marks.
+        content: Of an answer of a chat: ``text`` without reasoning and tool calls.
+        tool_calls: The functions that an answer of a chat calls, in order.
+        parsed: The object that ``response_format`` asked for; None if the answer is cut off.
+    """
 
     index: int
     text: str = ""
@@ -552,6 +570,10 @@ class CompletionOutput:
     logprobs: list[list[Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    parsed: Any = None
 
 
 @dataclass(frozen=True)
