@@ -127,7 +127,7 @@ def test_a_gpu_of_another_kind_is_refused() -> None:
     [
         ("a100:2", "rtx3090:1", ["cuda:1", "cuda:3"], ["cuda:0"]),
         ("cuda:1", "rtx3090:2", ["cuda:1"], ["cuda:0", "cuda:2"]),  # a kind by name comes first
-        ("cuda:3", "cuda:1,cpu:1", ["cuda:0", "cuda:1", "cuda:2"], ["cpu", "cuda:3"]),
+        ("cuda:3", "cuda:1,cpu:1", ["cuda:0", "cuda:1", "cuda:2"], ["cuda:3", "cpu"]),
         ("a100:2", "cuda:3", ["cuda:1", "cuda:3"], ["cuda:0", "cuda:2", "cuda:1"]),  # one in both roles
     ],
 )

@@ -117,7 +117,7 @@ def test_a_recording_replays_what_the_device_did_on_the_same_memory() -> None:
     replay()
     assert seen.tolist() == [10.0 + python[-1]] * 3
     with pytest.raises(RuntimeError, match="waits for the device"):
-        Emulated().capture(lambda: memory.sum().item())  # type: ignore[arg-type]
+        Emulated().capture(lambda: memory.sum().item())
 
 
 SPECS = [

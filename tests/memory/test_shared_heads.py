@@ -19,7 +19,8 @@ Floats = np.ndarray
 
 def answer(store: KvStore, layer: int, step: StepTables, q: Floats, k: Floats, v: Floats) -> tuple[Floats, Floats]:
     """What the store answers to a rank's request for these rows [T, H, D] of its heads."""
-    body = memoryview(b"".join([k[step.rows.appends], v[step.rows.appends], q[step.rows.queries]]))
+    parts = k[step.rows.appends], v[step.rows.appends], q[step.rows.queries]
+    body = memoryview(b"".join(part.tobytes() for part in parts))
     out, lse = store.device.results(len(step.rows.queries), store.attentions[layer])
     for number in range(len(step.pieces)):
         for _ in store.serve(layer, step, number, body, out, lse):

@@ -67,6 +67,12 @@ def test_prompts_apart_equal_hugging_face(
 
 def test_a_pool_for_prompts_that_cannot_serve_is_an_error_before_workers_start() -> None:
     pool = EngineConfig(compute="cpu:1", memory="cpu:1", prefill="cpu:1")
-    for changes in ({"prefill": "cpu:0"}, {"prefill": "local"}, {"pipelining": "rotational"}, {"memory": "local"}):
+    bad: list[dict[str, Any]] = [
+        {"prefill": "cpu:0"},
+        {"prefill": "local"},
+        {"pipelining": "rotational"},
+        {"memory": "local"},
+    ]
+    for changes in bad:
         with pytest.raises(ConfigError, match=r"prefill|pool|local"):
             launch(dataclasses.replace(pool, **changes))

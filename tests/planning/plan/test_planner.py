@@ -101,7 +101,7 @@ def test_time_between_tokens_is_what_a_rotation_takes(seed: int) -> None:
     seen, context = drawn(seed)
     model = planner(served=workload.of_context(context))
     found = model.evaluate(seen)
-    assert found is not None
+    assert found is not None and seen.memory is not None
     compute, memory = model.models[seen.compute.kind], model.models[seen.memory.kind]
     rows = np.array(found.batch / seen.lanes)
     busiest = math.ceil(rows / seen.memory_workers)
@@ -123,6 +123,7 @@ def test_time_between_tokens_is_what_a_rotation_takes(seed: int) -> None:
 
 def played(seen: Way, model: Planner, rows: int, live: int, steps: int = 5) -> float:
     """Seconds of a decode step when the simulator's cluster runs its slices, attentions and messages."""
+    assert seen.memory is not None
     compute, memory, shape = model.models[seen.compute.kind], model.models[seen.memory.kind], model.shape
     pipeline = Pipeline(seen.lanes, seen.replicas, seen.lanes == seen.replicas + 1)
     cluster = _native.VirtualCluster(seen.replicas, seen.memory_workers, seen.lanes, ROUND_TRIP_S / 2)
