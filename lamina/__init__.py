@@ -30,10 +30,12 @@ if TYPE_CHECKING:
         SamplingParams,
         Segment,
         StructuredOutputs,
+        ToolCall,
     )
-    from lamina.sdk import Lamina
+    from lamina.sdk import AsyncLamina, Lamina
 
 __all__ = [
+    "AsyncLamina",
     "CapacityError",
     "CompletionOutput",
     "ConfigError",
@@ -52,6 +54,7 @@ __all__ = [
     "SamplingParams",
     "Segment",
     "StructuredOutputs",
+    "ToolCall",
     "TransportError",
     "UnsupportedModelError",
     "UserError",
@@ -63,5 +66,5 @@ def __getattr__(name: str) -> Any:
     # Imported when first used: `import lamina` and `lamina --help` must not wait for torch.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    source = "sdk" if name == "Lamina" else "core.errors" if name.endswith("Error") else "core.types"
+    source = "sdk" if name.endswith("Lamina") else "core.errors" if name.endswith("Error") else "core.types"
     return getattr(importlib.import_module(f"lamina.{source}"), name)

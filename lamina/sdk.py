@@ -9,23 +9,29 @@
             print(output.prompt, output.outputs[0].text)
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Generator, Iterable, Mapping, Sequence
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.settings import keywords_of
-from lamina.core.errors import RequestError
+from lamina.core.errors import LaminaError, RequestError
 from lamina.core.types import RequestOutput, SamplingParams
 from lamina.engine.streams import AsyncOutputs, Outputs
 from lamina.engine.updates import Whole
 from lamina.launch import launch
 from lamina.observe.progress import BatchProgress, loading_progress
-from lamina.text.prompts import Message, Prompt, as_prompts, chat_prompt, plain_prompts
+from lamina.text.chats import Chat, prepare_chat
+from lamina.text.prompts import Message, Prompt, as_prompts, plain_prompts
 from lamina.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # importing pydantic takes as long as all else here
+    from pydantic import BaseModel
 
 logger = logging.getLogger(__name__)
 
@@ -120,25 +126,57 @@ class Lamina:
         use_tqdm: bool = True,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        response_format: "type[BaseModel] | Mapping[str, Any] | None" = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several, with the model's chat template; otherwise as :meth:`generate`.
 
-        Without a limit from ``sampling_params`` or the model, an answer may take the rest of the context.
+        Without a limit from ``sampling_params`` or the model, an answer may take the rest of the context. Each output's
+        completions have ``content``, ``reasoning``, ``tool_calls`` and ``parsed`` beside their whole ``text``.
 
         Args:
-            tools: functions that the model may call, as OpenAI's API takes them. Calls come as text, in the model's
-                own form.
+            tools: functions that the model may call, as OpenAI's API takes them. Calls are found in the form that the
+                model's template shows, or that the setting ``tool_call_parser`` names.
+            tool_choice: "auto"; "none": the model is not shown the tools; "required", or a function as OpenAI's API
+                names it: a grammar enforces calls.
+            response_format: a pydantic model or a JSON schema that answers match. ``parsed`` is then an instance of the
+                model, or what the JSON of the answer says; None if the answer is cut off.
 
         Raises:
             RequestError: also when the template refuses the messages, or uses no tools.
+
+        >>> from pydantic import BaseModel, Field
+        >>> class Answer(BaseModel):
+        ...     total: int = Field(ge=0, le=9)
+        >>> with Lamina() as lamina:
+        ...     (output,) = lamina.chat([{"role": "user", "content": "1 + 2?"}], {"seed": 1}, response_format=Answer)
+        >>> output.outputs[0].parsed.total in range(10)
+        True
         """
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
-            chat_prompt(self.tokenizer, cast(Sequence[Message], turns), self.engine.max_model_len, tools)
-            for turns in conversations
+        chats, params = self._chats(messages, sampling_params, tools, tool_choice, response_format)
+        outputs = self.generate([chat.prompt for chat in chats], params, use_tqdm)
+        return _read_answers(chats, outputs)
+
+    def _chats(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        tool_choice: str | Mapping[str, Any],
+        response_format: "type[BaseModel] | Mapping[str, Any] | None",
+    ) -> tuple[list[Chat], list[SamplingParams]]:
+        """Return each conversation as the engine answers it, and its parameters."""
+        several = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        context = self.engine.max_model_len
+        chats = [
+            prepare_chat(
+                self.tokenizer, cast(Sequence[Message], turns), context, tools or (), tool_choice, response_format
+            )
+            for turns in several
         ]
         defaults: dict[str, Any] = {"max_tokens": None, **self.engine.sampling_defaults}
-        return self.generate(prompts, _params_of(sampling_params, len(prompts), defaults), use_tqdm)
+        given = _params_of(sampling_params, len(chats), defaults)
+        return chats, [chat.params(one) for chat, one in zip(chats, given, strict=True)]
 
     def stream(
         self, prompt: str | Iterable[int], sampling_params: Params | None = None
@@ -222,6 +260,83 @@ class Lamina:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class AsyncLamina:
+    """The same model for an event loop, also one that runs already, as in a notebook.
+
+    Takes the settings of :class:`Lamina`. Workers start in ``async with`` or at the first request, in a thread, and end
+    with the block or with :meth:`close`. Requests of several tasks run together; cancelling a task cancels its request.
+
+    >>> async def main():
+    ...     async with AsyncLamina() as lamina:
+    ...         async for output in lamina.generate("def __init__(self, name):", {"temperature": 0.0, "max_tokens": 6}):
+    ...             text = output.outputs[0].text
+    ...         return text
+    >>> asyncio.run(main())
+    '\\n        self.name = name'
+    """
+
+    @keywords_of(EngineConfig)
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._starting: asyncio.Task[Lamina] | None = None
+
+    async def start(self) -> Lamina:
+        """Start the workers, unless they have been started. Raises what :class:`Lamina` raises."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(asyncio.to_thread(Lamina.from_config, self._config))
+        return await asyncio.shield(self._starting)
+
+    async def generate(
+        self, prompt: str | Iterable[int], sampling_params: Params | None = None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the growing output of one prompt; each holds the whole text so far. Errors as ``Lamina.generate``."""
+        lamina = await self.start()
+        async with contextlib.aclosing(lamina.stream_async(prompt, sampling_params)) as outputs:
+            async for output in outputs:
+                yield output
+
+    async def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: Params | Sequence[Params] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        tool_choice: str | Mapping[str, Any] = "auto",
+        response_format: "type[BaseModel] | Mapping[str, Any] | None" = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, as ``Lamina.chat``."""
+        lamina = await self.start()
+        chats, params = await asyncio.to_thread(
+            lamina._chats, messages, sampling_params, tools, tool_choice, response_format
+        )
+        return _read_answers(chats, await lamina.generate_async([chat.prompt for chat in chats], params))
+
+    async def close(self) -> None:
+        """Stop all workers; unfinished requests end with an error. Idempotent."""
+        if self._starting is None:
+            return
+        try:
+            lamina = await asyncio.shield(self._starting)
+        except LaminaError:  # ``start`` has raised it, and nothing runs
+            return
+        await asyncio.to_thread(lamina.close)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+def _read_answers(chats: Sequence[Chat], outputs: list[RequestOutput]) -> list[RequestOutput]:
+    """Return ``outputs`` with the objects and tool calls of their answers."""
+    for chat, output in zip(chats, outputs, strict=True):
+        for answer in output.outputs:
+            chat.read(answer)
+    return outputs
 
 
 def _new_id() -> str:

@@ -1,12 +1,15 @@
 """The examples in the docstrings of the main public objects run, and give what they show."""
 
 import doctest
-import importlib
+import pkgutil
+import sys
 
 import pytest
 
 PUBLIC = [
     "lamina.sdk.Lamina",
+    "lamina.sdk.Lamina.chat",
+    "lamina.sdk.AsyncLamina",
     "lamina.core.types.SamplingParams",
     "lamina.kernels.attention.partial",
     "lamina.splitter.assemble.split",
@@ -17,11 +20,8 @@ PUBLIC = [
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_the_example_gives_what_it_shows(name: str) -> None:
-    module, _, attribute = name.rpartition(".")
-    if name == "lamina.planning.plan":
-        module, attribute = name, ""
-    there = importlib.import_module(module)
-    shown = getattr(there, attribute) if attribute else there
+    shown = pkgutil.resolve_name(name)
+    there = sys.modules[getattr(shown, "__module__", name)]
     (example,) = doctest.DocTestFinder(recurse=False).find(shown, name, there, globs=dict(vars(there)))
     assert example.examples
     printed: list[str] = []

@@ -42,7 +42,7 @@ class Row:
         generated: number of tokens drawn before, which is the index of the token to draw.
         eos_token_ids: not drawn before ``min_tokens``, like ``params.stop_token_ids``.
         prompt: token ids, read only if ``repetition_penalty`` is on.
-        output: token ids drawn so far, read only if a penalty is on.
+        output: token ids drawn so far, read only if a penalty is on or there are bad sequences.
         constraint: the state of the grammar that the sequence must match, after its last token.
     """
 
@@ -108,7 +108,8 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
     too_short = [r for r, row in enumerate(rows) if row.generated < row.params.min_tokens]
     grammars = {r: row.constraint for r, row in enumerate(rows) if row.constraint is not None}
     biased = [r for r, row in enumerate(rows) if row.params.logit_bias or row.params.allowed_token_ids]
-    if not penalized and not too_short and not grammars and not biased:
+    worded = [r for r, row in enumerate(rows) if row.params.bad_token_ids]
+    if not penalized and not too_short and not grammars and not biased and not worded:
         return logits
     scores = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if penalized:
@@ -119,6 +120,8 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
         scores[r, [token for token in ends if token < vocabulary]] = -math.inf
     for r in biased:
         _bias(scores[r], rows[r].params)
+    for r in worded:
+        scores[r, _bad_tokens(rows[r], vocabulary)] = -math.inf
     if grammars:
         forbid(scores, [*grammars], [*grammars.values()])
     return scores
@@ -137,6 +140,21 @@ def _bias(scores: Tensor, params: SamplingParams) -> None:
         scores[allowed] = kept
 
 
+def _bad_tokens(row: Row, vocabulary: int) -> list[int]:
+    """Return the tokens that would complete a bad sequence after those drawn so far."""
+    drawn = list(_drawn(row))
+    found = set[int]()
+    for *before, last in row.params.bad_token_ids:
+        if last < vocabulary and (not before or drawn[-len(before) :] == before):
+            found.add(last)
+    return [*found]
+
+
+def _drawn(row: Row) -> Sequence[int]:
+    """Return the tokens drawn so far, without those that were forced."""
+    return row.output[len(row.params.forced_token_ids) :]
+
+
 def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None:
     """Lower the scores [R, V] of tokens seen before, in place; only those entries are touched."""
     vocabulary = scores.shape[1]
@@ -149,13 +167,13 @@ def _penalize(scores: Tensor, rows: Sequence[Row], penalized: list[int]) -> None
         owners = [rows[r] for r in (positions // vocabulary).tolist()]
         return torch.from_numpy(positions).to(flat.device), owners, torch.from_numpy(counts).to(flat.device)
 
-    # Repetition counts prompt and output, the other two the output alone, as in other engines' APIs.
+    # Repetition counts prompt and output, the other two what was drawn, as in other engines' APIs.
     seen, owners, _ = entries([[*rows[r].prompt, *rows[r].output] for r in penalized])
     penalty = flat.new_tensor([row.params.repetition_penalty for row in owners])
     score = flat[seen]
     flat[seen] = torch.where(score < 0, score * penalty, score / penalty)
 
-    drawn, owners, counts = entries([rows[r].output for r in penalized])
+    drawn, owners, counts = entries([_drawn(rows[r]) for r in penalized])
     frequency = flat.new_tensor([row.params.frequency_penalty for row in owners])
     presence = flat.new_tensor([row.params.presence_penalty for row in owners])
     flat[drawn] -= frequency * counts + presence
@@ -257,7 +275,8 @@ def draw(
 
 def _key(row: Row) -> int:
     """Return what the noise of this draw depends on: a hash of (seed, completion, position), an int64."""
-    counter = struct.pack("<qqq", row.seed, row.completion, row.generated)
+    drawn = row.generated - len(row.params.forced_token_ids)
+    counter = struct.pack("<qqq", row.seed, row.completion, drawn)
     return int.from_bytes(hashlib.blake2b(counter, digest_size=8).digest(), "little", signed=True)
 
 

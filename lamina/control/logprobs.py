@@ -43,6 +43,19 @@ def unpack(packed: bytes, name: Callable[[int], tuple[str, tuple[int, ...]]] = l
     ]
 
 
+def cut(packed: bytes, most: int) -> bytes:
+    """Return the drawn token with at most ``most`` of the most likely ones."""
+    count = (len(packed) - 4) // 8
+    kept = min(count, 1 + most)
+    return packed if kept == count else packed[: 4 + 4 * kept] + packed[4 + 4 * count :][: 4 * kept]
+
+
+def drawn_logprob(packed: bytes) -> float:
+    """Return the log-probability of the drawn token."""
+    value: float = struct.unpack_from("<f", packed, 4 + (len(packed) - 4) // 2)[0]
+    return value
+
+
 def drawn_token(packed: bytes) -> int:
     """Return the id of the drawn token."""
     token: int = struct.unpack_from("<i", packed, 4)[0]

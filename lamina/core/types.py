@@ -161,9 +161,14 @@ MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 128  # characters
 MAX_STOP_TOKEN_IDS = 256
 MAX_SALT_LENGTH = 256  # characters
+MAX_BAD_WORDS = 256
+
+OPTIONAL_NUMBERS = ("seed", "max_tokens", "logprobs", "best_of", "prompt_logprobs", "truncate_prompt_tokens")
+"""The numeric fields of ``SamplingParams`` that may be None."""
 
 SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "n": (1, 128),
+    "best_of": (1, 128),
     "temperature": (0.0, 100.0),
     "top_p": (0.0, 1.0),
     "top_k": (-1, 2**31 - 1),
@@ -175,6 +180,8 @@ SAMPLING_RANGES: Mapping[str, tuple[float, float]] = {
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, 20),
+    "prompt_logprobs": (0, 20),
+    "truncate_prompt_tokens": (-1, 2**31 - 1),
     "length_penalty": (-10.0, 10.0),
     "priority": (-(2**31), 2**31 - 1),
 }
@@ -190,6 +197,10 @@ UNUSED_BY_BEAM_SEARCH: Mapping[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0,),
     "stop": ([],),
     "logprobs": (None,),
+    "prompt_logprobs": (None,),
+    "best_of": (None,),
+    "bad_words": ([],),
+    "bad_token_ids": ([],),
     "structured_outputs": (None,),
     "forced_token_ids": ([],),
     "logit_bias": (None, {}),
@@ -270,6 +281,8 @@ class StructuredOutputs:
 def require_in_range(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is one that the numeric field ``name`` of ``SamplingParams`` may have."""
     _require(name, value, *SAMPLING_RANGES[name])
+    if name == "truncate_prompt_tokens" and value == 0:
+        raise ValueError("truncate_prompt_tokens is 0; give at least 1, or -1 for what fits in the context")
 
 
 def _require(name: str, value: Any, low: float, high: float) -> None:
@@ -287,6 +300,8 @@ class SamplingParams:
 
     Args:
         n: completions per prompt.
+        best_of: draw this many completions, and return the ``n`` whose tokens have the highest log-probability on
+            average, the best first. All tokens arrive at the end. None: draw ``n``.
         temperature: 0 is greedy.
         top_p: keep the most likely tokens whose probabilities add up to this.
         top_k: keep this many of the most likely tokens; 0 or -1: all.
@@ -305,6 +320,10 @@ class SamplingParams:
         max_tokens: at most this many tokens; None: as many as the model's context and a memory worker allow.
         min_tokens: no end of sequence or stop token before this many tokens.
         logprobs: number of most likely tokens to report per position besides the sampled one; None: no logprobs.
+        prompt_logprobs: number of most likely tokens to report per position of the prompt besides the prompt's own
+            token; None: none. The prompt then runs one token per step, as slowly as decoding.
+        truncate_prompt_tokens: keep this many of the prompt's last tokens; -1: as many as leave room for
+            ``max_tokens`` in the context, or for one token without a limit.
         priority: a request with a smaller number goes first where the server's ``policy`` is priority; otherwise
             without effect.
         cache_salt: only requests with the same one, at most 256 characters, share cached prefixes: nobody else can find
@@ -318,6 +337,9 @@ class SamplingParams:
         forced_token_ids: tokens that a completion begins with, whatever their probabilities, which ``logprobs`` report.
         logit_bias: by token id, what is added to its logit, in [-100, 100]; at most 1,024 tokens.
         allowed_token_ids: the only tokens that may be drawn, at most 1,024; None: all.
+        bad_words: texts, at most 256 of at most 128 characters, that are not generated: the last token of such a text,
+            at the beginning of a word and inside of one, is not drawn after the tokens before it.
+        bad_token_ids: the same, as sequences of token ids.
         structured_outputs: what an answer must match. It ends where nothing may follow, or at ``max_tokens``.
 
     Raises:
@@ -332,6 +354,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -348,6 +371,8 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     priority: int = 0
     cache_salt: str = ""
     use_beam_search: bool = False
@@ -355,6 +380,8 @@ class SamplingParams:
     early_stopping: bool | Literal["never"] = False
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
+    bad_token_ids: list[list[int]] = field(default_factory=list)
     structured_outputs: StructuredOutputs | None = None
     forced_token_ids: list[int] = field(default_factory=list)
 
@@ -362,8 +389,9 @@ class SamplingParams:
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", [] if stop is None else stop)  # vLLM also allows None
         object.__setattr__(self, "stop_token_ids", [] if self.stop_token_ids is None else self.stop_token_ids)
+        object.__setattr__(self, "bad_words", [] if self.bad_words is None else self.bad_words)
         for name in SAMPLING_RANGES:
-            if (value := getattr(self, name)) is not None or name not in ("seed", "max_tokens", "logprobs"):
+            if (value := getattr(self, name)) is not None or name not in OPTIONAL_NUMBERS:
                 require_in_range(name, value)
         if self.top_p == 0.0:
             raise ValueError("top_p is 0; give a value in (0, 1] (1 keeps every token)")
@@ -390,7 +418,9 @@ class SamplingParams:
         for name in ("use_beam_search", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} is {_shown(value)}; give true or false")
+        _require("best_of", self.best_of or self.n, self.n, SAMPLING_RANGES["best_of"][1])
         self._check_bias()
+        self._check_bad_words()
         self._check_forced_tokens()
         self._check_structured_outputs()
         self._check_beam_search()
@@ -414,6 +444,19 @@ class SamplingParams:
             found[token] = float(value)
         object.__setattr__(self, "logit_bias", found)
 
+    def _check_bad_words(self) -> None:
+        self._require_few("bad_words", self.bad_words, MAX_BAD_WORDS, "texts")
+        for text in self.bad_words:
+            if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_LENGTH or not _is_unicode(text):
+                raise ValueError(
+                    f"bad_words has {_shown(text)}; give valid Unicode of 1 to {MAX_STOP_LENGTH} characters"
+                )
+        for tokens in self.bad_token_ids:
+            if not tokens:
+                raise ValueError("bad_token_ids has an empty sequence; give at least one token in each")
+            for token in tokens:
+                _require("bad_token_ids", token, 0, 2**31 - 1)
+
     def _check_forced_tokens(self) -> None:
         for token in self.forced_token_ids:
             _require("forced_token_ids", token, 0, 2**31 - 1)
@@ -433,6 +476,11 @@ class SamplingParams:
                 raise ValueError(f"structured_outputs has the fields {', '.join(given)}; give one of {names}") from None
         elif not isinstance(given, StructuredOutputs):
             raise ValueError(f"structured_outputs is {_shown(given)}; give an object such as {{'regex': '[0-9]+'}}")
+        if self.prompt_logprobs is not None:
+            raise ValueError(
+                f"prompt_logprobs is {self.prompt_logprobs}; leave it out beside structured_outputs, which the prompt "
+                "does not match"
+            )
         if self.forced_token_ids:
             raise ValueError("forced_token_ids has tokens; leave them out beside structured_outputs")
         if self.min_tokens:
@@ -461,7 +509,7 @@ class SamplingParams:
     @property
     def reads_history(self) -> bool:
         """True if what may be drawn depends on the tokens generated before."""
-        return self.penalizes or self.structured_outputs is not None
+        return self.penalizes or self.structured_outputs is not None or bool(self.bad_token_ids)
 
     @staticmethod
     def _require_few(name: str, values: Any, most: int, what: str) -> None:
@@ -494,9 +542,27 @@ class Logprob:
     bytes: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function that an answer has. ``arguments`` is None if their JSON is cut off or is no object."""
+
+    name: str
+    arguments: dict[str, Any] | None
+
+
 @dataclass
 class CompletionOutput:
-    """One completion of a request. ``logprobs`` holds, per position, the drawn token first, then the most likely."""
+    """One completion of a request.
+
+    Attributes:
+        text: All of its text.
+        logprobs: Per position, the drawn token first, then the most likely ones; None if not requested.
+        stop_reason: The stop string or the stop token that ended it.
+        reasoning: Of an answer of a chat: the part of ``text`` before the answer, without its marks.
+        content: Of an answer of a chat: ``text`` without reasoning and tool calls.
+        tool_calls: The functions that an answer of a chat calls, in order.
+        parsed: The object that ``response_format`` asked for; None if the answer is cut off.
+    """
 
     index: int
     text: str = ""
@@ -504,6 +570,10 @@ class CompletionOutput:
     logprobs: list[list[Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    reasoning: str = ""
+    content: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    parsed: Any = None
 
 
 @dataclass(frozen=True)
@@ -524,7 +594,9 @@ class Segment:
 class RequestOutput:
     """The result of a request. ``placement`` says where its KV was when the output was made.
 
-    ``cached_tokens`` of the prompt were not computed: an earlier request began with them.
+    ``cached_tokens`` of the prompt were not computed: an earlier request began with them. ``prompt_logprobs`` holds,
+    per position, the prompt's token first, then the most likely ones; None for the first token, which nothing comes
+    before.
     """
 
     request_id: str
@@ -535,6 +607,7 @@ class RequestOutput:
     error: str | None = None
     placement: tuple[Segment, ...] = ()
     cached_tokens: int = 0
+    prompt_logprobs: list[list[Logprob] | None] | None = None
 
 
 class Client(NamedTuple):

@@ -31,7 +31,7 @@ from lamina.engine.scaling import Scaling
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
-from lamina.engine.updates import OnTokens, OnUpdate, Reading
+from lamina.engine.updates import OnTokens, OnUpdate, Reading, as_run
 from lamina.kv.policies import policy_for
 from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
@@ -41,7 +41,7 @@ from lamina.schedule.policy import find_policy
 from lamina.schedule.turn import Turn
 from lamina.text.defaults import sampling_defaults
 from lamina.text.grammars import require_grammar
-from lamina.text.prompts import check_tokens, encode_prompt
+from lamina.text.prompts import check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -148,9 +148,12 @@ class Engine:
         """
         require_grammar(params, self.tokenizer.eos_token_ids)
         text = prompt if isinstance(prompt, str) else None
-        tokens = encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
-        request = self._request(request_id, text, tokens, params, client, self.new_seed())
-        self._queue(request, Reading(request, self.tokenizer, on_update, self.end_completion).on_update)
+        tokens = prompt_tokens(self.tokenizer, prompt, params, self.max_model_len)
+        asked = self._request(request_id, text, tokens, params, client, self.new_seed())
+        request = as_run(asked, self.tokenizer, self.max_model_len)
+        if request is not asked:
+            self._validate(request.prompt_token_ids, request.params)
+        self._queue(request, Reading(asked, self.tokenizer, on_update, self.end_completion).on_update)
 
     def submit_all(self, submissions: Sequence[Submission], client: Client = NOBODY) -> None:
         """Queue several requests atomically: if one is rejected, none is queued. Errors are those of ``submit``."""
@@ -193,11 +196,15 @@ class Engine:
     def _request(
         self, request_id: str, text: str | None, tokens: list[int], params: SamplingParams, client: Client, seed: int
     ) -> Request:
+        self._validate(tokens, params)
+        return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
+
+    def _validate(self, tokens: list[int], params: SamplingParams) -> None:
+        """Raise RequestError for a request that can never be served."""
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
         check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
         check_beams(params, self.vocab_size, self.tokenizer.eos_token_ids)
-        return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
     def _queue(self, request: Request, on_tokens: OnTokens, drawn: Drawn | None = None, again: bool = False) -> None:
         tracked = TrackedRequest(request, self.tokenizer.eos_token_ids, on_tokens, drawn)

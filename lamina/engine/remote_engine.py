@@ -50,10 +50,10 @@ from lamina.core.errors import (
 from lamina.core.types import NOBODY, Client, FinishReason, Request
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
-from lamina.engine.updates import Reading, TokenUpdate
+from lamina.engine.updates import Reading, TokenUpdate, as_run
 from lamina.text.defaults import Defaults
 from lamina.text.grammars import require_grammar
-from lamina.text.prompts import check_tokens, encode_prompt
+from lamina.text.prompts import check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ _DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped |
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A request that has not ended. ``drawn``: the tokens of its completions."""
+    """A request that has not ended, as the engine runs it. ``drawn``: the tokens of its completions."""
 
     request: Request
     reading: Reading
@@ -150,15 +150,16 @@ class RemoteEngine:
         for one in submissions:
             require_grammar(one.params, self.tokenizer.eos_token_ids)
             text = one.prompt if isinstance(one.prompt, str) else None
-            tokens = self._tokens(one.prompt)
+            tokens = prompt_tokens(self.tokenizer, one.prompt, one.params, self.max_model_len)
             check_tokens(tokens, self.vocab_size, self.tokenizer)
             check_tokens(one.params.forced_token_ids, self.vocab_size, self.tokenizer)
             seeds.append(self._seeds.getrandbits(62) if one.params.seed is None else one.params.seed)
             request = Request(one.request_id, text, tokens, one.params, seeds[-1], client)
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)
-            asked.append(_Asked(request, reading, [[] for _ in range(one.params.n)]))
-            prompts.append(packed(tokens))
-        params = [one.params for one in submissions]
+            run = as_run(request, self.tokenizer, self.max_model_len)
+            asked.append(_Asked(run, reading, [[] for _ in range(run.params.n)]))
+            prompts.append(packed(run.prompt_token_ids))
+        params = [one.request.params for one in asked]
         if all(each is params[0] for each in params):
             params = params[:1]
         reply: concurrent.futures.Future[Submitted] = concurrent.futures.Future()
@@ -177,9 +178,6 @@ class RemoteEngine:
             self._forget(numbers)
             self._send(Abort(numbers))
             raise
-
-    def _tokens(self, prompt: str | list[int]) -> list[int]:
-        return encode_prompt(self.tokenizer, prompt, self.max_model_len) if isinstance(prompt, str) else list(prompt)
 
     def abort(self, request_id: str) -> None:
         """End a request with the tokens it has, as ``Engine.abort`` does."""

@@ -4,11 +4,15 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from lamina.control.frontend_messages import CompletionTokens
+from lamina.control.logprobs import cut, drawn_logprob
+from lamina.core.errors import RequestError
 from lamina.core.requests import Group
 from lamina.core.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
 from lamina.text.logprobs import Position, named
+from lamina.text.prompts import bad_sequences
 from lamina.text.stop_strings import StopChecker, StopStrings
 from lamina.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
@@ -38,6 +42,7 @@ class CompletionUpdate:
         texts: the text that each token completed, which may be more or less than its own.
         logprobs: not named yet, see ``text.logprobs``; None if not requested.
         rest: text held back until the end.
+        prompt_logprobs: as ``logprobs``, for the prompt's tokens but the first; they come before the new tokens.
     """
 
     index: int
@@ -47,6 +52,7 @@ class CompletionUpdate:
     rest: str = ""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt_logprobs: list[Position] | None = None
 
     def extend(self, newer: "CompletionUpdate") -> None:
         """Add what came after."""
@@ -54,6 +60,8 @@ class CompletionUpdate:
         self.texts += newer.texts
         if self.logprobs is not None:
             self.logprobs += newer.logprobs or []
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += newer.prompt_logprobs or []
         self.rest += newer.rest
         self.finish_reason, self.stop_reason = newer.finish_reason, newer.stop_reason
 
@@ -76,6 +84,11 @@ class RequestUpdate:
     def tokens(self) -> int:
         """New tokens of all completions together."""
         return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def positions(self) -> int:
+        """New tokens of all completions together, and the tokens of prompts with new log-probabilities."""
+        return self.tokens + sum(len(completion.prompt_logprobs or ()) for completion in self.completions)
 
     def extend(self, newer: "RequestUpdate") -> None:
         """Add what came after."""
@@ -119,6 +132,9 @@ class Whole:
             error=update.error,
             placement=update.placement,
             cached_tokens=update.cached_tokens,
+            prompt_logprobs=None
+            if (of_prompt := update.completions[0].prompt_logprobs) is None
+            else [None, *(named(position, self._tokenizer) for position in of_prompt)],
         )
 
     def _completion(self, completion: CompletionUpdate) -> CompletionOutput:
@@ -137,6 +153,35 @@ class Whole:
         )
 
 
+def as_run(request: Request, tokenizer: Tokenizer, max_model_len: int) -> Request:
+    """Return the request that the engine runs for a caller's request; ``Reading`` turns its tokens back.
+
+    The engine draws ``best_of`` completions, knows bad words as tokens, and scores a prompt by being forced to draw it
+    after its first token. Raises RequestError for a prompt that leaves no room.
+    """
+    params, tokens = request.params, request.prompt_token_ids
+    if params.prompt_logprobs is None and params.best_of is None and not params.bad_words:
+        return request
+    changes: dict[str, Any] = {"best_of": None, "prompt_logprobs": None, "bad_words": []}
+    if params.bad_words:
+        changes["bad_token_ids"] = [*params.bad_token_ids, *bad_sequences(params.bad_words, tokenizer)]
+    if params.best_of is not None and params.best_of > params.n:
+        changes |= {"n": params.best_of, "logprobs": params.logprobs or 0}
+    if params.prompt_logprobs is not None:
+        if len(tokens) >= max_model_len:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; at most {max_model_len - 1} fit (max_model_len {max_model_len})"
+            )
+        tokens, forced = tokens[:1], tokens[1:]
+        changes |= {
+            "logprobs": max(params.prompt_logprobs, params.logprobs or 0),
+            "forced_token_ids": [*forced, *params.forced_token_ids],
+            "min_tokens": params.min_tokens + len(forced),  # the prompt may have tokens that end a completion
+            "max_tokens": None if params.max_tokens is None else params.max_tokens + len(forced),
+        }
+    return dataclasses.replace(request, prompt_token_ids=tokens, params=dataclasses.replace(params, **changes))
+
+
 log = logging.getLogger(__name__)
 
 OnStop = Callable[[str, int], None]
@@ -145,16 +190,27 @@ OnStop = Callable[[str, int], None]
 
 @dataclass(slots=True)
 class _Text:
-    """One completion: its text so far, as far as the next token needs it, and how it ended."""
+    """One completion: its text so far, as far as the next token needs it, and how it ended.
+
+    Attributes:
+        of_prompt: tokens of the prompt that the engine has still to draw.
+        score: sum of the log-probabilities of its tokens, if the best completions are selected.
+        tokens: how many they are.
+    """
 
     detokenizer: IncrementalDetokenizer
     stop: StopChecker
+    of_prompt: int = 0
+    score: float = 0.0
+    tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
 
 
 class Reading:
     """Turns the tokens of one request into text and ends its completions at stop strings. Not thread-safe.
+
+    ``request`` is the caller's; the tokens are those that the engine draws for ``as_run(request)``.
 
     The engine draws on until it has heard of a stop string: tokens after one are discarded here.
     """
@@ -166,10 +222,18 @@ class Reading:
         self._special_texts = tokenizer.special_texts
         self._skip_special = request.params.skip_special_tokens
         stops = StopStrings(request.params.stop, self._special_texts.values())
-        context = tokenizer.context(request.prompt_token_ids)
+        params, tokens = request.params, request.prompt_token_ids
+        scored = params.prompt_logprobs is not None
+        context = tokenizer.context(tokens[:1] if scored else tokens)
+        self._selects = params.best_of is not None and params.best_of > params.n
+        self._unselected: RequestUpdate | None = None  # until the best completions are known
         self._texts = [
-            _Text(IncrementalDetokenizer(tokenizer, context, self._skip_special), StopChecker(request.params, stops))
-            for _ in range(request.params.n)
+            _Text(
+                IncrementalDetokenizer(tokenizer, context, self._skip_special),
+                StopChecker(params, stops),
+                of_prompt=len(tokens) - 1 if scored else 0,
+            )
+            for _ in range(params.best_of or params.n)
         ]
         self._finished = False
 
@@ -181,8 +245,15 @@ class Reading:
         """Pass on what is new. Does nothing once every completion has ended."""
         if self._finished:
             return
-        with_logprobs = self._request.params.logprobs is not None
-        news = [CompletionUpdate(index, logprobs=[] if with_logprobs else None) for index in range(len(self._texts))]
+        params = self._request.params
+        news = [
+            CompletionUpdate(
+                index,
+                logprobs=None if params.logprobs is None else [],
+                prompt_logprobs=None if params.prompt_logprobs is None else [],
+            )
+            for index in range(len(self._texts))
+        ]
         stopped, error = [], update.error
         try:
             for part in update.completions:
@@ -200,18 +271,48 @@ class Reading:
         for index in () if update.finished else stopped:
             self._on_stop(self._request.request_id, index)
         placement = () if update.group is None else segments_of(update.group)
-        self._on_update(RequestUpdate(self._request, news, self._finished, error, placement, update.cached_tokens))
+        whole = RequestUpdate(self._request, news, self._finished, error, placement, update.cached_tokens)
+        if not self._selects:
+            self._on_update(whole)
+            return
+        if self._unselected is not None:
+            self._unselected.extend(whole)
+            whole = self._unselected
+        self._unselected = whole
+        if self._finished:
+            self._on_update(self._best(whole))
+
+    def _best(self, whole: RequestUpdate) -> RequestUpdate:
+        """Return the ``n`` completions whose tokens have the highest log-probability on average, the best first."""
+
+        def score(completion: CompletionUpdate) -> float:
+            text = self._texts[completion.index]
+            return text.score / max(text.tokens, 1)
+
+        best = sorted(whole.completions, key=score, reverse=True)[: self._request.params.n]
+        completions = [dataclasses.replace(one, index=place) for place, one in enumerate(best)]
+        return dataclasses.replace(whole, completions=completions)
 
     def _read(self, part: CompletionTokens, news: CompletionUpdate) -> bool:
         """Add the text of ``part`` to ``news``; True if a stop string has ended the completion."""
         text = self._texts[part.index]
         reason = part.finish_reason
         last = len(part.token_ids) - 1 if reason is FinishReason.STOP else -1  # the token that ended it
+        params = self._request.params
+        of_prompt = min(text.of_prompt, len(part.token_ids))
+        text.of_prompt -= of_prompt
         for place, token in enumerate(part.token_ids):
-            pending = b"" if news.logprobs is None else text.detokenizer.pending
+            reports = news.prompt_logprobs if place < of_prompt else news.logprobs
+            pending = b"" if reports is None else text.detokenizer.pending
             new = text.detokenizer.append([token])
-            if news.logprobs is not None:
-                news.logprobs.append(Position(part.logprobs[place], new, pending))
+            if reports is not None:
+                most = params.prompt_logprobs if place < of_prompt else params.logprobs
+                reports.append(Position(cut(part.logprobs[place], most or 0), new, pending))
+            if place < of_prompt:
+                continue
+            if self._selects:
+                text.score += drawn_logprob(part.logprobs[place])
+                text.tokens += 1
             special = self._special_texts.get(token, "")
             if place == last:
                 decision = text.stop.append_last(new, special)
@@ -221,8 +322,9 @@ class Reading:
             if decision.stop is not None:
                 text.finish_reason, text.stop_reason = FinishReason.STOP, decision.stop
                 break
-        read = len(news.texts)
-        news.token_ids = part.token_ids if read == len(part.token_ids) else part.token_ids[:read]
+        read = of_prompt + len(news.texts)
+        whole = of_prompt == 0 and read == len(part.token_ids)
+        news.token_ids = part.token_ids if whole else part.token_ids[of_prompt:read]
         if text.finish_reason is not None:
             return True
         text.finish_reason, text.stop_reason = reason, part.stop_token

@@ -12,6 +12,7 @@ import msgspec
 from lamina.core.types import Logprob
 from lamina.engine.updates import RequestUpdate
 from lamina.serve.http_errors import APIError
+from lamina.serve.requests import GenerationRequest
 from lamina.text.logprobs import named
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Event, Reasoning
@@ -28,6 +29,9 @@ class Piece:
 
     Attributes:
         first: the text of the first token of an echoed prompt, which has no log-probability; None in all other pieces.
+        token_ids: those of ``text`` that are no part of an echoed prompt.
+        begins: True for the first piece of a choice.
+        prompt_logprobs: those of the prompt's tokens but the first, if they are new.
         stop_reason: the stop string or stop token that has ended the choice.
         text_offsets: where each token with logprobs begins in the text of the choice.
     """
@@ -39,6 +43,9 @@ class Piece:
     finish_reason: str | None
     stop_reason: str | int | None = None
     first: str | None = None
+    token_ids: Sequence[int] = ()
+    begins: bool = False
+    prompt_logprobs: Sequence[list[Logprob]] = ()
 
 
 class Sent:
@@ -46,44 +53,71 @@ class Sent:
 
     Args:
         tokenizer: gives the text of tokens in logprobs.
-        n: completions per prompt.
-        echo: for each prompt, the text to put before its completions; empty for none.
-        scored: that text is the first token of each prompt, and the completions repeat the others.
+        wanted: the request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, n: int, echo: Sequence[str] = (), scored: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, wanted: GenerationRequest) -> None:
         self._tokenizer = tokenizer
-        self._n = n
-        self._echo = echo
-        self._scored = scored
+        self._wanted = wanted
+        self._n = wanted.params.n
+        self._echo = wanted.echo
         self._offsets: dict[int, int] = {}  # characters of the token texts sent so far, if logprobs are reported
+        self._begun = set[int]()
         self._ended = set[int]()
 
-    def advance(self, prompt: int, update: RequestUpdate, most: int = MOST_POSITIONS) -> Iterator[Piece]:
-        """Yield the pieces of ``update``, each of at most ``most`` tokens of one completion; they count as sent."""
+    def advance(self, prompt: int, update: RequestUpdate, most: int | None = MOST_POSITIONS) -> Iterator[Piece]:
+        """Yield the pieces of ``update``, which count as sent.
+
+        Args:
+            most: tokens of one completion in one piece at most; None: any number, so that a completion has one piece.
+        """
         for completion in update.completions:
             choice = prompt * self._n + completion.index
             ends = completion.finish_reason is not None and choice not in self._ended
-            begins = bool(self._echo) and choice not in self._offsets
-            prefix = self._echo[prompt] if begins else ""
-            first = prefix if begins and self._scored else None
+            begins = choice not in self._begun
+            prefix = self._echo[prompt] if begins and self._echo else ""
+            first = prefix if begins and self._wanted.echo_logprobs else None
             self._offsets.setdefault(choice, 0 if first is None else len(first))
-            for start in range(0, max(1, len(completion.token_ids)), most):
-                stop = start + most
-                last = stop >= len(completion.token_ids)
-                text = prefix + "".join(completion.texts[start:stop]) + (completion.rest if last else "")
+            of_prompt = completion.prompt_logprobs or []
+            texts, positions = completion.texts, completion.logprobs
+            scored: Sequence[list[Logprob]] = ()
+            likely = self._wanted.params.logprobs
+            kept = None if likely is None else 1 + likely  # the prompt's may have more
+            if self._wanted.echo_logprobs:
+                texts = [*(position.text for position in of_prompt), *texts]
+                positions = [*of_prompt, *(positions or [])]
+            echoed = len(texts) - len(completion.texts)
+            if self._wanted.prompt_logprobs:
+                scored = [named(position, self._tokenizer) for position in of_prompt]
+            size = most or max(1, len(texts))
+            for start in range(0, max(1, len(texts)), size):
+                stop = start + size
+                last = stop >= len(texts)
+                text = prefix + "".join(texts[start:stop]) + (completion.rest if last else "")
+                token_ids = completion.token_ids[max(start - echoed, 0) : max(stop - echoed, 0)]
                 logprobs, offsets = None, list[int]()
-                if completion.logprobs is not None:
-                    logprobs = [named(position, self._tokenizer) for position in completion.logprobs[start:stop]]
-                    for position in completion.logprobs[start:stop]:
+                if positions is not None:
+                    logprobs = [named(each, self._tokenizer)[:kept] for each in positions[start:stop]]
+                    for position in positions[start:stop]:
                         offsets.append(self._offsets[choice])
                         self._offsets[choice] += len(position.text)
-                if text or logprobs or (ends and last):
+                if text or logprobs or (ends and last) or (self._wanted.token_ids and token_ids):
                     reason = completion.finish_reason.value if completion.finish_reason and ends and last else None
                     yield Piece(
-                        choice, text, logprobs, offsets, reason, completion.stop_reason if last else None, first
+                        choice,
+                        text,
+                        logprobs,
+                        offsets,
+                        reason,
+                        completion.stop_reason if last else None,
+                        first,
+                        token_ids,
+                        begins,
+                        scored,
                     )
-                prefix, first = "", None
+                    self._begun.add(choice)
+                    begins, scored = False, ()
+                    prefix, first = "", None
             if ends:
                 self._ended.add(choice)
 
@@ -95,16 +129,12 @@ class Usage:
     prompts: dict[int, int] = field(default_factory=dict)
     cached: dict[int, int] = field(default_factory=dict)
     drawn: int = 0
-    forced: int = 0  # tokens of prompts that the engine has still to draw
     ends: dict[tuple[int, int], str] = field(default_factory=dict)  # by prompt and completion
 
     def count(self, prompt: int, update: RequestUpdate) -> None:
         """Count the tokens of an update."""
         self.cached[prompt] = update.cached_tokens
-        drawn = update.tokens
-        skipped = min(drawn, self.forced)
-        self.forced -= skipped
-        self.drawn += drawn - skipped
+        self.drawn += update.tokens
         for completion in update.completions:
             if completion.finish_reason is not None:
                 self.ends[prompt, completion.index] = completion.finish_reason.value

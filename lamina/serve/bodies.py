@@ -2,14 +2,13 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 
 import msgspec
 
 from lamina.core.types import SamplingParams
 from lamina.serve.http_errors import APIError
 from lamina.serve.json_fields import (
-    ToolChoice,
     cut_fields,
     decode_field,
     decode_messages,
@@ -19,11 +18,12 @@ from lamina.serve.json_fields import (
     ignored_names,
 )
 from lamina.text.prompts import Prompt
+from lamina.text.tools import ToolChoice
 
 SAMPLING: dict[str, Any] = {
     name: kind | None
     for name, kind in get_type_hints(SamplingParams).items()
-    if name not in ("max_tokens", "logprobs", "forced_token_ids")  # the endpoints differ in them
+    if name not in ("max_tokens", "logprobs", "forced_token_ids", "bad_token_ids")  # the endpoints differ, or have none
 }
 """Type of each sampling field in JSON."""
 
@@ -43,9 +43,7 @@ WITHOUT_EFFECT = frozenset(
 
 _EITHER: dict[str, Sequence[Any]] = {
     "spaces_between_special_tokens": (True,),
-    "bad_words": ([],),
     "truncation_side": (),
-    "prompt_logprobs": (),
     "logits_processors": ([],),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
@@ -54,11 +52,9 @@ _EITHER: dict[str, Sequence[Any]] = {
     "regex": (),  # SGLang's, like the next
     "ebnf": (),
     "repetition_detection": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "kv_transfer_params": (),
     "vllm_xargs": (),
-    "best_of": (1,),
     "suffix": ("",),
     "prompt_embeds": (),
     "chat_template": (),
@@ -92,7 +88,6 @@ UNSUPPORTED_COMPLETION: Mapping[str, Sequence[Any]] = _EITHER | _CHAT | {"add_sp
 UNSUPPORTED_CHAT: Mapping[str, Sequence[Any]] = _EITHER | {
     "add_special_tokens": (False,),
     "echo": (False,),
-    "truncate_prompt_tokens": (),
 }
 
 
@@ -155,6 +150,7 @@ class Body(msgspec.Struct, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
@@ -172,7 +168,6 @@ class CompletionBody(Body, kw_only=True):
 
     prompt: list[Prompt]
     echo: bool | None = None
-    truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=1)] | None = None
     logprobs: int | None = None
 
 

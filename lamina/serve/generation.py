@@ -46,11 +46,9 @@ class Generation:
     ) -> None:
         self._writer = writer
         self._outputs = outputs
-        self._sent = Sent(engine.tokenizer, wanted.params.n, wanted.echo, wanted.scored)
+        self._sent = Sent(engine.tokenizer, wanted)
         self._timing = timing
-        lengths = {index: len(prompt) for index, prompt in enumerate(wanted.prompts)}
-        forced = sum(length - 1 for length in lengths.values()) if wanted.scored else 0
-        self._usage = Usage(lengths, forced=forced * wanted.params.n)
+        self._usage = Usage({index: len(prompt) for index, prompt in enumerate(wanted.prompts)})
 
     async def answer(self, request: Request) -> Response:
         """Return the complete answer. If the client leaves, cancels the engine's requests and raises
@@ -88,9 +86,9 @@ class Generation:
             if place % MOST_POSITIONS == MOST_POSITIONS - 1:
                 await asyncio.sleep(0)  # let other requests run, and hear of a client that has left
             update = gathered.pop(prompt)
-            pieces = self._sent.advance(prompt, update, most=1 + update.tokens)
+            pieces = self._sent.advance(prompt, update, most=None)
             # Long encoding runs in a thread, so that the event loop stays responsive.
-            long = update.tokens > MOST_POSITIONS
+            long = update.positions > MOST_POSITIONS
             while (choice := await asyncio.to_thread(self._next, pieces) if long else self._next(pieces)) is not None:
                 yield choice
         yield self._writer.end_answer(self._usage)
@@ -112,7 +110,7 @@ class Generation:
                     _check(update)
                     pieces = self._sent.advance(prompt, update)
                     # One event for all completions, unless many tokens are buffered for a slow client.
-                    long = update.tokens > MOST_POSITIONS
+                    long = update.positions > MOST_POSITIONS
                     at_once = 1 if long else len(update.completions)
                     while batch := list(itertools.islice(pieces, at_once)):
                         if events := writer.write_events(batch, self._usage):

@@ -8,7 +8,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from lamina.core.errors import RequestError
 from lamina.schedule.limits import MAX_WAITING
 from lamina.serve.http_errors import APIError
 from lamina.text.prompts import Prompt, as_prompts
+from lamina.text.tools import Tools, plain_tools
 
 logger = logging.getLogger(__name__)
 
@@ -288,41 +289,9 @@ def _require_few(size: int) -> None:
         raise RequestError(f"messages hold, besides their content, {size} bytes; give at most {MOST_BYTES_OF_FIELDS}")
 
 
-MOST_TOOLS = 1024
 MOST_TOOL_NBYTES = 1024 * 1024
 """Limit on the JSON of all tools together."""
 
-
-class Function(msgspec.Struct, omit_defaults=True):
-    """A function that the model may call. ``strict`` has no effect."""
-
-    name: Annotated[str, msgspec.Meta(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, tag="function", tag_field="type"):
-    """A tool; functions are the only kind."""
-
-    function: Function
-
-
-class NamedFunction(msgspec.Struct):
-    """The name of a function."""
-
-    name: str
-
-
-class NamedTool(msgspec.Struct, tag="function", tag_field="type"):
-    """The tool that the model must call."""
-
-    function: NamedFunction
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
-
-Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
 _TOOLS = msgspec.json.Decoder(Tools)
 
 
@@ -332,9 +301,4 @@ def decode_tools(raw: bytes) -> tuple[list[dict[str, Any]], list[str]]:
         return [], []
     if len(raw) > MOST_TOOL_NBYTES:
         raise RequestError(f"tools has {len(raw)} bytes; give at most {MOST_TOOL_NBYTES}")
-    tools = _TOOLS.decode(raw)
-    names = [tool.function.name for tool in tools]
-    for name in names:
-        if names.count(name) > 1:
-            raise RequestError(f"tools has {names.count(name)} functions named {name!r}; give each a name of its own")
-    return msgspec.to_builtins(tools), []
+    return plain_tools(_TOOLS.decode(raw)), []

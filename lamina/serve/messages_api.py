@@ -13,8 +13,9 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody
 from lamina.serve.http_errors import APIError, as_api_error
-from lamina.serve.json_fields import NamedFunction, NamedTool, ToolChoice, decode_field, plain_text
+from lamina.serve.json_fields import decode_field, plain_text
 from lamina.serve.requests import GenerationRequest, chat_generation
+from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 

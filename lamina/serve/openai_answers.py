@@ -61,16 +61,26 @@ class CompletionWriter(AnswerWriter):
         return b'],"usage":' + msgspec.json.encode(counts(usage)) + b"}"
 
     def choice(self, piece: Piece) -> Json:
-        return completion_choice(piece)
+        choice = completion_choice(piece) | self._token_ids(piece)
+        if self._wanted.prompt_logprobs:
+            choice["prompt_logprobs"] = _prompt_logprobs(piece)
+        return choice
 
     def delta(self, piece: Piece) -> Json | None:
-        return completion_choice(piece)
+        return completion_choice(piece) | self._token_ids(piece)
+
+    def _token_ids(self, piece: Piece) -> Json:
+        """Return the token ids of a choice if they are wanted; those of its prompt are in the first piece."""
+        if not self._wanted.token_ids:
+            return {}
+        prompt = self._wanted.prompts[piece.choice // self._wanted.params.n]
+        return {"prompt_token_ids": prompt if piece.begins else None, "token_ids": piece.token_ids}
 
     def _envelope(self, kind: str) -> Json:
         return {"id": self._id, "object": kind, "created": int(time.time()), "model": self._model}
 
-    def _chunk(self, choices: Sequence[Json], usage: Usage, last: bool = False) -> bytes:
-        chunk = self._envelope(self.chunk)
+    def _chunk(self, choices: Sequence[Json], usage: Usage, last: bool = False, of_prompt: Json | None = None) -> bytes:
+        chunk = self._envelope(self.chunk) | (of_prompt or {})
         chunk["choices"] = choices
         if self._wanted.usage != "none":
             chunk["usage"] = counts(usage) if last or self._wanted.usage == "every" else None
@@ -86,14 +96,21 @@ class ChatWriter(CompletionWriter):
         super().__init__(wanted, model)
         self._parsers = [wanted.make_parser() for _ in range(wanted.params.n)]
         self._calling = set[int]()  # choices with calls
+        self._of_prompt: Json = {"prompt_token_ids": wanted.prompts[0]} if wanted.token_ids else {}
 
     def begin_stream(self, usage: Usage) -> bytes:
         opening: Json = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return self._chunk([{"index": i, **opening} for i in range(self._wanted.params.n)], usage)
+        choices = [{"index": i, **opening} for i in range(self._wanted.params.n)]
+        return self._chunk(choices, usage, of_prompt=self._of_prompt)
+
+    def end_answer(self, usage: Usage) -> bytes:
+        return b"]," + msgspec.json.encode({**self._of_prompt, "usage": counts(usage)})[1:]
 
     def choice(self, piece: Piece) -> Json:
         parser = self._parsers[piece.choice]
         found = chat_delta(parser.append(piece.text) + parser.flush())
+        if self._wanted.prompt_logprobs and piece.choice == 0:
+            self._of_prompt["prompt_logprobs"] = _prompt_logprobs(piece)
         message: Json = {
             "role": "assistant",
             "content": found.get("content", "" if "tool_calls" not in found else None),
@@ -111,7 +128,7 @@ class ChatWriter(CompletionWriter):
         found = chat_delta(events)
         if "tool_calls" in found:
             self._calling.add(piece.choice)
-        if not found and piece.logprobs is None and piece.finish_reason is None:
+        if not found and piece.logprobs is None and piece.finish_reason is None and not self._wanted.token_ids:
             return None
         return self._with_rest(piece, "delta", found or {"content": ""})
 
@@ -122,6 +139,7 @@ class ChatWriter(CompletionWriter):
             key: message,
             "logprobs": None if piece.logprobs is None else _chat_logprobs(piece.logprobs),
             "finish_reason": "tool_calls" if reason == "stop" and piece.choice in self._calling else reason,
+            **({"token_ids": piece.token_ids} if self._wanted.token_ids else {}),
         }
 
 
@@ -166,6 +184,20 @@ def _completion_logprobs(piece: Piece) -> Json:
         "top_logprobs": [*(None for _ in first), *map(_by_text, positions)],
         "text_offset": [*(0 for _ in first), *piece.text_offsets],
     }
+
+
+def _prompt_logprobs(piece: Piece) -> list[Json | None]:
+    """Return the log-probabilities of the prompt's tokens, by token id, as vLLM gives them."""
+    return [
+        None,
+        *(
+            {
+                str(one.token_id): {"logprob": _finite(one.logprob), "rank": one.rank, "decoded_token": one.text}
+                for one in reversed(position)  # the prompt's token is first, and may be among the most likely ones
+            }
+            for position in piece.prompt_logprobs
+        ),
+    ]
 
 
 def _by_text(entries: Sequence[Logprob]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Bodies are described by what parses and checks them: the types and lists of ``bodies`` and the ranges of
 ``SamplingParams``. A body that fits its schema is answered, unless it is too large for the model or its memory or
-names a grammar that cannot be compiled, and one that does not is rejected.
+names a grammar that cannot be compiled or a best_of below n, and one that does not is rejected.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from lamina.core.types import (
+    MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
     MAX_CHOICES,
     MAX_SALT_LENGTH,
@@ -35,11 +36,12 @@ from lamina.serve.bodies import (
     TokenizeBody,
     field_types,
 )
-from lamina.serve.json_fields import IGNORED_HEADER, MOST_MESSAGES, Tools
+from lamina.serve.json_fields import IGNORED_HEADER, MOST_MESSAGES
 from lamina.serve.messages_api import COUNT_PATH, MESSAGES_PATH, MessagesBody
 from lamina.serve.requests import GUIDED
 from lamina.serve.responses_api import RESPONSES_PATH, ResponsesBody
 from lamina.text.chat_template import MAY_LACK_CONTENT
+from lamina.text.tools import Tools
 
 COMPLETIONS_PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 TOKENIZE_PATH, DETOKENIZE_PATH = "/tokenize", "/detokenize"
@@ -106,6 +108,8 @@ _BOUNDS: Mapping[str, Schema] = {
         "items": {"type": "integer", **_range("max_tokens"), "minimum": 0},
         "maxItems": MAX_STOP_TOKEN_IDS,
     },
+    "truncate_prompt_tokens": {**_range("truncate_prompt_tokens"), "not": {"const": 0}},
+    "bad_words": {"type": ["array", "null"], "items": _STOP, "maxItems": MAX_BAD_WORDS},
     "early_stopping": {"enum": [True, False, "never", None]},
     "structured_outputs": {"anyOf": [{"type": "null"}, *map(_only, _STRUCTURED)]},
     "logit_bias": {
@@ -144,7 +148,15 @@ _BOUNDS: Mapping[str, Schema] = {
 }
 """What the types of fields do not say."""
 
-_WHOLE = ("stop", "early_stopping", "structured_outputs", "response_format", "logit_bias", "allowed_token_ids")
+_WHOLE = (
+    "stop",
+    "bad_words",
+    "early_stopping",
+    "structured_outputs",
+    "response_format",
+    "logit_bias",
+    "allowed_token_ids",
+)
 """Fields whose types say nothing that their bounds do not say."""
 
 _TEXT_PART = {
@@ -297,11 +309,19 @@ _ENDS = [_left_out(min_tokens=[0]), _left_out(**_MATCH)]
 _SCORES = [
     _left_out(echo=[False]),
     _left_out(logprobs=()),
-    _left_out(presence_penalty=[0], frequency_penalty=[0], **_MATCH),
+    _left_out(**_MATCH),
 ]
+_PROMPT_SCORES = [_left_out(prompt_logprobs=()), _left_out(stream=[False], **_MATCH)]
 _TOGETHER: Mapping[type[Body], Sequence[Sequence[Schema]]] = {
-    CompletionBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, _SCORES),
-    ChatBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, [_left_out(top_logprobs=()), _given("logprobs", True)]),
+    CompletionBody: (_STREAM, _BEAMS, _ONE_MATCH, _ENDS, _SCORES, _PROMPT_SCORES),
+    ChatBody: (
+        _STREAM,
+        _BEAMS,
+        _ONE_MATCH,
+        _ENDS,
+        _PROMPT_SCORES,
+        [_left_out(top_logprobs=()), _given("logprobs", True)],
+    ),
 }
 """What fields ask of each other: one of each group of alternatives."""
 

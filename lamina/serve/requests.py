@@ -9,11 +9,11 @@ from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs
 from lamina.engine.streams import Runtime
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import NamedTool, ToolChoice
 from lamina.text.defaults import Defaults
-from lamina.text.grammars import after_reasoning, compile_grammar
-from lamina.text.prompts import encode_chat, encode_prompt
-from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
+from lamina.text.grammars import compile_grammar
+from lamina.text.prompts import encode_chat, prompt_tokens
+from lamina.text.tool_calls import AnswerParser, PlainText
+from lamina.text.tools import ToolChoice, calls_parser, forced_calls
 
 COMPLETION_TOKENS = 16
 """Limit of a completion that gives none, as OpenAI's and vLLM's."""
@@ -31,8 +31,9 @@ class GenerationRequest:
         params: Sampling parameters of all prompts.
         stream: Send the answer as a stream of events.
         usage: Which events have token counts.
-        scored: The completions repeat their prompts, with log-probabilities. The engine gets the first token of each
-            prompt, and is forced to draw the others.
+        echo_logprobs: The log-probabilities of the completions have those of their prompts before them.
+        prompt_logprobs: The answer has the log-probabilities of the prompts in a field of their own.
+        token_ids: The answer has the token ids of prompts and completions.
         echo: For each prompt, the text to put before its completions; empty for none.
         ignored: Names of fields that have no meaning here.
         make_parser: Makes what divides the text of one choice into content, reasoning and tool calls.
@@ -42,7 +43,9 @@ class GenerationRequest:
     params: SamplingParams
     stream: bool = False
     usage: UsageReports = "none"
-    scored: bool = False
+    echo_logprobs: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
     echo: Sequence[str] = ()
     ignored: Sequence[str] = ()
     make_parser: Callable[[], AnswerParser] = PlainText
@@ -57,11 +60,7 @@ class GenerationRequest:
     def _submission(self, prompt: list[int], room: int) -> tuple[list[int], SamplingParams]:
         params = self.params
         least = min(params.min_tokens, room) if room > 0 else params.min_tokens
-        if not self.scored:
-            return prompt, params if least == params.min_tokens else replace(params, min_tokens=least)
-        forced = prompt[1:]
-        most = None if params.max_tokens is None else params.max_tokens + len(forced)
-        return prompt[:1], replace(params, forced_token_ids=forced, min_tokens=least + len(forced), max_tokens=most)
+        return prompt, params if least == params.min_tokens else replace(params, min_tokens=least)
 
 
 def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -71,30 +70,22 @@ def read_completion(engine: Runtime, raw: bytes) -> GenerationRequest:
     """
     body = parse(CompletionBody, raw)
     require_model(engine, body.model)
-    scored = bool(body.echo) and body.logprobs is not None
+    echo_logprobs = bool(body.echo) and body.logprobs is not None
     _, limit = _limit(body)
     limit = COMPLETION_TOKENS if limit is None else limit
     params = _sampling_params(body, engine.sampling_defaults, {}, logprobs=body.logprobs, max_tokens=limit)
-    tokenizer, longest = engine.tokenizer, engine.max_model_len
-    prompts = [encode_prompt(tokenizer, p, longest) if isinstance(p, str) else p for p in body.prompt]
-    if (most := body.truncate_prompt_tokens) is not None:
-        prompts = [prompt[-most:] for prompt in prompts]
-    if scored:
-        _require_scorable(prompts, params, longest)
+    if echo_logprobs:
+        if params.structured_outputs is not None:
+            message = "logprobs of the prompt are not supported with structured outputs; leave out echo"
+            raise APIError(400, message, param="echo")
+        params = replace(params, prompt_logprobs=max(params.logprobs or 0, params.prompt_logprobs or 0))
+    tokenizer = engine.tokenizer
+    prompts = [prompt_tokens(tokenizer, p, params, engine.max_model_len) for p in body.prompt]
     skip = params.skip_special_tokens
     echo = [p if isinstance(p, str) else tokenizer.decode(p, skip) for p in body.prompt] if body.echo else ()
-    if scored:
+    if echo_logprobs:
         echo = [tokenizer.decode(prompt[:1], skip) for prompt in prompts]
-    return _generation(body, engine, prompts, params, echo=echo, scored=scored)
-
-
-def _require_scorable(prompts: Sequence[list[int]], params: SamplingParams, context: int) -> None:
-    """Raise APIError 400 if log-probabilities of the prompts cannot be reported."""
-    if params.presence_penalty or params.frequency_penalty or params.structured_outputs is not None:
-        message = "logprobs of the prompt are not supported with penalties or structured outputs; leave out echo"
-        raise APIError(400, message, param="echo")
-    if (longest := max(map(len, prompts))) >= context:
-        raise APIError(400, f"the prompt has {longest} tokens; at most {context - 1} fit (max_model_len {context})")
+    return _generation(body, engine, prompts, params, echo=echo, echo_logprobs=echo_logprobs)
 
 
 def read_chat(engine: Runtime, raw: bytes) -> GenerationRequest:
@@ -120,8 +111,11 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
     choice: ToolChoice = body.tool_choice or ("auto" if body.tools else "none")
     tools = body.tools if choice != "none" else []
     text = _render(engine, body, tools)
-    calls = _forced_calls(engine, body, choice, text)
     form = engine.tokenizer.chat_format
+    try:
+        calls = forced_calls(tools, choice, body.parallel_tool_calls is not False, form, text)
+    except RequestError as error:
+        raise APIError(400, str(error), param="tool_choice") from error
     if tools and calls is None and form.tools is None:
         raise APIError(
             400,
@@ -134,8 +128,12 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         skips = body.sampling.pop("skip_special_tokens", False)
         given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
     params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, calls, **given)
-    prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
-    make_parser = form.parser(text, calls_parser(choice, form.tools or "") if tools else None)
+    if params.truncate_prompt_tokens is None:
+        prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
+    else:
+        tokens = engine.tokenizer.encode(text, add_special_tokens=False)
+        prompt = prompt_tokens(engine.tokenizer, tokens, params, engine.max_model_len)
+    make_parser = form.parser(text, calls_parser(choice, form.tools) if tools else None)
     return _generation(body, engine, [prompt], params, clamped=clamped, make_parser=make_parser)
 
 
@@ -154,19 +152,6 @@ def _render(engine: Runtime, body: ChatBody, tools: Sequence[Mapping[str, Any]])
         return engine.tokenizer.apply_chat_template(body.messages, prompts, tools or None, variables, continues)
     except RequestError as error:
         raise APIError(400, str(error), param="messages") from error
-
-
-def _forced_calls(engine: Runtime, body: ChatBody, choice: ToolChoice, prompt: str) -> StructuredOutputs | None:
-    """Return what an answer must match that has to call tools; None if it has not. Raises APIError 400."""
-    try:
-        schema = forced_schema(body.tools, choice, body.parallel_tool_calls is not False)
-    except RequestError as error:
-        raise APIError(400, str(error), param="tool_choice") from error
-    if schema is None:
-        return None
-    wanted = StructuredOutputs(json=schema)
-    form = engine.tokenizer.chat_format
-    return after_reasoning(wanted, form.tags[1]) if form.tags is not None and form.inside(prompt) else wanted
 
 
 def require_model(engine: Runtime, name: str | None) -> None:
@@ -199,10 +184,22 @@ def _generation(
             f"(max_model_len {context}). Shorten the prompt, lower {name}, or leave it out",
             param=name,
         )
+    scored = body.sampling.get("prompt_logprobs") is not None
+    if scored and body.stream:
+        raise APIError(400, "prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
     usage: UsageReports = "none"
     if (options := body.stream_options) is not None and options.include_usage:
         usage = "every" if options.continuous_usage_stats else "last"
-    return GenerationRequest(prompts, params, bool(body.stream), usage, ignored=body.ignored, **own)
+    return GenerationRequest(
+        prompts,
+        params,
+        bool(body.stream),
+        usage,
+        prompt_logprobs=scored,
+        token_ids=bool(body.return_token_ids),
+        ignored=body.ignored,
+        **own,
+    )
 
 
 def _limit(body: Body) -> tuple[str, int | None]:
@@ -293,70 +290,3 @@ def _sampling_params(
         except ValueError as error:
             raise APIError(400, str(error), param="max_tokens") from error
     return params
-
-
-def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
-    """Return the JSON schema of calls that the model must make; None if it need not call anything.
-
-    A named tool has the schema of its arguments; "required" one of a list of calls, or of one if not ``parallel``.
-
-    Raises:
-        RequestError: there is no such tool.
-    """
-    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
-    if isinstance(choice, NamedTool):
-        if choice.function.name not in functions:
-            raise RequestError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
-        return functions[choice.function.name].get("parameters") or {"type": "object"}
-    if choice != "required":
-        return None
-    if not functions:
-        raise RequestError("tool_choice is required, but there are no tools")
-    shared: dict[str, Any] = {}
-    calls = []
-    for number, (name, function) in enumerate(functions.items()):
-        parameters = _hoisted(function.get("parameters") or {"type": "object"}, f"{number}.", shared)
-        calls.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, "parameters": parameters},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-        )
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if not parallel:
-        schema["maxItems"] = 1
-    return schema | ({"$defs": shared} if shared else {})
-
-
-def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema whose definitions are in ``shared`` instead, under names with ``prefix``."""
-
-    def renamed(part: Any) -> Any:
-        if isinstance(part, list):
-            return [renamed(each) for each in part]
-        if not isinstance(part, dict):
-            return part
-        changed = {key: renamed(value) for key, value in part.items()}
-        reference = part.get("$ref")
-        if isinstance(reference, str):
-            for key in ("$defs", "definitions"):
-                if reference.startswith(f"#/{key}/"):
-                    changed["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{key}/')}"
-        return changed
-
-    own = dict(schema)
-    for key in ("$defs", "definitions"):
-        for name, part in (own.pop(key, None) or {}).items():
-            shared[prefix + name] = renamed(part)
-    moved: dict[str, Any] = renamed(own)
-    return moved
-
-
-def calls_parser(choice: ToolChoice, family: str) -> Callable[[], AnswerParser]:
-    """Return what makes a parser of calls. ``family``: the form of calls that no grammar enforces."""
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        return lambda: NamedCall(name)
-    return JsonCalls if choice == "required" else TOOL_PARSERS[family]

@@ -10,8 +10,9 @@ from lamina.engine.streams import Runtime
 from lamina.serve.answers import Block, BlockWriter, Change, Json, Usage, event, new_call_id
 from lamina.serve.bodies import ChatBody, JsonSchema, ResponseFormat
 from lamina.serve.http_errors import APIError
-from lamina.serve.json_fields import NamedFunction, NamedTool, ToolChoice, decode_field, plain_text
+from lamina.serve.json_fields import decode_field, plain_text
 from lamina.serve.requests import GenerationRequest, chat_generation
+from lamina.text.tools import NamedFunction, NamedTool, ToolChoice
 
 RESPONSES_PATH = "/v1/responses"
 

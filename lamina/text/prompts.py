@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lamina.core.errors import RequestError
+from lamina.core.types import SamplingParams
 from lamina.text.tokenizer import Tokenizer, check_unicode
 
 Prompt = str | list[int]
@@ -53,6 +54,38 @@ def encode_prompt(tokenizer: Tokenizer, text: str, max_model_len: int, add_speci
             f"raise max_model_len"
         )
     return tokenizer.encode(text, add_special_tokens)
+
+
+def prompt_tokens(tokenizer: Tokenizer, prompt: Prompt, params: SamplingParams, max_model_len: int) -> list[int]:
+    """Return the tokens of a prompt, of which ``truncate_prompt_tokens`` may keep the last ones alone.
+
+    Raises what ``encode_prompt`` raises; a text is never too long if it is truncated.
+    """
+    most = params.truncate_prompt_tokens
+    if most is None:
+        return encode_prompt(tokenizer, prompt, max_model_len) if isinstance(prompt, str) else list(prompt)
+    if isinstance(prompt, str):
+        check_unicode(prompt)
+        prompt = tokenizer.encode(prompt)
+    if most < 0:
+        most = max(1, max_model_len - (params.max_tokens or 1))
+    return prompt[-most:]
+
+
+def bad_sequences(words: Iterable[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """Return the token sequences of texts that are not to be generated, as vLLM makes them.
+
+    A text has its own tokens, and those after a space if they are as many and begin with another token.
+    """
+    found = []
+    for word in words:
+        bare = word.lstrip() or word
+        alone = tokenizer.encode(bare, add_special_tokens=False)
+        spaced = tokenizer.encode(f" {bare}", add_special_tokens=False)
+        found.append(alone)
+        if len(spaced) == len(alone) and spaced[0] != alone[0]:
+            found.append(spaced)
+    return found
 
 
 def check_tokens(tokens: Sequence[int], vocab_size: int, tokenizer: Tokenizer) -> None:

@@ -283,6 +283,21 @@ def test_biases_and_allowed_tokens_change_what_is_drawn() -> None:
     assert reported.logprob == pytest.approx(float(logits[0].log_softmax(-1)[token]), abs=1e-5)  # without the bias
 
 
+def test_the_last_token_of_a_bad_sequence_is_not_drawn_after_the_others() -> None:
+    logits = random_logits(1).repeat(5, 1)
+    first, second = logits[0].topk(2).indices.tolist()
+    params = SamplingParams(temperature=0.0, bad_token_ids=[[7, 8, first], [VOCABULARY + 5]])
+    forced = SamplingParams(temperature=0.0, bad_token_ids=[[8, first]], forced_token_ids=[7, 8])
+    rows = [
+        Row(0, params, generated=3, output=[4, 7, 8]),
+        Row(1, params, generated=1, output=[8]),
+        Row(2, params, generated=3, output=[7, 8, 4]),
+        Row(3, forced, generated=2, output=[7, 8]),
+        Row(4, SamplingParams(temperature=0.0, bad_token_ids=[[first]])),
+    ]
+    assert [draw.token for draw in sample(logits, rows)] == [second, first, first, first, second]
+
+
 def test_forced_tokens_are_drawn_first() -> None:
     logits = random_logits(2)
     params = SamplingParams(temperature=0.0, forced_token_ids=[4, 5], logprobs=0)

@@ -111,13 +111,9 @@ def test_values_without_effect_are_accepted(server: Running) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("best_of", 2),
-        ("best_of", True),
-        ("best_of", 0),
         ("modalities", ["text", "audio"]),
         ("modalities", []),
         ("suffix", " "),
-        ("truncate_prompt_tokens", 0),
         ("echo", True),
     ],
 )
@@ -139,6 +135,13 @@ def test_errors_call_a_field_what_the_client_calls_it(server: Running) -> None:
         (CHAT, {"max_tokens": 0}, "max_tokens is 0; give"),
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs is 21; give"),
         (COMPLETION, {"logprobs": 21}, "logprobs is 21; give"),
+        (COMPLETION, {"best_of": True}, "best_of is True; give"),
+        (COMPLETION, {"best_of": 1, "n": 2}, "best_of is 1; give an integer from 2 to 128"),
+        (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens is 0; give at least 1"),
+        (CHAT, {"bad_words": ["a", ""]}, "bad_words has ''; give"),
+        (CHAT, {"prompt_logprobs": -1}, "prompt_logprobs is -1; give"),
+        (COMPLETION, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs cannot be streamed"),
+        (COMPLETION, {"prompt_logprobs": 1, "guided_regex": "a"}, "prompt_logprobs is 1; leave it out beside"),
         (COMPLETION, {"cache_salt": "x" * 257}, "cache_salt is 'xxx"),
     ):
         asked: dict[str, Any] = {"messages": USER} if path == CHAT else {"prompt": "a"}

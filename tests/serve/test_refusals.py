@@ -44,10 +44,10 @@ USER = [{"role": "user", "content": "a"}]
         (COMPLETION, {"prompt": "a", "logprobs": 21}, 400, "logprobs", "logprobs is 21; give an integer from 0 to 20"),
         (
             COMPLETION,
-            {"prompt": "a", "logprobs": 1, "echo": True, "presence_penalty": 1},
+            {"prompt": "a", "logprobs": 1, "echo": True, "guided_regex": "a"},
             400,
             "echo",
-            "not supported with penalties",
+            "not supported with structured outputs",
         ),
         (COMPLETION, {"prompt": "a", "stop": [""]}, 400, "stop", "must be valid Unicode of 1 to 128 characters"),
         (COMPLETION, {"prompt": "a", "stop": [5] * 1000}, 400, "stop", "stop has 1000 strings; give at most 32"),

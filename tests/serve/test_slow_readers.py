@@ -18,6 +18,7 @@ from lamina.serve import generation
 from lamina.serve import server as serving
 from lamina.serve.answers import MOST_POSITIONS, Sent
 from lamina.serve.app import create_app
+from lamina.serve.requests import GenerationRequest
 from lamina.text.logprobs import Position
 from tests.support.scripted_engine import COMPLETION, TIMEOUT_S, FakeEngine, FakeTokenizer
 
@@ -108,7 +109,7 @@ def test_a_long_update_goes_out_in_pieces_that_join_to_the_whole(most: int) -> N
         for index in range(2)
     ]
     update = RequestUpdate(request, completions, True)
-    sent = Sent(FakeTokenizer(), 2, ["prompt "])  # type: ignore[arg-type]
+    sent = Sent(FakeTokenizer(), GenerationRequest([], SamplingParams(n=2), echo=["prompt "]))  # type: ignore[arg-type]
     pieces = list(sent.advance(0, update, most))
     for choice in range(2):
         own = [piece for piece in pieces if piece.choice == choice]

@@ -113,6 +113,9 @@ class FakeEngine:
                     texts=[WORDS[count - 1]],
                     token_ids=[count - 1],
                     logprobs=None if params.logprobs is None else _positions(count - 1, params.logprobs),
+                    prompt_logprobs=None
+                    if params.prompt_logprobs is None
+                    else _positions(0, params.prompt_logprobs) * (len(text) - 1 if count == 1 else 0),
                     finish_reason=END if last else None,
                 )
                 for i in range(params.n)

@@ -55,7 +55,7 @@ def read(
 def joined(tokenizer: Tokenizer, updates: list[RequestUpdate]) -> tuple[str, dict[str, list[Any]], list[Any]]:
     """(text, completion logprobs, chat logprobs) of all pieces together."""
     text, completion, chat = "", dict[str, list[Any]](), list[Any]()
-    sent = Sent(tokenizer, 1)
+    sent = Sent(tokenizer, GenerationRequest([], SamplingParams()))
     writer = ChatWriter(GenerationRequest([[]], SamplingParams()), "")
     for update in updates:
         for piece in sent.advance(0, update, most=3):

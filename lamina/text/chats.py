@@ -1,0 +1,124 @@
+"""Prepares a conversation for the engine, and reads the answer: reasoning, tool calls and objects."""
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from lamina.core.errors import RequestError
+from lamina.core.types import CompletionOutput, FinishReason, SamplingParams, StructuredOutputs, ToolCall
+from lamina.text.grammars import after_reasoning
+from lamina.text.prompts import Message, encode_chat
+from lamina.text.tokenizer import Tokenizer
+from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Reasoning
+from lamina.text.tools import ToolChoice, Tools, calls_parser, forced_calls, plain_tools
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation as the engine answers it.
+
+    Attributes:
+        prompt: Token ids, up to where the answer begins.
+        wanted: What the answer must match, if anything.
+        needs_special: The marks of tool calls or reasoning are special tokens, which the text must have.
+        make_parser: Makes what divides the text of one answer.
+        read_object: Makes the object of the answer's content; None if no object is wanted.
+    """
+
+    prompt: list[int]
+    wanted: StructuredOutputs | None
+    needs_special: bool
+    make_parser: Callable[[], AnswerParser]
+    read_object: Callable[[str], Any] | None
+
+    def params(self, given: SamplingParams) -> SamplingParams:
+        """Return the parameters of the answer. Raises RequestError if they ask for a second form."""
+        changes: dict[str, Any] = {}
+        if self.wanted is not None:
+            if given.structured_outputs is not None:
+                raise RequestError(
+                    "structured_outputs and the chat's tool_choice or response_format both say what the answer must "
+                    "match; give one"
+                )
+            changes["structured_outputs"] = self.wanted
+        if self.needs_special:
+            changes["skip_special_tokens"] = False
+        try:
+            return dataclasses.replace(given, **changes)
+        except ValueError as error:
+            raise RequestError(str(error)) from error
+
+    def read(self, answer: CompletionOutput) -> None:
+        """Set ``reasoning``, ``content``, ``tool_calls`` and ``parsed`` of an answer."""
+        parser = self.make_parser()
+        names, arguments = dict[int, str](), dict[int, str]()
+        for event in parser.append(answer.text) + parser.flush():
+            match event:
+                case Content(text):
+                    answer.content += text
+                case Reasoning(text):
+                    answer.reasoning += text
+                case CallBegins(index, name):
+                    names[index] = name
+                case CallArguments(index, text):
+                    arguments[index] = arguments.get(index, "") + text
+        answer.tool_calls = [ToolCall(name, _object(arguments.get(index, ""))) for index, name in names.items()]
+        if self.read_object is not None and answer.finish_reason is FinishReason.STOP:
+            answer.parsed = self.read_object(answer.content)
+
+
+def prepare_chat(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_model_len: int,
+    tools: Sequence[Mapping[str, Any]] = (),
+    tool_choice: str | Mapping[str, Any] = "auto",
+    response_format: Any = None,
+) -> Chat:
+    """Prepare a conversation.
+
+    Args:
+        tools: Functions that the model may call, as OpenAI's API takes them.
+        tool_choice: "auto", "none", "required", or a function as OpenAI's API names it.
+        response_format: A pydantic model or a JSON schema that the answer must match.
+
+    Raises:
+        RequestError: The template rejects the messages or uses no tools, a tool or the choice is malformed, or both a
+            call and an object are wanted.
+    """
+    try:
+        choice = msgspec.convert(tool_choice, ToolChoice)
+        checked = plain_tools(msgspec.convert(tools, Tools))
+    except msgspec.ValidationError as error:
+        raise RequestError(f"tools or tool_choice: {error}") from error
+    shown = tools if choice != "none" else ()
+    text = tokenizer.apply_chat_template(messages, tools=shown or None)
+    form = tokenizer.chat_format
+    wanted = forced_calls(checked, choice, True, form, text)
+    read_object: Callable[[str], Any] | None = None
+    if response_format is not None:
+        if wanted is not None:
+            raise RequestError("tool_choice and response_format both say what the answer must match; give one")
+        wanted = StructuredOutputs(json=response_format)
+        if form.tags is not None and form.inside(text):
+            wanted = after_reasoning(wanted, form.tags[1])
+        read_object = getattr(response_format, "model_validate_json", json.loads)
+    return Chat(
+        encode_chat(tokenizer, text, max_model_len),
+        wanted,
+        bool(shown) and form.needs_special(tokenizer.special_texts.values(), True),
+        form.parser(text, calls_parser(choice, form.tools) if shown else None),
+        read_object,
+    )
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError):
+        found = json.loads(text or "{}")
+        return found if isinstance(found, dict) else None
+    return None

@@ -1,0 +1,144 @@
+"""Tools that a model may call: their form in requests, the grammar of calls it must make, and the calls it made."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from lamina.core.errors import RequestError
+from lamina.core.types import StructuredOutputs
+from lamina.text.chat_format import ChatFormat
+from lamina.text.grammars import after_reasoning
+from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
+
+MOST_TOOLS = 1024
+
+
+class Function(msgspec.Struct, omit_defaults=True):
+    """A function that the model may call. ``strict`` has no effect."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, tag="function", tag_field="type"):
+    """A tool; functions are the only kind."""
+
+    function: Function
+
+
+class NamedFunction(msgspec.Struct):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, tag="function", tag_field="type"):
+    """The tool that the model must call."""
+
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
+
+
+def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Return the tools as chat templates take them. Raises RequestError for two functions of one name."""
+    names = [tool.function.name for tool in tools]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"tools has {names.count(name)} functions named {name!r}; give each a name of its own")
+    plain: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    return plain
+
+
+def forced_calls(
+    tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool, form: ChatFormat, prompt: str
+) -> StructuredOutputs | None:
+    """Return what an answer to ``prompt`` must match that has to call tools; None if it need not call any.
+
+    Raises:
+        RequestError: there is no such tool.
+    """
+    schema = forced_schema(tools, choice, parallel)
+    if schema is None:
+        return None
+    wanted = StructuredOutputs(json=schema)
+    return after_reasoning(wanted, form.tags[1]) if form.tags is not None and form.inside(prompt) else wanted
+
+
+def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
+    """Return the JSON schema of calls that the model must make; None if it need not call anything.
+
+    A named tool has the schema of its arguments; "required" one of a list of calls, or of one if not ``parallel``.
+
+    Raises:
+        RequestError: there is no such tool.
+    """
+    functions = {tool["function"]["name"]: tool["function"] for tool in tools}
+    if isinstance(choice, NamedTool):
+        if choice.function.name not in functions:
+            raise RequestError(f"tool_choice names {choice.function.name!r}, which is not among the tools")
+        return functions[choice.function.name].get("parameters") or {"type": "object"}
+    if choice != "required":
+        return None
+    if not functions:
+        raise RequestError("tool_choice is required, but there are no tools")
+    shared: dict[str, Any] = {}
+    calls = []
+    for number, (name, function) in enumerate(functions.items()):
+        parameters = _hoisted(function.get("parameters") or {"type": "object"}, f"{number}.", shared)
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": name}, "parameters": parameters},
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
+    if not parallel:
+        schema["maxItems"] = 1
+    return schema | ({"$defs": shared} if shared else {})
+
+
+def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema whose definitions are in ``shared`` instead, under names with ``prefix``."""
+
+    def renamed(part: Any) -> Any:
+        if isinstance(part, list):
+            return [renamed(each) for each in part]
+        if not isinstance(part, dict):
+            return part
+        changed = {key: renamed(value) for key, value in part.items()}
+        reference = part.get("$ref")
+        if isinstance(reference, str):
+            for key in ("$defs", "definitions"):
+                if reference.startswith(f"#/{key}/"):
+                    changed["$ref"] = f"#/$defs/{prefix}{reference.removeprefix(f'#/{key}/')}"
+        return changed
+
+    own = dict(schema)
+    for key in ("$defs", "definitions"):
+        for name, part in (own.pop(key, None) or {}).items():
+            shared[prefix + name] = renamed(part)
+    moved: dict[str, Any] = renamed(own)
+    return moved
+
+
+def calls_parser(choice: ToolChoice, family: str | None) -> Callable[[], AnswerParser]:
+    """Return what makes a parser of calls.
+
+    Args:
+        family: the form of calls that no grammar enforces; None if it is not known: then no calls are found.
+    """
+    if isinstance(choice, NamedTool):
+        name = choice.function.name
+        return lambda: NamedCall(name)
+    if choice == "required":
+        return JsonCalls
+    return PlainText if family is None else TOOL_PARSERS[family]
