@@ -146,7 +146,8 @@ def plan(
     served, requests = _workload(trace, lengths)
     server = Server(shape, served, costs, market, slo, VLLM)
     course = Course(shape, served, requests, market, slo, profile, engine=VLLM)
-    table.show(server, course, list(ways(shape, *pools, segments(served))), model, trace, as_json)
+    candidates = list(ways(shape, *pools, segments(served), lambda way: slo.affords(sum(way.usd_per_hour(market)))))
+    table.show(server, course, candidates, model, trace, as_json)
 
 
 def _workload(trace: Path | None, lengths: tuple[int, int]) -> "tuple[Workload, list[TracedRequest]]":

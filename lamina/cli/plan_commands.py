@@ -34,13 +34,20 @@ def simulate_line(course: "Course", trial: "Trial", model: str, trace: Path) -> 
 
 
 def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
-    """Return why `lamina launch` cannot start a way yet; None if it can."""
+    """Return why `lamina launch` cannot start a way; None if it can."""
     from lamina.planning.plan.ways import Kind
 
-    if way.kind is Kind.APART:
-        return "lamina launch does not keep prefill and decoding apart; serve this with a system that does, as vLLM."
     if way.kind is Kind.ONE_POOL:
-        return "lamina launch has local memory with one copy of the weights; serve this with a system such as vLLM."
+        return "This is another system, to compare with."
+    if way.kind is Kind.APART:
+        prefill, decode = _typed_kinds(way)
+        ranks = f" --tensor-parallel {way.tensor_parallel}" if way.tensor_parallel > 1 else ""
+        return (
+            "lamina launch cannot start this: it does not pull the KV of prompts into the memory of the workers that "
+            f"decode. It computes prompts apart if memory workers hold the KV (--prefill {prefill}:"
+            f"{way.compute_workers} --compute {decode}:{way.memory_workers}{ranks} --memory KIND:N), which is not "
+            "ranked here."
+        )
     lacking = missing(way, shape, model)
     return f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}." if lacking else None
 
@@ -48,12 +55,9 @@ def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
 def missing(way: "Way", shape: "ModelShape", model: str) -> list[str]:
     """Return what `lamina launch` lacks to start a way."""
     from lamina.cluster.pool import RUNNABLE
-    from lamina.planning.plan.ways import Kind
 
     kinds = _typed_kinds(way)
     lacking = [f"{kind} workers" for kind in dict.fromkeys(kinds) if kind not in RUNNABLE]
-    if way.tensor_parallel > 1 and way.kind is Kind.LOCAL:
-        lacking.append("local memory with tensor parallelism")
     return lacking + unquantised(shape, model, kinds[0])
 
 

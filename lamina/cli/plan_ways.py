@@ -291,7 +291,7 @@ def _left_out(server: "Server", candidates: "Sequence[Way]") -> list[str]:
     for way in candidates:
         if way.kind is Kind.OFFLOADED and way.memory is not None:
             groups.setdefault(f"memory workers {way.memory.kind}", []).append(way)
-        if way.kind is Kind.ONE_POOL:
+        if way.kind is Kind.LOCAL:
             groups.setdefault(f"{way.compute.kind} alone", []).append(way)
     for name, own in groups.items():
         reasons = [server.unfit(way) for way in own]

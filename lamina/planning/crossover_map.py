@@ -1,9 +1,9 @@
 """Where a second kind of device pays: the cheapest ways to serve on one kind and on two, over grids of workloads.
 
 Every cell is a workload whose requests all have one prompt and one output length. Both sides may use the same devices
-and keep the same SLOs, and are compared by dollars for a request, so at equal cost. On one kind: one pool, or prefill
-and decoding apart. On two: attention offloaded, or prefill on one kind and decoding on the other. Offloading to memory
-workers of the same kind as the compute workers counts as one kind.
+and keep the same SLOs, and are compared by dollars for a request, so at equal cost. On one kind: one pool, of Lamina or
+of another system with chunked prefill, or prefill and decoding apart. On two: attention offloaded, or prefill on one
+kind and decoding on the other. Offloading to memory workers of the same kind as the compute workers counts as one kind.
 
 Three grids: prompts and outputs; sessions that are idle between turns, whose KV waits in whatever memory is left; and
 prompts that begin with the same tokens. ``cells`` evaluates a grid by the closed form; ``confirm`` simulates the cells
@@ -22,7 +22,7 @@ from lamina.planning.plan.hardware import Hardware
 from lamina.planning.plan.model_shapes import ModelShape
 from lamina.planning.plan.prices import Prices
 from lamina.planning.plan.serving import Server
-from lamina.planning.plan.ways import SEGMENT, Capacity, Kind, Slo, Way, ways
+from lamina.planning.plan.ways import SEGMENT, Capacity, Kind, Slo, Way, baselines, ways
 from lamina.planning.plan.workload import Sessions, TracedRequest, Workload, of_lengths
 from lamina.planning.simulate.trial import MOST, WORSE, Course
 
@@ -152,7 +152,7 @@ def cells(
     slo: Slo,
 ) -> Iterable[Cell]:
     """Return a cell for every workload, in order."""
-    candidates = [way for way in ways(shape, *pools, (None, SEGMENT)) if _coarse(way)]
+    candidates = [way for way in (*baselines(shape, *pools), *ways(shape, *pools, (None, SEGMENT))) if _coarse(way)]
     server: Server | None = None
     for workload in workloads:
         server = server.serving(workload) if server else Server(shape, workload, models, prices, slo)
@@ -225,8 +225,11 @@ def _gain(alone: Capacity | None, together: Capacity | None) -> float | None:
 
 
 def _coarse(way: Way) -> bool:
-    """Return whether a map has this way: counts that are powers of two, two lengths of chunks, no rotation."""
-    counts = (way.compute_workers, way.memory_workers or 1)
+    """Return whether a map has this way: two lengths of chunks and, with a second pool, counts that are powers of two
+    and no rotation."""
+    if way.memory is None:
+        return way.chunk in _CHUNKS
+    counts = (way.compute_workers, way.memory_workers)
     if any(count & (count - 1) for count in counts) or (way.rotates and way.replicas > 1):
         return False
     if way.kind is Kind.APART:

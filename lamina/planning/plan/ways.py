@@ -1,13 +1,13 @@
 """Ways to serve a model on given devices, and what one of them can serve: the layouts that compete, and their names.
 
-Four systems compete: attention offloaded to a second pool (Lamina), Lamina with the KV in the memory of its compute
-workers, one pool with chunked prefill, and one or two pools with prefill and decoding apart. A ``Way`` is one layout of
-one of them.
+Three systems compete: attention offloaded to a second pool (Lamina), one pool with the KV of each copy of the weights
+in its own memory (Lamina too), and one or two pools with prefill and decoding apart. A ``Way`` is one layout of one of
+them. ``baselines`` are those of one pool in another system, to compare with.
 """
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -32,7 +32,7 @@ LONG = 4
 
 
 class Kind(enum.Enum):
-    """The systems that compete."""
+    """The systems that compete, and ``ONE_POOL``, which stands for another system on one pool."""
 
     OFFLOADED = "lamina"
     LOCAL = "local"
@@ -104,7 +104,7 @@ class Way:
         """Return the pools in words."""
         copies = f"{self.replicas} x TP{self.tensor_parallel}"
         if self.kind is Kind.LOCAL:
-            return f"{self.compute.kind}:{self.compute_workers} with local memory, TP{self.tensor_parallel}"
+            return f"{self.compute.kind}:{self.compute_workers} with local memory, {copies}"
         if self.kind is Kind.ONE_POOL:
             return f"{self.compute.kind}:{self.compute_workers} alone, {copies}"
         second = f"{self.second.kind}:{self.memory_workers}"
@@ -181,20 +181,35 @@ def ways(
     compute: Sequence[tuple[Hardware, int]],
     memory: Sequence[tuple[Hardware, int]],
     segments: Sequence[int | None] = (None,),
+    affords: Callable[[Way], bool] = lambda way: True,
 ) -> Iterator[Way]:
-    """Yield every way with at most the given number of devices of each kind. One pool takes as many as there are: half
-    of them would serve half as much for half the money."""
-    kinds = {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
+    """Yield every way with at most the given number of devices of each kind. One pool takes as many as there are and
+    ``affords`` allows: half of them would serve half as much for half the money."""
+    kinds = _kinds(compute, memory)
     for way in layouts(shape, compute, memory):
         if way.partition is Partition.REQUEST:
             for chunk, segment in product(CHUNKS, segments if way.memory_workers > 1 else (None,)):
                 yield replace(way, chunk=chunk, segment=segment)
     for kind, most in kinds.values():
-        yield from _one_pool(shape, kind, most)
-        yield from _local(shape, kind, most)
+        yield from _one_pool(shape, Kind.LOCAL, kind, most, affords)
     for kind, most in compute:
         for other, most_other in kinds.values():
             yield from _apart(shape, (kind, most), (other, most_other))
+
+
+def baselines(
+    shape: ModelShape, compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
+) -> Iterator[Way]:
+    """Yield every way of another system that has one pool, with chunked prefill, on as many devices as there are."""
+    for kind, most in _kinds(compute, memory).values():
+        yield from _one_pool(shape, Kind.ONE_POOL, kind, most, lambda way: True)
+
+
+def _kinds(
+    compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
+) -> dict[str, tuple[Hardware, int]]:
+    """Return each kind with the most devices of it, by name."""
+    return {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
 
 
 def layouts(
@@ -223,22 +238,16 @@ def _lanes(replicas: int) -> list[int]:
     return sorted({replicas + 1, *(each * replicas for each in (1, 2, 3))})
 
 
-def _one_pool(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
+def _one_pool(
+    shape: ModelShape, system: Kind, kind: Hardware, most: int, affords: Callable[[Way], bool]
+) -> Iterator[Way]:
+    """Yield ways of one pool with as many copies of the weights as ``affords`` allows, but at least one."""
     for degree, chunk in product(_degrees(shape), CHUNKS):
-        if groups := most // degree:
-            yield Way(
-                kind=Kind.ONE_POOL,
-                chunk=chunk,
-                compute=kind,
-                compute_workers=groups * degree,
-                tensor_parallel=degree,
-            )
-
-
-def _local(shape: ModelShape, kind: Hardware, most: int) -> Iterator[Way]:
-    """Yield ways with one copy of the weights: the runtime has local memory with one so far."""
-    for degree, chunk in product([degree for degree in _degrees(shape) if degree <= most], CHUNKS):
-        yield Way(kind=Kind.LOCAL, chunk=chunk, compute=kind, compute_workers=degree, tensor_parallel=degree)
+        for copies in range(most // degree, 0, -1):
+            way = Way(kind=system, chunk=chunk, compute=kind, compute_workers=copies * degree, tensor_parallel=degree)
+            if copies == 1 or affords(way):
+                yield way
+                break
 
 
 def _apart(shape: ModelShape, first: tuple[Hardware, int], second: tuple[Hardware, int]) -> Iterator[Way]:

@@ -103,7 +103,8 @@ class Deployment:
 
     Attributes:
         compute, memory: hardware of each pool's workers.
-        local: KV lies beside the weights, as with ``--memory local``: no memory workers, and one copy of the weights.
+        local: KV lies beside the weights, as with ``--memory local``: no memory workers, and each copy of the weights
+            has the KV of its own requests.
         tensor_parallel: devices that together hold one copy of the weights.
         lanes, pipelining, slo_tbt_ms, max_num_seqs, max_num_batched_tokens: as in
         ``lamina.config.engine_config.EngineConfig``; the
@@ -145,11 +146,14 @@ class Deployment:
                 raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1")
         if self.kv_tokens_per_worker is not None and self.kv_tokens_per_worker < 1:
             raise ConfigError(f"kv_tokens_per_worker is {self.kv_tokens_per_worker}; give at least 1")
-        if self.local and (self.memory is not None or self.compute_workers != self.tensor_parallel):
+        if self.local and self.memory is not None:
             raise ConfigError(
-                f"local memory works with one copy of the weights and without memory workers; {self.compute_workers} "
-                f"compute workers are {self.replicas} copies of {self.tensor_parallel}. Give memory workers, or "
-                f"{self.tensor_parallel} compute workers"
+                f"local memory beside {self.memory_workers} memory workers is not simulated; give one of them"
+            )
+        if self.local and self.pipelining == "rotational":
+            raise ConfigError(
+                "with local memory, a lane stays on the copy of the weights that has the KV of its requests; leave "
+                "out rotational pipelining"
             )
         if self.compute_workers % self.tensor_parallel:
             raise ConfigError(
@@ -180,13 +184,8 @@ class Deployment:
         return _cost_model(self.model, self.memory, self.profile)
 
     @property
-    def memories(self) -> int:
-        """Places that hold KV in Lamina: memory workers, or the compute workers' own memory."""
-        return 1 if self.local else self.memory_workers
-
-    @property
     def kv_tokens(self) -> int:
-        """Tokens of KV of each."""
+        """Tokens of KV of each memory worker or, with local memory, of each copy of the weights."""
         if not self.local:
             return self.memory_cost.kv_tokens
         usable = self.compute_cost.usable_bytes - self.host.reserved(self.max_num_batched_tokens)

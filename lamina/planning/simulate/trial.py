@@ -152,7 +152,7 @@ class Course:
     def _steps_of_request(self, capacity: Capacity) -> float:
         """Return the steps of a request. Every group of sequences that decode together takes steps of its own."""
         way, workload = capacity.way, self._workload
-        decoders = {Kind.LOCAL: 1, Kind.OFFLOADED: way.lanes, Kind.APART: way.memory_workers // way.tensor_parallel}
+        decoders = {Kind.OFFLOADED: way.lanes, Kind.APART: way.memory_workers // way.tensor_parallel}
         groups = decoders.get(way.kind, way.replicas)
         return workload.output * groups / capacity.batch + (workload.prompt - capacity.found) / way.chunk
 

@@ -6,6 +6,7 @@ plane has no latency. The virtual cluster models the times of workers and of mes
 """
 
 import bisect
+import functools
 import heapq
 import itertools
 import math
@@ -25,7 +26,7 @@ from lamina.core.requests import Owner
 from lamina.core.segments import grown, moved
 from lamina.core.steps import StepPlan
 from lamina.core.types import Request, SamplingParams, Segment
-from lamina.kv.placement import Placement
+from lamina.kv.placement import Placement, nowhere
 from lamina.planning.simulate.result import Decisions, PoolUse, RequestLog, Result, State
 from lamina.planning.simulate.scenario import Arrivals, Deployment, Fault, Ints
 from lamina.planning.simulate.step_times import LocalStepModel, Places, StepModel
@@ -97,11 +98,14 @@ class Simulation:
             max_num_batched_tokens=deployment.max_num_batched_tokens,
         )
         try:
-            self._pipeline = sizing.pipeline(self._config, deployment.replicas, shared=deployment.local)
+            self._pipeline = sizing.pipeline(
+                self._config, deployment.replicas, shared=deployment.local, local=deployment.local
+            )
         except ValueError as error:  # too few lanes for the replicas
             raise ConfigError(str(error)) from error
         self._memories = [f"memory{index}" for index in range(deployment.memory_workers)]
-        self._places = ["compute0"] if deployment.local else self._memories
+        own = [f"compute{index}" for index in range(deployment.replicas)]
+        self._places = own if deployment.local else self._memories
         self._numbers = {name: index for index, name in enumerate(self._places)}
         self._turn = self._make_turn()
         self._scheduler = self._turn.scheduler
@@ -138,6 +142,7 @@ class Simulation:
                 dict.fromkeys(self._places, capacity),
                 deployment.kv_tokens_per_worker,
                 local=self._places if deployment.local else (),
+                beyond=functools.cache(self._beyond) if deployment.local else nowhere,
             ),
             self._pipeline,
             attentions=shape.layers,
@@ -148,6 +153,10 @@ class Simulation:
             prefix_cache=self._shares,
             balance=deployment.balance,
         )
+
+    def _beyond(self, lane: int) -> frozenset[str]:
+        """Return the copies of the weights to whose own memory the rows of a lane cannot attend: all but its own."""
+        return frozenset(self._places) - {self._places[self._pipeline.replica(lane, 0)]}
 
     def _orders(self, rotates: bool) -> list[list[list[int]]]:
         """Return the replicas of a step's slices, in order, by lane and by the first turn of the step."""

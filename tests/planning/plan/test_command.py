@@ -247,10 +247,13 @@ def test_one_pool_is_a_question_too() -> None:
     result = json.loads(CliRunner().invoke(app, line.split(), catch_exceptions=False).stdout)  # without progress
     found = [one["way"] for one in result["ways"]]
     assert found and not any("memory," in way and "local" not in way for way in found)
-    assert any("local memory" in way for way in found) and any("alone" in way for way in found)
+    assert any("h100:2 with local memory, 2 x TP1" in way for way in found) and not any("alone" in way for way in found)
     assert not any("offload" in line for line in result["recommended"])
     for one in result["ways"]:
-        assert one["starts_here"] == (parsed_or_none(one["launch"][0]) is not None)
+        assert one["starts_here"] == (parsed_or_none(one["launch"][0]) is not None) == (one["system"] == "local")
+        if one["starts_here"]:
+            settings = parsed(one["launch"][0])
+            assert (settings["compute"], settings["memory"], settings["prefill"]) == ("h100:2", "local", None)
 
 
 def parsed_or_none(line: str) -> dict[str, Any] | None:

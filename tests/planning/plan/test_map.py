@@ -19,7 +19,7 @@ from lamina.planning.crossover_map import Cell, Grid, cells, crossover
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.serving import Server
-from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, ways
+from lamina.planning.plan.ways import Capacity, Kind, Slo, Way, baselines, ways
 from lamina.planning.plan.workload import Sessions
 
 CATALOGUE = hardware.load()
@@ -34,7 +34,8 @@ def test_a_cell_has_the_cheapest_of_both_sides() -> None:
     (cell,) = cells(SMALL, [served], POOLS, COSTS, RENTS, Slo())
     assert cell.alone is not None and cell.together is not None and cell.gain is not None
     place = Server(SMALL, served, COSTS, RENTS, Slo())
-    every = [one for way in ways(SMALL, *POOLS) if (one := place.evaluate(way)) is not None]
+    candidates = (*baselines(SMALL, *POOLS), *ways(SMALL, *POOLS))
+    every = [one for way in candidates if (one := place.evaluate(way)) is not None]
     alone = [one for one in every if one.way.memory is None or one.way.memory.kind == one.way.compute.kind]
     together = [one for one in every if one.way.memory is not None and one.way.memory.kind != one.way.compute.kind]
     assert cell.offloaded is not None and cell.offloading is not None and cell.gain >= cell.offloading

@@ -17,7 +17,7 @@ from lamina.planning.crossover_map import trace
 from lamina.planning.plan import hardware, model_shapes, prices, workload
 from lamina.planning.plan.cost import CostModel, Fits
 from lamina.planning.plan.serving import Server
-from lamina.planning.plan.ways import Kind, Slo, Way, shortlist, ways
+from lamina.planning.plan.ways import Kind, Slo, Way, baselines, shortlist, ways
 from lamina.planning.plan.workload import Sessions, TracedRequest
 from lamina.planning.simulate import Arrivals, State, System, draw, simulate
 from lamina.planning.simulate.result import RequestLog
@@ -40,17 +40,48 @@ def pools(compute: int = 2, memory: int = 2) -> tuple[Pool, Pool]:
     return [(CATALOGUE["h100"], compute)], [(CATALOGUE["h20"], memory)]
 
 
+def of_kind(kind: Kind) -> list[Way]:
+    """The ways of a system, or of the one that Lamina is compared with."""
+    every = (*baselines(SMALL, *pools(1, 1)), *ways(SMALL, *pools(1, 1)))
+    return [way for way in every if way.kind is kind]
+
+
 @pytest.mark.parametrize("kind", list(Kind))
 def test_the_closed_form_is_what_the_simulator_serves(kind: Kind) -> None:
     """The cheapest way of each system, at the highest load within the SLOs: within a fifth; 10% is the aim."""
     served = workload.of_lengths(800, 100)
     place = server(served)
-    found = [one for way in ways(SMALL, *pools(1, 1)) if way.kind is kind and (one := place.evaluate(way))]
+    found = [one for way in of_kind(kind) if (one := place.evaluate(way))]
     best = shortlist(found)[0]
     # All requests are alike: short runs show as much.
     trial = Course(SMALL, served, [], RENTS, Slo(), turnovers=4).most(best)
     assert trial is not None
     assert trial.requests_s == pytest.approx(best.requests_s, rel=0.2)
+
+
+def test_copies_with_kv_of_their_own_serve_as_many_times_as_much_as_one() -> None:
+    """Two copies on two devices, by the closed form and in the simulator, whose requests are of one engine."""
+    served = workload.of_lengths(800, 100)
+    place, course = server(served), Course(SMALL, served, [], RENTS, Slo(), turnovers=4)
+    one, two = (next(way for way in ways(SMALL, pools(copies)[0], []) if way.kind is Kind.LOCAL) for copies in (1, 2))
+    assert (one.replicas, two.replicas) == (1, 2) and "h100:2 with local memory, 2 x TP1" in two.describe()
+    rates = []
+    for way in (one, two):
+        found = place.evaluate(way)
+        assert found is not None
+        trial = course.most(found)
+        assert trial is not None
+        assert trial.requests_s == pytest.approx(found.requests_s, rel=0.2)
+        rates.append(trial.requests_s)
+    assert rates[1] == pytest.approx(2 * rates[0], rel=0.1)
+
+
+def test_one_pool_has_as_many_copies_as_the_budget_allows() -> None:
+    """All that there are, without one; one of them, if the budget allows none: plans then say why."""
+    for most, copies in ((8, 8), (5, 5), (0, 1)):
+        every = ways(SMALL, *pools(8, 8), affords=lambda way: way.compute_workers <= most)  # noqa: B023
+        found = {way.tensor_parallel: way.compute_workers for way in every if way.kind is Kind.LOCAL}
+        assert found == {degree: max(copies // degree, 1) * degree for degree in (1, 2, 4, 8)}
 
 
 def test_a_pool_that_only_decodes_keeps_all_of_each_sequence() -> None:
@@ -137,7 +168,7 @@ def test_the_slowest_steps_are_those_with_late_chunks_of_long_prompts() -> None:
 @pytest.mark.parametrize("kind", list(Kind))
 def test_what_a_prefix_cache_finds_is_not_computed(kind: Kind) -> None:
     """Sessions that fit beside the batch are as good as shorter prompts; those that do not, as nothing in common."""
-    chosen = [way for way in ways(SMALL, *pools(1, 1)) if way.kind is kind and way.chunk >= 1024]
+    chosen = [way for way in of_kind(kind) if way.chunk >= 1024]
 
     def best(served: workload.Workload) -> float:
         place = server(served, Slo(tbt_s=1.0))
@@ -182,9 +213,10 @@ def test_every_system_on_every_kind_competes() -> None:
     every = list(ways(SMALL, *pools()))
     kept = shortlist([one for way in every if (one := place.evaluate(way))])
     seen = {(one.way.kind, one.way.compute.kind) for one in kept}
-    assert {(Kind.ONE_POOL, "h100"), (Kind.ONE_POOL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.APART, "h100")} <= seen
+    assert {(Kind.LOCAL, "h100"), (Kind.LOCAL, "h20"), (Kind.OFFLOADED, "h100"), (Kind.APART, "h100")} <= seen
     assert all(one.usd_per_hour > 0 for one in kept)
-    assert {way.tensor_parallel for way in every if way.kind is Kind.ONE_POOL} == {1, 2}
+    assert {way.tensor_parallel for way in every if way.kind is Kind.LOCAL} == {1, 2}
+    assert not any(way.kind is Kind.ONE_POOL for way in every), "a system to compare with, which plans do not advise"
 
 
 def test_a_request_that_fits_no_memory_pool_is_an_error_with_the_figures() -> None:

@@ -1,0 +1,114 @@
+"""Every kind of line that `lamina plan` advises starts, on CPUs or on GPUs that this machine pretends to have.
+
+Only the model is small, as is the longest part of a sequence on one memory worker. The text is Hugging Face's.
+"""
+
+import shlex
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from lamina.cli.plan_commands import launch_command, launching, obstacle
+from lamina.compute.preparation import prepare
+from lamina.core.types import DType
+from lamina.lowering import Target
+from lamina.models import directory
+from lamina.models.directory import BUNDLED
+from lamina.planning.plan import hardware, model_shapes
+from lamina.planning.plan.hardware import Hardware
+from lamina.planning.plan.ways import Kind, Partition, Way, layouts, ways
+from lamina.splitter.parts import Rank
+from lamina.text.tokenizer import Tokenizer
+from tests.support.commands import END_S, RUN_S, start
+from tests.support.random_models import greedy
+from tests.support.sweep import sweep
+
+CATALOGUE = hardware.load()
+CPU = replace(CATALOGUE["h100"], kind="cpu")  # as `lamina plan --measure` names this machine
+MODEL = str(BUNDLED)
+SHAPE = model_shapes.find(MODEL)
+SEGMENT = 64
+LONG = "import os\nfor name in os.listdir('.'):\n    print(name)\n" * 6
+PROMPTS = ["x =", "def add(a, b):\n    return", LONG, "class"]
+TOKENS = 8
+
+
+def kind_of(way: Way) -> str:
+    """What makes the line of a way differ from other lines, besides numbers."""
+    words = [way.kind.value, f"TP{way.tensor_parallel}" * (way.tensor_parallel > 1), "copies" * (way.replicas > 1)]
+    if way.kind is Kind.OFFLOADED:
+        order = "rotating" if way.rotates else "fixed" if way.lanes == way.replicas else "several fixed"
+        divided = "by heads" * (way.partition is Partition.HEAD), "in parts" * (way.segment is not None)
+        words += [order, *divided, "memories" * (way.memory_workers > 1)]
+    return ", ".join(filter(None, words))
+
+
+def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
+    """The line of the smallest way of each kind, on up to four and two workers."""
+    found: dict[str, Way] = {}
+    pools = [(compute, 4)], [(memory, 2)]
+    every = [*ways(SHAPE, *pools, (None, SEGMENT)), *ways(SHAPE, [(compute, 1)], []), *layouts(SHAPE, *pools)]
+    for way in sorted(every, key=lambda way: (way.compute_workers + way.memory_workers, way.lanes)):
+        if obstacle(way, SHAPE, MODEL) is None:
+            found.setdefault(kind_of(way), way)
+    return {name: (way, line_of(way)) for name, way in found.items()}
+
+
+def line_of(way: Way) -> str:
+    """As `lamina plan` prints it for whole requests or, by heads, for decoding alone."""
+    if way.partition is Partition.HEAD:
+        return launch_command(way, SHAPE, MODEL, "")
+    (line,) = launching(SimpleNamespace(way=way), SHAPE, MODEL, 16)  # type: ignore[arg-type]
+    return line
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    """Hugging Face's text after each prompt."""
+    tokenizer = Tokenizer(directory.find(MODEL))
+    reference = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    return [tokenizer.decode(greedy(reference, tokenizer.encode(prompt), TOKENS)) for prompt in PROMPTS]
+
+
+@pytest.fixture
+def workers() -> Iterator[list[psutil.Process]]:
+    """The workers of a server, which must have ended."""
+    started: list[psutil.Process] = []
+    yield started
+    assert psutil.wait_procs(started, END_S)[1] == []
+
+
+def serves(way: Way, line: str, target: Target, workers: list[psutil.Process]) -> list[str]:
+    """Start a line as it is printed, but for the type of elements, and return the text after each prompt."""
+    for number in range(way.tensor_parallel):  # once, instead of in every worker
+        prepare(directory.find(MODEL), DType.FLOAT32, lambda: None, target, Rank(number, way.tensor_parallel))
+    words = shlex.split(line)
+    assert words[:2] == ["lamina", "launch"]
+    server = start(*words[2:], "--dtype", "float32")
+    workers += server.workers()
+    try:
+        commands = [" ".join(worker.cmdline()) for worker in workers]
+        assert sum("lamina.compute" in command for command in commands) == way.compute_workers
+        assert sum("lamina.memory.worker" in command for command in commands) == way.memory_workers
+        body = {"prompt": PROMPTS, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=RUN_S).json()
+    finally:
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(END_S) == 0
+    return [choice["text"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+
+
+ON_CPUS = lines(CPU, CPU)
+ORDINARY = ["local", "local, TP2, copies", "lamina, rotating", "lamina, copies, several fixed, in parts, memories"]
+
+
+@pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)
+def test_a_line_on_cpus(kind: tuple[Way, str], workers: list[psutil.Process], expected: list[str]) -> None:
+    assert serves(*kind, Target.CPU, workers) == expected
