@@ -1,4 +1,4 @@
-"""What of a machine is close to what: cores, memory, GPUs and network interfaces, as sysfs describes them.
+"""Reads the topology of this machine from sysfs: how close cores, memory, GPUs and network interfaces are.
 
 A worker's messages and copies take the shortest way if its cores, its GPU and the network interface are on one NUMA
 node; best of all, GPU and interface are behind one PCIe switch, so that one writes to the other without the processor.
@@ -31,11 +31,11 @@ class Card:
     """A GPU or a network interface.
 
     Attributes:
-        name: "cuda:0", "mlx5_0 (ens1)".
-        about: what it is.
-        address: on the PCI bus, "" if it is elsewhere.
-        path: the PCI root and the bridges in front of it, from the processor on.
-        node: -1: unknown.
+        name: Such as "cuda:0" or "mlx5_0 (ens1)".
+        about: Model of a GPU, or speed of a network interface; "" if unknown.
+        address: PCI address; "" if the card is not on a PCI bus.
+        path: PCI root and bridges between the processor and the card, from the root on.
+        node: NUMA node that firmware reports; -1 if unknown.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Card:
 
 
 class Route(enum.IntEnum):
-    """What lies between two cards, from near to far."""
+    """Distance between two cards, from near to far."""
 
     SWITCH = 0
     HOST_BRIDGE = 1
@@ -69,7 +69,11 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Locality:
-    """A machine's parts. ``reach``: pairs of GPUs, by their places; the first can write into the other's memory."""
+    """The NUMA nodes, GPUs and network interfaces of a machine.
+
+    Attributes:
+        reach: Pairs of indices into ``gpus``: the first GPU can write into the memory of the second.
+    """
 
     nodes: tuple[NumaNode, ...]
     gpus: tuple[Card, ...] = ()
@@ -77,12 +81,12 @@ class Locality:
     reach: frozenset[tuple[int, int]] = frozenset()
 
     def reached(self, gpu: Card) -> list[Card]:
-        """Return the other GPUs into whose memory a GPU writes."""
+        """Return the other GPUs into whose memory ``gpu`` can write."""
         place = self.gpus.index(gpu)
         return [other for number, other in enumerate(self.gpus) if (place, number) in self.reach]
 
     def way(self, one: Card, other: Card) -> Route:
-        """Return what lies between two cards."""
+        """Return the distance between two cards."""
         shared = sum(1 for _ in _common(one.path, other.path))
         if shared >= 2:  # the root, and a bridge behind it
             return Route.SWITCH
@@ -94,8 +98,7 @@ class Locality:
         return Route.NODE if len(nodes) == 1 else Route.SYSTEM
 
     def node(self, card: Card) -> int:
-        """Return the NUMA node of a card. Firmware need not report it; where there is one node, it is that. -1:
-        unknown."""
+        """Return the NUMA node of a card; -1 if firmware does not report it and the machine has several."""
         return self.nodes[0].number if len(self.nodes) == 1 else card.node
 
     def cores(self, card: Card) -> frozenset[int]:
@@ -109,8 +112,13 @@ class Locality:
 
 
 def find(gpus: Sequence[Gpu], sys: Path = SYS, reach: frozenset[tuple[int, int]] = frozenset()) -> Locality:
-    """Read this machine's parts. ``gpus``: those that this process may use, as the driver tells of them; ``reach``: see
-    ``Locality``."""
+    """Read the topology of this machine from ``sys``.
+
+    Args:
+        gpus: GPUs that this process may use, as the driver reports them.
+        sys: Mount point of sysfs.
+        reach: See ``Locality``.
+    """
     nodes = [_node(node) for node in sys.glob("devices/system/node/node[0-9]*")]
     return Locality(
         tuple(sorted(nodes, key=lambda node: node.number)),
@@ -121,7 +129,7 @@ def find(gpus: Sequence[Gpu], sys: Path = SYS, reach: frozenset[tuple[int, int]]
 
 
 def core_list(cores: frozenset[int]) -> str:
-    """Return the list of cores as ``taskset`` takes it: "0-3,8"."""
+    """Return cores in the format of ``taskset``, such as "0-3,8"."""
     ranges: list[list[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][-1] + 1:
@@ -137,10 +145,10 @@ def _common(one: Sequence[str], other: Sequence[str]) -> list[str]:
 
 
 def _node(folder: Path) -> NumaNode:
-    found = re.search(r"MemTotal:\s*(\d+) kB", _text(folder / "meminfo"))
+    found = re.search(r"MemTotal:\s*(\d+) kB", _read_text(folder / "meminfo"))
     return NumaNode(
         int(folder.name.removeprefix("node")),
-        _cores(_text(folder / "cpulist")),
+        _cores(_read_text(folder / "cpulist")),
         int(found[1]) * 1024 if found else 0,
     )
 
@@ -158,7 +166,7 @@ def _gpu(name: str, gpu: Gpu, sys: Path) -> Card:
 
 
 def _nics(sys: Path) -> list[Card]:
-    """Network interfaces with a device behind them; the names of one device together, RDMA first."""
+    """Return one card for each network device; its name joins all interfaces of the device, RDMA first."""
     names: dict[Path, list[str]] = {}
     speeds: dict[Path, int] = {}
     for kind in ("infiniband", "net"):
@@ -166,7 +174,7 @@ def _nics(sys: Path) -> list[Card]:
             if (folder / "device").exists():
                 place = (folder / "device").resolve()
                 names.setdefault(place, []).append(folder.name)
-                speed = _text(folder / "speed")
+                speed = _read_text(folder / "speed")
                 speeds[place] = max(speeds.get(place, 0), int(speed) if speed.isdecimal() else 0)
     return [
         _card(f"{first} ({', '.join(others)})" if others else first, _speed(speeds[place]), place)
@@ -179,7 +187,7 @@ def _speed(megabits_per_s: int) -> str:
 
 
 def _card(name: str, about: str, place: Path | None) -> Card:
-    """``place``: its folder among devices, if it has one."""
+    """``place``: Folder of the device in sysfs; None if it has none."""
     if place is None or not place.exists():
         return Card(name, about, "", (), -1)
     parts = place.resolve().parts
@@ -188,13 +196,12 @@ def _card(name: str, about: str, place: Path | None) -> Card:
     if not addresses:
         return Card(name, about, "", (), -1)
     device = Path(*parts[: parts.index(addresses[-1]) + 1])
-    number = _text(device / "numa_node")
+    number = _read_text(device / "numa_node")
     return Card(name, about, addresses[-1], tuple(buses[:-1]), int(number) if number else -1)
 
 
-def _text(file: Path) -> str:
-    """Return the file's text; empty if it does not exist or cannot be read (the kernel reports some entries as
-    EINVAL)."""
+def _read_text(file: Path) -> str:
+    """Return the file's text; empty if it does not exist or cannot be read (some sysfs entries give EINVAL)."""
     try:
         return file.read_text().strip()
     except OSError:
@@ -202,14 +209,13 @@ def _text(file: Path) -> str:
 
 
 def near_cores(locality: Locality, device: str, available: frozenset[int]) -> frozenset[int]:
-    """Return the cores that a worker on ``device`` runs on: of those available, the ones of its GPU's NUMA node; all if
-    there are none, or it has no GPU."""
+    """Return the ``available`` cores on the NUMA node of GPU ``device``; all of them if there are none."""
     gpu = next((gpu for gpu in locality.gpus if gpu.name == device), None)
     return (locality.cores(gpu) & available if gpu is not None else frozenset()) or available
 
 
 def here() -> Locality:
-    """Return the layout of this machine, with the GPUs that this process may use."""
+    """Return the topology of this machine, with the GPUs that this process may use."""
     from lamina.kernels.gpu.device import find_gpus, reach
 
     gpus = find_gpus() or ()

@@ -1,4 +1,4 @@
-"""Sizes of slabs: the bytes of KV that a worker may have, and the token slots that fit so many bytes. Pure."""
+"""Computes slab sizes: the bytes of KV of each memory worker, and the token slots that fit in them. Pure."""
 
 import bisect
 from collections.abc import Mapping, Sequence
@@ -18,12 +18,14 @@ from lamina.schedule.limits import Limits
 
 KV_SHARE = 0.5  # of the memory that is free once the weights are loaded, for all memory workers together
 LEAST_GAIN = 1.2
-"""Token slots with layers that forget over those without, for which requests go on from checkpoints of cached prefixes
-alone."""
+"""With a prefix cache, layers with a window forget only if that gives at least this many times the token slots.
+
+Requests may then continue cached prefixes only from checkpoints, not from any token.
+"""
 
 
 def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> int:
-    """Bytes of KV for each of a machine's ``workers`` memory workers, given those free on it. Raises ConfigError."""
+    """Return the bytes of KV of each of ``workers`` memory workers that share ``free_bytes``. Raises ConfigError."""
     wanted = config.kv_cache_memory_bytes
     if wanted is None:
         return int(free_bytes * KV_SHARE) // workers
@@ -36,12 +38,13 @@ def kv_bytes_per_worker(config: EngineConfig, workers: int, free_bytes: int) -> 
 
 
 def kv_bytes_on_gpu(config: EngineConfig, found: Resources, host_bytes: int = 0) -> int:
-    """Bytes of KV for a memory worker on a GPU. Raises ConfigError.
+    """Return the bytes of KV of a memory worker on a GPU. Raises ConfigError.
 
-    What others use of the GPU, such as the weights of a compute worker, counts as used.
+    Memory used by other processes, such as the weights of a compute worker, is not available.
 
     Args:
-        host_bytes: Bytes of the machine, of which the GPU may use ``KV_SHARE`` besides if more is wanted than it has.
+        host_bytes: Free bytes of host memory. KV may spill over to ``KV_SHARE`` of them if kv_cache_memory_bytes is
+            more than the GPU has.
     """
     wanted, share = config.kv_cache_memory_bytes, config.gpu_memory_utilization
     free, total, host = found.gpu_bytes, found.gpu_total, int(KV_SHARE * host_bytes)
@@ -52,7 +55,7 @@ def kv_bytes_on_gpu(config: EngineConfig, found: Resources, host_bytes: int = 0)
             f"{share:g} leaves {spared} of them unused. Raise it, or free memory there"
         )
     if wanted is not None and wanted > free + host:
-        besides = f", and the machine has {host} for it besides" if host else ""
+        besides = f" and {host} in host memory" if host else ""
         raise ConfigError(
             f"kv_cache_memory_bytes is {wanted} for each memory worker; {free} bytes are free on its GPU"
             f"{besides}. Give less, or leave it out"
@@ -61,11 +64,11 @@ def kv_bytes_on_gpu(config: EngineConfig, found: Resources, host_bytes: int = 0)
 
 
 def kv_bytes_of_joiner(config: EngineConfig, found: Resources, largest: int, promised: int) -> int:
-    """Bytes of KV for another memory worker: as many as the largest of the others has, if they are free.
+    """Return the bytes of KV of a memory worker that joins: those of the largest other worker, if they are free.
 
     Args:
-        largest: Bytes that the largest of the others has.
-        promised: Bytes that the others on the machine have and have not used.
+        largest: Bytes of KV of the largest other memory worker.
+        promised: Bytes of KV that memory workers of the same machine were given but have not yet touched.
 
     Raises ConfigError.
     """
@@ -85,12 +88,12 @@ def kv_bytes_of_joiner(config: EngineConfig, found: Resources, largest: int, pro
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of a layer that forgets the tokens before its window.
+    """Rows of a layer that forgets the tokens before its window (``lamina.memory.device.windows``).
 
     Attributes:
-        nbytes: bytes of a row.
-        running: rows for running sequences (``lamina.memory.device.windows``).
-        prompts: rows for the checkpoints of their prompts; None without a prefix cache.
+        nbytes: Bytes of one row: K and V of one token.
+        running: Rows for running sequences.
+        prompts: Rows for the cached checkpoints of their prompts; None without a prefix cache.
     """
 
     nbytes: int
@@ -98,33 +101,38 @@ class Rows:
     prompts: int | None = None
 
     def most(self, slots: int) -> int:
-        """Most rows in use at once if other layers have so many slots."""
+        """Return the most rows in use at once if layers that forget nothing have ``slots`` token slots."""
         cached = 0 if self.prompts is None else max(self.prompts, prefix_tree.most_rows(slots))
         return min(self.running + with_spare(cached), slots)
 
 
 @dataclass(frozen=True)
 class SlabSize:
-    """The size of a memory worker's slab: of layers that keep every token, and of layers that forget."""
+    """Bytes of a memory worker's slab as a function of its token slots.
+
+    Attributes:
+        slot: Bytes of one token slot, in all layers that keep every token.
+        rows: Rows of each layer that forgets.
+    """
 
     slot: int
     rows: tuple[Rows, ...] = ()
 
     def nbytes(self, slots: int) -> int:
-        """Bytes of so many slots."""
+        """Return the bytes of a slab with ``slots`` token slots."""
         return self.slot * slots + sum(each.nbytes * each.most(slots) for each in self.rows)
 
     def slots(self, nbytes: int, most: int) -> int:
-        """Return the slots that fit so many bytes, at most ``most``."""
+        """Return the token slots that fit in ``nbytes``, at most ``most``."""
         return bisect.bisect_right(range(most + 1), nbytes, key=self.nbytes) - 1
 
     @property
     def whole(self) -> "SlabSize":
-        """Sizes of a slab whose layers all keep every token."""
+        """The size of the same slab if all layers keep every token."""
         return SlabSize(self.nbytes(1))
 
     def with_pages(self, shards: int) -> "SlabSize":
-        """Return the sizes on a GPU, which also holds page tables with a slot for each token."""
+        """Return the size on a GPU, which also holds page tables of ``shards`` head shards."""
         return SlabSize(self.slot + MOST_BYTES * shards, self.rows)
 
 
@@ -136,7 +144,10 @@ def slab_size(
     lanes: int,
     prefix_cache: bool = False,
 ) -> SlabSize:
-    """Return the slab of a CPU with these layers, which are those of a whole token. ``forgets``: as for ``KvStore``."""
+    """Return the size of a slab in host memory that holds whole tokens of these attentions.
+
+    ``forgets``: Layers with a window keep no tokens before it.
+    """
     slot, rows = 0, list[Rows]()
     sequences, tokens = limits.max_sequences, lanes * limits.max_num_batched_tokens
     for spec in attentions:
@@ -150,7 +161,7 @@ def slab_size(
 
 
 def slab_of(plan: ClusterPlan, setup: MemorySetup) -> SlabSize:
-    """Return the size of the slab of a memory worker on a CPU."""
+    """Return the slab size of a memory worker on a CPU."""
     element = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype)
     lanes, cached = plan.pipeline.lanes, plan.config.prefix_cache
     return slab_size(setup.attentions, element, setup.forgets, plan.limits, lanes, cached)
@@ -159,7 +170,7 @@ def slab_of(plan: ClusterPlan, setup: MemorySetup) -> SlabSize:
 def with_capacities(
     plan: ClusterPlan, setup: MemorySetup, found: Mapping[str, Resources]
 ) -> tuple[MemorySetup, dict[str, int]]:
-    """Decide whether layers with a window forget, and the token slots of each worker with a slab.
+    """Decide whether layers with a window forget, and how many token slots each worker with a slab gets.
 
     Returns:
         ``setup`` with the decision and the largest capacity, and the capacity of each worker.
@@ -180,7 +191,7 @@ def _capacities(plan: ClusterPlan, setup: MemorySetup, found: Mapping[str, Resou
 
 
 def slots(name: str, slab: SlabSize, setup: MemorySetup, found: Resources, nbytes: int) -> int:
-    """Return the token slots of a worker that fit so many bytes, at most ``setup.capacity``.
+    """Return the token slots of worker ``name`` that fit in ``nbytes``, at most ``setup.capacity``.
 
     Raises ConfigError for fewer than 2.
     """
@@ -194,13 +205,12 @@ def slots(name: str, slab: SlabSize, setup: MemorySetup, found: Resources, nbyte
 
 
 def slab_there(slab: SlabSize, setup: MemorySetup, found: Resources) -> SlabSize:
-    """Return the size of the slab of a worker that has sent ``found``: those on GPUs keep every token, and have page
-    tables."""
+    """Return the slab size of the worker that reported ``found``; GPUs keep every token, and page tables."""
     return slab if found.forgets else slab.whole.with_pages(setup.head_shards)
 
 
 def _kv_bytes(config: EngineConfig, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> dict[str, int]:
-    """Bytes for the KV of each memory worker. What those on CPUs take of a machine, its GPUs cannot have as well.
+    """Return the bytes of KV of each memory worker. Host memory given to CPU workers is not offered to GPU workers too.
 
     Raises ConfigError.
     """
@@ -215,8 +225,10 @@ def _kv_bytes(config: EngineConfig, hosts: Mapping[str, str], found: Mapping[str
 
 
 def _share(name: str, hosts: Mapping[str, str], found: Mapping[str, Resources]) -> tuple[int, int]:
-    """Return how many memory workers share how many bytes: those of this worker's container, or of its machine if that
-    leaves each of them less."""
+    """Return the number of memory workers that share memory with ``name``, and its free bytes.
+
+    The shared memory is that of the worker's container, or of its machine if that leaves each worker less.
+    """
     here = [one for one, host in hosts.items() if host == hosts[name]]
     near = [one for one, host in hosts.items() if boot(host) == boot(hosts[name])]
     shares = (

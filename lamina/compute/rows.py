@@ -1,4 +1,4 @@
-"""The rows of a step: what slices read besides weights, attention and context."""
+"""The token rows of one step, which all slices read: token ids, positions and values derived from positions."""
 
 import torch
 
@@ -6,11 +6,11 @@ from lamina.lowering import LoweredSlice, Workspace
 
 
 class Rows:
-    """Token ids and positions of a step, int64 [rows], and what slices derive from the positions alone.
+    """Token ids and positions of a step, int64 [rows], and the values that slices derive from positions alone.
 
     Attributes:
-        workspace: memory for the step's slices; may be reused from another step with as many rows.
-        placed: what a GPU keeps of them.
+        workspace: Memory for the step's slices. It may come from an earlier step with as many rows.
+        placed: Copy of ids and positions on the GPU; None until a GPU's runner has copied them.
     """
 
     placed: object = None
@@ -22,7 +22,10 @@ class Rows:
         self._prepared: dict[object, tuple[torch.Tensor, ...]] = {}
 
     def prepared(self, piece: LoweredSlice) -> tuple[torch.Tensor, ...]:
-        """Return what ``piece`` derives from the positions, computed once a step for all slices that need the same."""
+        """Return the values that ``piece`` derives from positions, such as rotary embeddings.
+
+        Slices with the same ``prelude_key`` share them: they are computed once per step.
+        """
         prepared = self._prepared.get(piece.prelude_key)
         if prepared is None:
             prepared = self._prepared[piece.prelude_key] = piece.prepare(self.positions)
@@ -30,7 +33,7 @@ class Rows:
 
 
 def pad(rows: torch.Tensor, count: int) -> torch.Tensor:
-    """int64 [T], extended with zeros to [count]."""
+    """Return ``rows``, int64 [T], extended with zeros to [count]."""
     if count == len(rows):
         return rows
     return torch.nn.functional.pad(rows, (0, count - len(rows)))

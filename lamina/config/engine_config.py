@@ -1,4 +1,4 @@
-"""The settings of one runtime, each defined once. Nothing mutates a config.
+"""The settings of one engine, each defined once. A config is never mutated.
 
 The keyword arguments of the SDK, the options of the command line, the names in a ``--config`` file and the page in the
 documentation are derived from the fields of ``EngineConfig`` by ``lamina.config.settings``.
@@ -47,7 +47,7 @@ class EngineConfig:
     served_model_name: Annotated[
         str | None,
         Meaning(
-            "Names of the model for clients, joined by commas. Answers have the first. Default: the name of the "
+            "Names of the model for clients, joined by commas. Responses carry the first. Default: the name of the "
             "directory, or ORG/NAME of a snapshot in the Hugging Face cache.",
             group="Model",
         ),
@@ -58,8 +58,8 @@ class EngineConfig:
     tensor_parallel: Annotated[
         int,
         Meaning(
-            "Compute workers that share each copy of the weights. With 2, cpu:4 makes two copies. Each has a part of "
-            "every layer and some of the heads. A lost one takes its copy with it.",
+            "Compute workers that share each copy of the weights. With 2, cpu:4 makes two copies. Each worker has a "
+            "part of every layer and some of the heads. When a worker is lost, its copy is lost.",
             unit="compute workers",
             ge=1,
             group="Pools",
@@ -69,8 +69,8 @@ class EngineConfig:
     pipeline_parallel: Annotated[
         int,
         Meaning(
-            "Stages of each copy of the weights. Each is on a compute worker that loads a part of the layers: cpu:4 "
-            "with 2 makes two copies, or one with tensor_parallel 2. A lost one takes its copy with it.",
+            "Stages of each copy of the weights. Each stage is a compute worker that loads some of the layers: cpu:4 "
+            "with 2 makes two copies, or one copy with tensor_parallel 2. When a worker is lost, its copy is lost.",
             unit="compute workers",
             ge=1,
             group="Pools",
@@ -95,15 +95,15 @@ class EngineConfig:
     ] = "auto"
     dtype: Annotated[
         DTypeName | DType,
-        Meaning("Element type of weights, activations and KV. auto takes the checkpoint's.", group="Model"),
+        Meaning("Element type of weights, activations and KV. auto: that of the checkpoint.", group="Model"),
     ] = "auto"
     quantization: Annotated[
         Quantization,
         Meaning(
-            "Type to which weights are quantised while loaded. CPUs have int8 and int4, in bfloat16. Linear layers and "
-            "experts become a byte with a scale for each output (int8, fp8), or half a byte with a scale and a zero "
-            "point for every 128 inputs (int4). Embeddings, the head and activations keep dtype. Not for checkpoints "
-            "that are quantised already.",
+            "Type to which weights are quantised while loaded. CPUs support int8 and int4, with dtype bfloat16. A "
+            "weight of linear layers and experts takes one byte, with a scale per output (int8, fp8), or half a byte, "
+            "with a scale and a zero point per 128 inputs (int4). Embeddings, the head and activations keep dtype. "
+            "Not for checkpoints that are quantised already.",
             group="Model",
             common=True,
         ),
@@ -164,8 +164,8 @@ class EngineConfig:
     slo_tbt_ms: Annotated[
         int | None,
         Meaning(
-            "Target for the time between tokens. While sequences decode, prompts are computed in chunks for which a "
-            "step is predicted to take no longer. Default: chunks fill max_num_batched_tokens.",
+            "Target for the time between tokens. While sequences decode, prompts are computed in chunks so small that "
+            "no step is predicted to take longer. Default: chunks fill max_num_batched_tokens.",
             unit="milliseconds",
             ge=1,
             group="Scheduling",
@@ -174,8 +174,8 @@ class EngineConfig:
     prefill: Annotated[
         str | None,
         Meaning(
-            "Workers with the weights that only run prompts, such as h100:2; those of compute then only decode. "
-            "KV stays where it is. Default: compute workers do both.",
+            "Compute workers that only prefill, kind:count, such as h100:2. The workers of compute then only decode. "
+            "KV does not move between the phases. Default: compute workers do both.",
             group="Pools",
         ),
     ] = None
@@ -219,8 +219,8 @@ class EngineConfig:
     kv_tokens_per_worker: Annotated[
         int | None,
         Meaning(
-            "Most tokens of one sequence on a memory worker. Later tokens go to another worker with room. "
-            "Default: as many as the worker has room for.",
+            "Most tokens of one sequence on a memory worker. Later tokens go to another worker with free slots. "
+            "Default: as many as the worker has free slots for.",
             unit="tokens",
             ge=1,
             group="Memory",
@@ -229,9 +229,9 @@ class EngineConfig:
     kv_overcommit: Annotated[
         float,
         Meaning(
-            "KV in memory and on disk, relative to KV in memory. Cached prefixes are written"
-            "  to kv_spill_dir, and read for requests that begin with them. Without prefix_cache, 1. Memory "
-            "local has no disk.",
+            "KV in memory and on disk together, as a multiple of KV in memory. Cached prefixes are written to "
+            "kv_spill_dir, and read back for requests that begin with them. Without prefix_cache it counts as 1. "
+            "Not with memory local.",
             ge=1,
             group="Memory",
         ),
@@ -246,8 +246,9 @@ class EngineConfig:
     partition: Annotated[
         Partition,
         Meaning(
-            "Part of a request's KV on a memory worker. It is all of it (request), some of its heads (head) or an "
-            "equal part of its tokens (token). auto: all of it, or runs of tokens if it is too long for one worker.",
+            "How a request's KV is divided between memory workers. request: one worker holds all of it; head: each "
+            "holds some heads; token: each holds an equal part of the tokens. auto: request, or runs of tokens if the "
+            "KV is too long for one worker.",
             group="Memory",
         ),
     ] = "auto"
@@ -272,40 +273,44 @@ class EngineConfig:
     pipelining: Annotated[
         Pipelining,
         Meaning(
-            "Order of lanes on compute workers. auto is rotational if there is one lane"
-            " more than compute workers, else fixed.",
+            "How lanes are assigned to compute workers. auto is rotational if there is one lane more than compute "
+            "workers, else fixed.",
             group="Scheduling",
         ),
     ] = "auto"
     polling: Annotated[
         Polling,
         Meaning(
-            "Who waits for messages of memory workers on GPUs. It is the GPU itself, for decode steps over shared "
-            "memory (device), or the host (host). auto: what is faster, measured once for each kind of GPU."
+            "Who polls for messages to memory workers on GPUs. device: the GPU itself, for decode steps over shared "
+            "memory; host: the CPU. auto: the faster of the two, measured once for each kind of GPU."
         ),
     ] = "auto"
     prefix_cache: Annotated[
         bool,
         Meaning(
-            "Keep KV of ended requests for prompts that begin alike. It stays in slots that are otherwise free.",
+            "Keep KV of finished requests for prompts with the same prefix. Cached KV occupies only slots that are "
+            "otherwise free.",
             group="Memory",
         ),
     ] = True
     balance: Annotated[
         Balance,
         Meaning(
-            "Policy that moves KV between memory workers. bandwidth evens out the time that they "
-            "need to read their KV, and places requests by it; throughput and ledger are the policies of Infinite-LLM "
-            "and DistKV-LLM; off: none; auto: bandwidth if memory workers of several kinds start together, else off.",
+            "Policy that moves KV between memory workers. bandwidth balances the time in which each worker reads its "
+            "KV, and places new requests accordingly; throughput and ledger are the policies of Infinite-LLM and "
+            "DistKV-LLM; off: KV does not move; auto: bandwidth if memory workers of several kinds start together, "
+            "else off.",
             group="Memory",
         ),
     ] = "auto"
-    plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.", group="Scheduling")] = True
+    plan_ahead: Annotated[
+        bool, Meaning("Plan the next step of a lane while its current step runs.", group="Scheduling")
+    ] = True
     max_restarts: Annotated[
         int,
         Meaning(
-            "Most workers of a pool replaced in ten minutes. Also the most restarts of a server's engine. "
-            "Beyond that, the other workers continue alone while each pool has one.",
+            "Most lost workers of a pool that are replaced in ten minutes. Also the most restarts of a server's "
+            "engine. Beyond that, lost workers are not replaced; the engine runs while each pool has a worker.",
             unit="workers",
             ge=0,
             group="Pools",
@@ -314,8 +319,8 @@ class EngineConfig:
     autoscale: Annotated[
         str | None,
         Meaning(
-            "Let pools grow and shrink with their load. Each is between a smallest and a largest number of workers: "
-            "memory=1:4, or memory=1:4,compute=1:2. Default: pools keep their size.",
+            "Grow and shrink pools with their load, between a smallest and a largest number of workers: memory=1:4, "
+            "or memory=1:4,compute=1:2. Default: pools keep their size.",
             group="Pools",
         ),
     ] = None
@@ -338,7 +343,7 @@ class EngineConfig:
     secret_file: Annotated[
         str | os.PathLike[str] | None,
         Meaning(
-            "File of the cluster's secret. Its keys are derived from the secret. The file is made if it does not "
+            "File with the cluster's secret, from which its keys are derived. The file is created if it does not "
             "exist. Default: a new secret, kept in memory.",
             group="Network",
         ),
@@ -354,7 +359,7 @@ class EngineConfig:
     advertise: Annotated[
         str | None,
         Meaning(
-            "Address of this machine for workers of others. Default: the address of listen.",
+            "Address at which workers of other machines reach this machine. Default: the address of listen.",
             group="Network",
         ),
     ] = None
@@ -369,7 +374,7 @@ class EngineConfig:
     kind: Annotated[
         str | None,
         Meaning(
-            "With ray: resources of kinds of workers, name=resource. Several are joined by commas: rtx3090=my_gpu.",
+            "With ray: custom resource that each kind of worker needs, kind=resource joined by commas: rtx3090=my_gpu.",
             group="Pools",
         ),
     ] = None
@@ -386,12 +391,12 @@ class EngineConfig:
     )
     trace: Annotated[
         str | os.PathLike[str] | None,
-        Meaning("File for a timeline (Perfetto) of the engine. It is written when the engine ends."),
+        Meaning("File for a Perfetto timeline of the engine, written when the engine ends."),
     ] = None
     seed: Annotated[
         int,
         Meaning(
-            "Seed of dummy weights, and of requests without one. In generate and chat, --seed is the request's.",
+            "Seed of dummy weights, and of requests without a seed. In generate and chat, --seed is the request's.",
             group="Model",
         ),
     ] = 0
@@ -429,14 +434,14 @@ def served_names(config: EngineConfig) -> list[str]:
 
 
 def overcommit(config: EngineConfig) -> float:
-    """KV that a memory worker and its disk hold, as a multiple of the KV in memory."""
+    """Return the KV that a memory worker and its disk hold together, as a multiple of the KV in memory."""
     return config.kv_overcommit if config.prefix_cache else 1.0
 
 
 def check_writable(name: str, file: Path) -> None:
-    """Check that a file can be written before the work that will fill it. Raises ConfigError."""
+    """Raise ConfigError if a file cannot be written. ``name``: the setting or option, for the message."""
     file = file.absolute()
     if not file.parent.is_dir():
         raise ConfigError(f"{name} is '{file}', in a folder that does not exist; make it first")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"{name} is '{file}', which cannot be written; give a file of your own")
+        raise ConfigError(f"{name} is '{file}', which cannot be written; give a file that you may write")

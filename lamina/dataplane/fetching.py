@@ -1,4 +1,4 @@
-"""Fetches bytes that peers have laid out in their arenas, piece by piece, a few at a time, into landing slots."""
+"""Fetches bytes from the arenas of peers into landing slots, in pieces, with a bounded number in flight."""
 
 import collections
 import dataclasses
@@ -14,12 +14,12 @@ FetchFrom = Callable[[str, Fetch], None]
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Bytes [offset, offset + nbytes) of a peer's arena.
+    """Bytes [offset, offset + nbytes) of a peer's arena, to be fetched at once.
 
     Attributes:
-        keep: called with the bytes once they have arrived.
-        lane: of the attention whose K and V they are; -1: they are something else.
-        turn: of that attention.
+        keep: Called with the bytes once they have arrived; it copies them out of the landing slot.
+        lane: Lane of the attention that reads these K and V; -1 if the bytes are not K and V.
+        turn: Number of that attention, counted over all steps of the lane.
     """
 
     peer: str
@@ -31,7 +31,7 @@ class Piece:
 
 
 class Fetcher:
-    """Fetches pieces into landing slots, and keeps those that wait and those in flight. The worker's thread owns it."""
+    """Queues pieces, and fetches one into each free landing slot. The worker's thread owns it."""
 
     def __init__(self, fetch: FetchFrom, arena: Arena, plan: ArenaPlan) -> None:
         self._fetch = fetch
@@ -42,16 +42,18 @@ class Fetcher:
         self._sequences = [0] * LANDINGS
         self._urgent: collections.deque[Piece] = collections.deque()
         self._waiting: collections.deque[Piece] = collections.deque()
-        self._coming: list[tuple[Piece, int]] = []  # in flight, with its landing slot, in the order of fetching
-        self._left: collections.Counter[tuple[int, int]] = collections.Counter()  # pieces by lane and turn
+        self._in_flight: list[tuple[Piece, int]] = []  # pieces with their landing slots, oldest first
+        self._unfinished: collections.Counter[tuple[int, int]] = (
+            collections.Counter()
+        )  # unfinished pieces by lane and turn
 
     def add_piece(self, piece: Piece) -> None:
-        """Fetch a piece, after all that were added before."""
+        """Queue a piece behind all pieces queued earlier."""
         self._waiting.append(piece)
-        self._left[piece.lane, piece.turn] += 1
+        self._unfinished[piece.lane, piece.turn] += 1
 
     def add_body(self, peer: str, offset: int, into: memoryview, on_done: Callable[[], None]) -> None:
-        """Fetch ``len(into)`` bytes of a message before all pieces; ``on_done`` is called after the last byte."""
+        """Queue the ``len(into)`` bytes of a message ahead of all K and V; call ``on_done`` after the last byte."""
         left = len(into)
 
         def keep_at(at: int) -> Callable[[memoryview], None]:
@@ -68,42 +70,46 @@ class Fetcher:
         for at in range(0, len(into), self.landing_nbytes):
             nbytes = min(self.landing_nbytes, len(into) - at)
             self._urgent.append(Piece(peer, offset + at, nbytes, keep_at(at)))
-            self._left[-1, 0] += 1
+            self._unfinished[-1, 0] += 1
 
     def fetch_first(self, lane: int, turn: int) -> None:
-        """Fetch the pieces of attention ``turn`` of a lane before all others."""
+        """Move the pieces of attention ``turn`` of a lane to the front of the queue."""
         chosen = [piece for piece in self._waiting if (piece.lane, piece.turn) == (lane, turn)]
         if chosen and len(chosen) < len(self._waiting):
             others = [piece for piece in self._waiting if (piece.lane, piece.turn) != (lane, turn)]
             self._waiting = collections.deque([*chosen, *others])
 
     def is_done(self, lane: int, turn: int) -> bool:
-        """True if nothing up to attention ``turn`` of the lane is left to fetch."""
-        return not any(left_lane == lane and left_turn <= turn for left_lane, left_turn in self._left)
+        """Return whether all pieces of the lane, up to attention ``turn``, have arrived."""
+        return not any(left_lane == lane and left_turn <= turn for left_lane, left_turn in self._unfinished)
 
     @property
     def awaited(self) -> list[Target]:
-        """The doorbells of the pieces in flight, for ``Endpoint.wait``."""
-        return [(number, self._sequences[number]) for _, number in self._coming]
+        """Doorbells of the pieces in flight and the values they will have, oldest first, for ``Endpoint.wait``."""
+        return [(number, self._sequences[number]) for _, number in self._in_flight]
 
     @property
     def may_ask(self) -> bool:
-        """True if a piece waits to be fetched and a landing slot is free."""
+        """Whether a piece is queued and a landing slot is free."""
         return bool((self._urgent or self._waiting) and self._free)
 
     def ask(self) -> None:
-        """Begin to fetch the next piece. Raises PeerLostError."""
+        """Start to fetch the next queued piece. Raises PeerLostError."""
         piece, number = (self._urgent or self._waiting).popleft(), self._free.pop()
         self._sequences[number] += 1
-        self._coming.append((piece, number))
+        self._in_flight.append((piece, number))
         to, sequence = self._places[number], self._sequences[number]
         self._fetch(
             piece.peer, Fetch(offset=piece.offset, nbytes=piece.nbytes, to=to, doorbell=number, sequence=sequence)
         )
 
     def keep(self, index: int) -> int | None:
-        """Keep the piece announced by number ``index`` of ``awaited``; returns the lane of its attention, if any."""
-        piece, number = self._coming.pop(index)
+        """Pass on the bytes of the piece whose doorbell is ``awaited[index]``, and free its landing slot.
+
+        Returns:
+            The lane of the attention that reads them; None if they are not K and V.
+        """
+        piece, number = self._in_flight.pop(index)
         self._free.append(number)
         self._finish(piece)
         piece.keep(self._views[number])
@@ -115,8 +121,8 @@ class Fetcher:
             for piece in [piece for piece in queue if piece.peer == peer]:
                 queue.remove(piece)
                 self._finish(piece)
-        for piece, number in [coming for coming in self._coming if coming[0].peer == peer]:
-            self._coming.remove((piece, number))
+        for piece, number in [coming for coming in self._in_flight if coming[0].peer == peer]:
+            self._in_flight.remove((piece, number))
             self._free.append(number)
             self._finish(piece)
 
@@ -124,13 +130,14 @@ class Fetcher:
         """Drop all pieces. Pieces in flight occupy their landing slots until they arrive."""
         self._urgent.clear()
         self._waiting.clear()
-        self._coming = [
-            (dataclasses.replace(piece, keep=lambda content: None, lane=-1), number) for piece, number in self._coming
+        self._in_flight = [
+            (dataclasses.replace(piece, keep=lambda content: None, lane=-1), number)
+            for piece, number in self._in_flight
         ]
-        self._left = collections.Counter((piece.lane, piece.turn) for piece, _ in self._coming)
+        self._unfinished = collections.Counter((piece.lane, piece.turn) for piece, _ in self._in_flight)
 
     def _finish(self, piece: Piece) -> None:
         key = piece.lane, piece.turn
-        self._left[key] -= 1
-        if not self._left[key]:
-            del self._left[key]
+        self._unfinished[key] -= 1
+        if not self._unfinished[key]:
+            del self._unfinished[key]

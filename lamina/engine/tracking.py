@@ -1,4 +1,4 @@
-"""A request as the engine answers it: token ids, one terminal state."""
+"""Tracks what each completion of a request has generated and reported, until all have a finish reason."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from lamina.schedule.beam_search import BeamSearch, Choice
 
 
 class TokenEnds:
-    """The tokens after which completions of one request end: end of sequence, a stop token, or the last one allowed.
+    """Decides at which token a completion of a request ends: end of sequence, a stop token, or the token limit.
 
-    Stop strings are looked for where there is text (``text.stop_strings``).
+    Stop strings are matched where tokens are detokenized (``text.stop_strings``).
 
     Attributes:
-        tokens: those that end a completion.
+        tokens: Token ids that end a completion.
     """
 
     __slots__ = ("_eos", "_max_tokens", "_min_tokens", "tokens")
 
     def __init__(self, params: SamplingParams, max_tokens: int | None, eos_token_ids: Collection[int]) -> None:
-        """``max_tokens``: of one completion; None: no limit here."""
+        """``max_tokens``: Most tokens of one completion; None for no limit."""
         self._max_tokens = max_tokens
         self._min_tokens = params.min_tokens
         self._eos = frozenset() if params.ignore_eos else frozenset(eos_token_ids)
         self.tokens = self._eos.union(params.stop_token_ids)
 
     def finish_reason(self, token: int, count: int) -> FinishReason | None:
-        """Return the finish reason if ``token``, number ``count`` of its completion from 1, ends it."""
+        """Return the finish reason if ``token`` ends its completion, of which it is token number ``count``, from 1."""
         if token in self.tokens and count > self._min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if count == self._max_tokens else None
@@ -42,8 +42,13 @@ class TokenEnds:
 
 
 @dataclass(slots=True)
-class _Open:
-    """A completion without a finish reason: tokens drawn so far, and what the caller has not been told of it."""
+class _Unfinished:
+    """A completion without a finish reason.
+
+    Attributes:
+        drawn: Tokens drawn so far.
+        news: Tokens not yet passed to the caller; None if there are none.
+    """
 
     drawn: int
     news: CompletionTokens | None = None
@@ -53,23 +58,23 @@ class TrackedRequest:
     """A request from its submission to its terminal state. Not thread-safe.
 
     Attributes:
-        group: the request in the scheduler: another one after its KV was dropped.
-        drawn: as given, until ``start``.
-        finished: every completion has its finish reason.
+        group: The request's group in the scheduler; a new group replaces it after its KV was dropped.
+        drawn: Tokens that an earlier engine drew; None after ``start``.
+        finished: Every completion has a finish reason.
 
     Its memory does not grow with the tokens drawn, and the cost of a token does not depend on how many came before.
     """
 
-    # Of hundreds of requests, what a step touches is not in any cache when it ends: a dict more costs a microsecond.
+    # With hundreds of requests, these objects are not in a CPU cache when a step ends: a __dict__ costs a microsecond.
     __slots__ = (
         "_continuations",
-        "_ended",
         "_ends",
         "_eos_token_ids",
         "_error",
+        "_finished_news",
         "_on_tokens",
-        "_open",
         "_search",
+        "_unfinished",
         "_with_logprobs",
         "drawn",
         "finished",
@@ -80,7 +85,7 @@ class TrackedRequest:
     def __init__(
         self, request: Request, eos_token_ids: Collection[int], on_tokens: OnTokens, drawn: Drawn | None = None
     ) -> None:
-        """``drawn``: what the caller has of a request that another engine had begun."""
+        """``drawn``: Tokens that the caller already has, of a request that an earlier engine began."""
         self.request = request
         self.drawn = drawn
         self.group: Group | None = None
@@ -88,29 +93,31 @@ class TrackedRequest:
         self._on_tokens = on_tokens
         self.finished = False
         begun = drawn or {index: list[int]() for index in range(request.params.n)}
-        self._open = {index: _Open(len(tokens)) for index, tokens in begun.items()}
-        self._ended: list[CompletionTokens] = []  # completions with one, of which the caller has not been told
+        self._unfinished = {index: _Unfinished(len(tokens)) for index, tokens in begun.items()}
+        self._finished_news: list[
+            CompletionTokens
+        ] = []  # news of completions that have finished since the last publish
         self._with_logprobs = request.params.logprobs is not None
         self._ends: TokenEnds | None = None
         self._search: BeamSearch | None = None
-        self._continuations: dict[int, list[Logprob]] = {}  # of the beams that have run their last tokens
+        self._continuations: dict[int, list[Logprob]] = {}  # by beam: its most likely next tokens, once known
         self._error: str | None = None
 
     def start(self, group: Group) -> None:
-        """The request has been added to the scheduler; its completions may now draw tokens."""
+        """Record the request's ``group`` in the scheduler: its completions may draw tokens from now on."""
         self.group, self.drawn = group, None
         self._ends = TokenEnds(self.request.params, group.max_tokens, self._eos_token_ids)
         if group.searches:
             self._search = BeamSearch(self.request.params, group.max_tokens, self._ends.tokens)
 
     def compare(self, group: Group, completion: Completion, draw: Draw) -> Choice | None:
-        """Take the most likely continuations of one beam; once those of all are known, return how they go on.
+        """Record the most likely next tokens of one beam; once all beams have theirs, return which beams survive.
 
-        All completions have ended if the search is done.
+        When the search is done, all completions are finished with its best hypotheses.
         """
         if self.group is not group:
             self.group = group
-            self._continuations.clear()  # the KV of the others was dropped: their continuations come again
+            self._continuations.clear()  # the KV was dropped: every beam runs its last token again
         search = self._search
         if search is None or self.finished:
             return None
@@ -121,22 +128,22 @@ class TrackedRequest:
         choice = search.advance([self._continuations[place] for place in range(search.places)])
         self._continuations.clear()
         if search.done:
-            self._conclude(search)
+            self._finish_search(search)
         return choice
 
-    def _conclude(self, search: BeamSearch) -> None:
-        """The completions are the best hypotheses, in order."""
+    def _finish_search(self, search: BeamSearch) -> None:
+        """Finish the completions with the best hypotheses of the search, best first."""
         for index, best in enumerate(search.hypotheses):
-            news = self._open[index].news = CompletionTokens(index, best.token_ids)
+            news = self._unfinished[index].news = CompletionTokens(index, best.token_ids)
             self._finish(index, FinishReason.STOP if best.ended else FinishReason.LENGTH)
             if best.ended and self._ends is not None:
                 news.stop_token = self._ends.stop_token(best.token_ids[-1])
 
     def append(self, completion: Completion, draw: Draw) -> bool:
-        """Add one drawn token; True if the completion has ended. Tokens after its end are discarded."""
+        """Add one drawn token and return whether its completion has ended. Tokens after the end are discarded."""
         index, token, ends = completion.index, draw.token, self._ends
-        one = self._open.get(index)
-        if one is None:  # its caller has ended it while this token was being drawn
+        one = self._unfinished.get(index)
+        if one is None:  # the caller ended the completion while this token was drawn
             return True
         if ends is None:
             raise RuntimeError(f"request {self.request.request_id} has drawn a token before it was started")
@@ -157,31 +164,31 @@ class TrackedRequest:
         return True
 
     def end_completion(self, index: int) -> None:
-        """A completion has ended at a stop string, which its caller has found: it is told nothing more of it."""
-        if index in self._open:
-            self._open[index].news = None
+        """End a completion in which the caller found a stop string; tokens not yet published are discarded."""
+        if index in self._unfinished:
+            self._unfinished[index].news = None
             self._finish(index, FinishReason.STOP)
 
     def end_all(self, reason: FinishReason, error: str | None = None) -> None:
-        """Give every completion without a finish reason this one. Does nothing if all have one.
+        """Finish every unfinished completion with ``reason``. Does nothing if all have finished.
 
-        Also works before ``start``.
+        May be called before ``start``.
         """
         if not self.finished:
             self._error = error
-            for index in sorted(self._open):
+            for index in sorted(self._unfinished):
                 self._finish(index, reason)
 
     def _finish(self, index: int, reason: FinishReason) -> None:
-        news = self._open.pop(index).news or CompletionTokens(index, [])
+        news = self._unfinished.pop(index).news or CompletionTokens(index, [])
         news.finish_reason = reason
-        self._ended.append(news)
-        self.finished = not self._open
+        self._finished_news.append(news)
+        self.finished = not self._unfinished
 
     def publish(self) -> None:
-        """Pass the caller everything new since the last call."""
-        news, self._ended = self._ended, []
-        for one in self._open.values():
+        """Pass to ``on_tokens`` all tokens and finish reasons since the last call."""
+        news, self._finished_news = self._finished_news, []
+        for one in self._unfinished.values():
             if one.news is not None:
                 news.append(one.news)
                 one.news = None

@@ -1,4 +1,4 @@
-"""Compiles what an answer must match, a JSON schema, a regular expression, choices or a grammar, for llguidance."""
+"""Compiles the constraints of structured outputs for llguidance: JSON schema, regular expression, choices, grammar."""
 
 import functools
 import json
@@ -9,30 +9,33 @@ from lamina.core.errors import RequestError
 from lamina.core.types import SamplingParams, StructuredOutputs
 
 JSON_SPACE = r"(\n[ \t]{0,32}| )?"
-"""White space between the parts of a JSON text: a bounded number, or a model that likes it would never end."""
+"""White space allowed between JSON tokens. It is bounded: a model could otherwise generate white space forever."""
 
 
 @functools.lru_cache(maxsize=256)
 def compile_grammar(wanted: StructuredOutputs) -> str:
-    """Return the grammar for ``llguidance.LLMatcher``.
+    """Return the grammar that ``llguidance.LLMatcher`` enforces.
 
     Raises:
-        RequestError: it cannot be compiled; names the field and the place.
+        RequestError: The constraint cannot be compiled. The message names the field, and the part of a JSON schema.
     """
     if wanted.json is not None:
-        grammar, fault = _of_schema(wanted.json)
+        grammar, fault = _compile_schema(wanted.json)
         if fault:
-            raise RequestError(f"json cannot be compiled at {_place(json.loads(wanted.json))}: {fault}")
+            raise RequestError(f"json cannot be compiled at {_locate_error(json.loads(wanted.json))}: {fault}")
         return grammar
     name = "regex" if wanted.regex is not None else "choice" if wanted.choice is not None else "grammar"
-    grammar, fault = _of_text(wanted)
+    grammar, fault = _compile_text(wanted)
     if fault:
         raise RequestError(f"{name} cannot be compiled: {fault}")
     return grammar
 
 
 def after_reasoning(wanted: StructuredOutputs, end: str) -> StructuredOutputs:
-    """Return what an answer must match that begins within reasoning, which ``end`` ends. ``wanted``: a JSON schema."""
+    """Return a grammar that allows free text up to the tag ``end``, then requires the JSON schema of ``wanted``.
+
+    For prompts that end inside the model's reasoning: the schema holds for the answer, not for the reasoning.
+    """
     options = {"whitespace_flexible": True, "whitespace_pattern": JSON_SPACE}
     schema = json.dumps({**json.loads(wanted.json), "x-guidance": options})
     reasoning = f"reasoning[suffix={json.dumps(end)}]: /(.|\\n)*/"
@@ -40,7 +43,7 @@ def after_reasoning(wanted: StructuredOutputs, end: str) -> StructuredOutputs:
 
 
 def require_grammar(params: SamplingParams, eos_token_ids: Collection[int]) -> None:
-    """Raise RequestError if what the answer must match cannot be compiled, or the model's answers have no end."""
+    """Raise RequestError if structured outputs cannot be compiled, or the model has no end-of-sequence token."""
     if params.structured_outputs is None:
         return
     compile_grammar(params.structured_outputs)
@@ -48,8 +51,8 @@ def require_grammar(params: SamplingParams, eos_token_ids: Collection[int]) -> N
         raise RequestError("structured_outputs need a model with an end-of-sequence token; name it in its config.json")
 
 
-def _of_schema(schema: str) -> tuple[str, str]:
-    """Return the grammar of a JSON schema, and why it cannot be compiled; empty if it can."""
+def _compile_schema(schema: str) -> tuple[str, str]:
+    """Return the grammar of a JSON schema, and the compiler's error; empty if there is none."""
     from llguidance import LLMatcher  # saves 30 ms of the time to import the SDK
 
     parsed = json.loads(schema)
@@ -62,10 +65,10 @@ def _of_schema(schema: str) -> tuple[str, str]:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except ValueError as error:
         return "", str(error)
-    return grammar, _fault(grammar)
+    return grammar, _compile_error(grammar)
 
 
-def _of_text(wanted: StructuredOutputs) -> tuple[str, str]:
+def _compile_text(wanted: StructuredOutputs) -> tuple[str, str]:
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
@@ -79,32 +82,32 @@ def _of_text(wanted: StructuredOutputs) -> tuple[str, str]:
             grammar = LLMatcher.grammar_from_lark(gbnf_to_lark(text) if "::=" in text else text)
         except GbnfToLarkError as error:
             return "", str(error)
-    return grammar, _fault(grammar)
+    return grammar, _compile_error(grammar)
 
 
-def _fault(grammar: str) -> str:
+def _compile_error(grammar: str) -> str:
     from llguidance import LLMatcher
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(grammar)
     return messages[0].strip() if failed else ""
 
 
-def _place(schema: Any) -> str:
-    """Return the JSON pointer of the smallest part of a schema that cannot be compiled by itself."""
+def _locate_error(schema: Any) -> str:
+    """Return the JSON pointer of the smallest subschema that cannot be compiled alone."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if isinstance(schema, dict) and key in schema}
     place = "#"
     while True:
-        for name, part in _parts(schema):
+        for name, part in _subschemas(schema):
             whole = {**part, **shared} if isinstance(part, dict) else part
-            if _of_schema(json.dumps(whole))[1]:
+            if _compile_schema(json.dumps(whole))[1]:
                 place, schema = f"{place}/{name}", part
                 break
         else:
             return place
 
 
-def _parts(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the schemas that a schema is made of, by their pointers."""
+def _subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each direct subschema with its JSON pointer relative to ``schema``."""
     if not isinstance(schema, Mapping):
         return
     for key in ("items", "additionalProperties"):

@@ -79,7 +79,7 @@ def test_kv_on_a_gpu_leaves_the_share_that_is_not_to_be_used() -> None:
         slabs.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=401), on_gpu(400))
     assert slabs.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=600), on_gpu(400), 400) == 600
     assert slabs.kv_bytes_on_gpu(EngineConfig(), on_gpu(1000), 400) == 900, "more only if asked for"
-    with pytest.raises(ConfigError, match="400 bytes are free on its GPU, and the machine has 200 for it besides"):
+    with pytest.raises(ConfigError, match="400 bytes are free on its GPU and 200 in host memory"):
         slabs.kv_bytes_on_gpu(EngineConfig(kv_cache_memory_bytes=601), on_gpu(400), 400)
 
 
@@ -101,5 +101,5 @@ def test_what_cpu_workers_take_of_a_machine_its_gpus_cannot_have_as_well(wanted:
     if fits:
         assert slabs._kv_bytes(config, hosts, found) == dict.fromkeys(found, wanted)
     else:
-        with pytest.raises(ConfigError, match="125 bytes are free on its GPU, and the machine has 124"):
+        with pytest.raises(ConfigError, match="125 bytes are free on its GPU and 124 in host memory"):
             slabs._kv_bytes(config, hosts, found)

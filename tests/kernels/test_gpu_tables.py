@@ -116,7 +116,7 @@ def test_all_words_come_back():
     assert all(stop <= start for (_, stop), (start, _) in pairwise(spans))
     assert regions.free_words == 0
     for start, size in taken:
-        regions.give(start, size)
+        regions.free(start, size)
     assert regions.allocate_words(1024) == 0
 
 

@@ -197,5 +197,5 @@ def test_a_step_that_attends_to_forgotten_tokens_is_an_error() -> None:
         return SegmentTable(query_offsets, query_start, kv_offsets, kv_start, one[:start])
 
     assert known.table(table(10)).kv_start.tolist() == [8]
-    with pytest.raises(AssertionError, match="window of 3 have forgotten"):
+    with pytest.raises(AssertionError, match="window of 3 tokens, have been freed"):
         known.table(table(8))

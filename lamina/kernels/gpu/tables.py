@@ -1,8 +1,8 @@
-"""Manages page tables in GPU memory: the host tracks where they are and sends only the words that changed.
+"""Places page tables in GPU memory. The host tracks where each table is and sends only the words that changed.
 
-All tables of a memory worker are in one array on the device, each in a region whose size is a power of two. A step
-changes one word per new token. A table that outgrows its region moves to one twice as large and is sent again, so each
-slot of a sequence is sent at most twice on average.
+All tables of a memory worker are in one int32 array on the device, each in a region whose size is a power of two. A
+step changes one word per new token. A table that outgrows its region moves to a region twice as large and is sent
+again, so each slot of a sequence is sent at most twice on average.
 """
 
 import collections
@@ -15,7 +15,7 @@ from lamina.core.errors import CapacityError
 
 Slots = npt.NDArray[np.int32]
 FIRST_REGION = 64  # words
-MOST_BYTES = 16  # for each slot: two words, in an array whose length is a power of two
+MOST_BYTES = 16  # of the array, per KV slot: two words of 4 bytes, doubled by rounding to a power of two
 
 
 class Regions:
@@ -47,7 +47,7 @@ class Regions:
             self._free.setdefault(held, set()).add(start + held)
         return start
 
-    def give(self, start: int, size: int) -> None:
+    def free(self, start: int, size: int) -> None:
         """Free a region."""
         while size < self.words and start ^ size in self._free.get(size, ()):
             self._free[size].remove(start ^ size)
@@ -56,22 +56,24 @@ class Regions:
 
 
 class PageTables:
-    """Which words of the device's array hold each segment's slots, and which changes have not been sent yet.
+    """Maps each segment to the words of the device's array that hold its slots, and collects unsent changes.
 
-    A step reads its tables long after they were sent. So words that are freed while somebody reads (``begin``) are not
-    used again before all who may read them have ended.
+    A step reads its tables long after they were sent, so it pins them (``pin_tables``). Words freed while tables are
+    pinned are not reused before every step that may read them has unpinned its tables.
 
     Not thread-safe: one thread owns it. An operation that raises changes nothing.
     """
 
     def __init__(self, words: int) -> None:
-        """``words``: length of the device's array, a power of two; twice the slots suffice if few are shared."""
+        """``words``: Length of the device's array, a power of two. Twice the slots suffice if segments share few."""
         self._regions = Regions(words)
         self._tables: dict[Hashable, tuple[int, int, int]] = {}  # first word, words, slots sent
         self._changes: list[tuple[int, Slots]] = []
-        self._begun = 0
-        self._readers: dict[int, None] = {}  # in the order in which they began
-        self._freed: collections.deque[tuple[int, int, int]] = collections.deque()  # readers begun by then, region
+        self._latest_reader = 0
+        self._readers: dict[int, None] = {}  # numbers from pin_tables, oldest first
+        self._freed: collections.deque[tuple[int, int, int]] = (
+            collections.deque()
+        )  # latest reader when freed, first word, words
 
     @property
     def words(self) -> int:
@@ -79,7 +81,7 @@ class PageTables:
         return self._regions.words
 
     def start(self, segment: Hashable) -> int:
-        """First word of a segment's table. Raises KeyError if it was never updated."""
+        """Return the first word of a segment's table. Raises KeyError if the segment has no table."""
         return self._tables[segment][0]
 
     def update(self, segment: Hashable, slots: Slots) -> None:
@@ -92,41 +94,41 @@ class PageTables:
         if count > size:
             grown = max(FIRST_REGION, 1 << (count - 1).bit_length())
             region = self._regions.allocate_words(grown)
-            self._give(start, size)
+            self._free_region(start, size)
             start, size, sent = region, grown, 0
         if count > sent:
             self._changes.append((start + sent, slots[sent:].copy()))
         self._tables[segment] = start, size, count
 
     def free(self, segment: Hashable) -> None:
-        """Forget a segment, if it has a table."""
+        """Free the table of a segment. Does nothing if it has none."""
         start, size, _ = self._tables.pop(segment, (0, 0, 0))
-        self._give(start, size)
+        self._free_region(start, size)
 
     def pin_tables(self) -> int:
-        """Somebody reads the tables as they are now, or extended, until ``end`` of the number returned."""
-        self._begun += 1
-        self._readers[self._begun] = None
-        return self._begun
+        """Keep all current tables readable until ``unpin_tables`` is called with the number returned."""
+        self._latest_reader += 1
+        self._readers[self._latest_reader] = None
+        return self._latest_reader
 
     def unpin_tables(self, reader: int) -> None:
-        """A reader has ended."""
+        """Release the tables pinned as number ``reader``, and free words that nobody reads any more."""
         del self._readers[reader]
-        oldest = next(iter(self._readers), self._begun + 1)
+        oldest = next(iter(self._readers), self._latest_reader + 1)
         while self._freed and self._freed[0][0] < oldest:
             _, start, size = self._freed.popleft()
-            self._regions.give(start, size)
+            self._regions.free(start, size)
 
-    def _give(self, start: int, size: int) -> None:
+    def _free_region(self, start: int, size: int) -> None:
         if not size:
             return
         if self._readers:
-            self._freed.append((self._begun, start, size))
+            self._freed.append((self._latest_reader, start, size))
         else:
-            self._regions.give(start, size)
+            self._regions.free(start, size)
 
     def changes(self) -> npt.NDArray[np.int32]:
-        """Changes since the last call: int32 [2, n], word indices and their new values, each word once."""
+        """Return the changes since the last call: int32 [2, n], word indices and their new values, each word once."""
         if not self._changes:
             return np.empty((2, 0), np.int32)
         values = np.concatenate([slots for _, slots in self._changes])

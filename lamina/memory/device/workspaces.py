@@ -1,4 +1,4 @@
-"""Memory that attention on a GPU needs beside slabs: bounded, and allocated before slabs are sized.
+"""GPU memory that attention needs besides KV slabs: bounded, and allocated before slabs are sized.
 
 Allocations come from the backend's pool, which keeps freed memory for the next allocation.
 """
@@ -19,57 +19,65 @@ from lamina.kernels.gpu.specialize import append_program, power_of_two, write_wo
 from lamina.kernels.gpu.tilings import Choices
 from lamina.memory.device.base import Largest
 
-MOST_TABLES = 64  # kept for later steps, before ``reserve`` says how many
-PARTS_OF_TABLES = 3  # a step's pairs, and if they share prefixes, the prefixes and the rest
+MOST_TABLES = 64  # tables kept until ``reserve`` sets the number
+PARTS_OF_TABLES = 3  # tables per step: of all pairs, of shared prefixes, and of what follows the prefixes
 
 
 class Workspaces:
-    """Memory for the tables of steps and for parts of attentions, shared by all steps of a GPU.
+    """Pools the memory of steps' tables and of partial attention results, shared by all steps on a GPU.
 
     Attributes:
-        gpu_share: of the GPU's memory, which may be in use in all.
+        gpu_share: Fraction of the GPU's memory that all programs together may use.
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._choices = Choices.load(backend.name)
         self._scratch = Scratch(backend)
-        self._most_tables, self._used = MOST_TABLES, 0
+        self._most_tables, self._used_count = MOST_TABLES, 0
         self._lane_floats = 0
         self.gpu_share = 1.0
-        self._unused = collections.deque[Attention]()  # in order of last use
+        self._unused = collections.deque[Attention]()  # least recently used first
 
     def take(self, pairs: int, rows: int) -> Attention:
-        """Tables for a step of so many pairs and query rows. The caller returns them with ``give``."""
+        """Return tables for a step of ``pairs`` and ``rows`` (query rows). The caller returns them with ``give``."""
         capacity = StepCapacity(power_of_two(pairs), power_of_two(rows))
         found = next((each for each in reversed(self._unused) if each.capacity == capacity), None)
         if found is not None:
             self._unused.remove(found)
-        self._used += 1
-        self._shrink()
+        self._used_count += 1
+        self._drop_unused()
         return found or Attention(self._backend, capacity, self._choices, self._scratch)
 
     def give(self, attention: Attention) -> None:
-        """Keep tables for later steps. Kernels launched with them may still run: later ones follow in the same
-        stream."""
-        self._used -= 1
+        """Return tables for use by later steps.
+
+        Kernels launched with them may still run: kernels of later steps follow in the same stream.
+        """
+        self._used_count -= 1
         self._unused.append(attention)
-        self._shrink()
+        self._drop_unused()
 
     def lane_scratch(self) -> Scratch:
-        """Scratch for a stream of its own, of the size for which ``reserve`` has left memory."""
+        """Return scratch memory for a stream of its own, of the size that ``reserve`` has set aside for a lane."""
         scratch = Scratch(self._backend)
         scratch.allocate_floats(self._lane_floats)
         return scratch
 
-    def _shrink(self) -> None:
-        while self._unused and len(self._unused) + self._used > self._most_tables:
+    def _drop_unused(self) -> None:
+        while self._unused and len(self._unused) + self._used_count > self._most_tables:
             self._unused.popleft()
 
     def reserve(
         self, attentions: Sequence[AttentionSpec], element: KvElement, query: npt.DTypeLike, largest: Largest
     ) -> None:
-        """Compile the kernels of steps up to the ``largest``, for messages of type ``query``; allocate their memory.
+        """Compile the kernels of all steps up to the ``largest``, and fill the backend's pool with their memory.
+
+        Args:
+            attentions: Attentions of the model's layers.
+            element: Element type of KV in the slab.
+            query: Element type of queries in messages.
+            largest: Upper bounds of steps, and memory used besides tables.
 
         Raises MemoryError if the GPU has too little.
         """
@@ -81,7 +89,7 @@ class Workspaces:
         programs = {write_words_program()}
         for spec in specs:
             programs.add(append_program(element, query, spec.kv_heads, spec.qk_dim, spec.v_dim))
-        # Tables of smaller steps fit in the memory of those of the largest, which is freed for them.
+        # Only tables of the largest size are counted: smaller ones reuse their memory.
         count = self._most_tables
         tables = [Attention(self._backend, sizes[-1], self._choices, self._scratch) for _ in range(count)]
         few = [Attention(self._backend, size, self._choices, self._scratch) for size in sizes[:-1]]
