@@ -12,6 +12,7 @@ from lamina import __version__
 from lamina.cli import (
     batch,
     bench,
+    bench_serve,
     client,
     doctor,
     generate,
@@ -55,6 +56,7 @@ app.command(cls=PanelledCommand)(simulate.simulate)
 benches = typer.Typer(cls=PanelledGroup, invoke_without_command=True)
 benches.callback()(bench.bench)
 benches.command()(bench.transport)
+benches.command()(bench_serve.serve)
 benches.command("cost", help="Compare our numbers with the papers' in ./lamina-cost.html.")(bench.write)
 app.add_typer(benches, name="bench")
 app.command(cls=PanelledCommand)(doctor.doctor)

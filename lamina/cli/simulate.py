@@ -40,6 +40,10 @@ def simulate(
             "those that decode."
         ),
     ] = None,
+    prefill: Annotated[
+        str | None,
+        typer.Option(help="Workers that only run prompts, kind:count, so that --compute only decodes."),
+    ] = None,
     system: Annotated[SystemName, typer.Option(help="The serving system to simulate.")] = "lamina",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Devices that hold one copy of the weights.")] = 1,
     lanes: options.Lanes = "auto",
@@ -118,12 +122,15 @@ def simulate(
     kind, workers = _pool("--compute", compute, catalogue)
     local = memory == LOCAL
     memory_kind, memory_workers = _pool("--memory", memory, catalogue) if memory and not local else (None, 0)
+    prefill_kind, prefill_workers = _pool("--prefill", prefill, catalogue) if prefill else (None, 0)
     deployment = sim.Deployment(
         model=model_shapes.find(model).stored_as(kv_cache_dtype, weight_dtype),
         compute=kind,
         compute_workers=workers,
         memory=memory_kind,
         memory_workers=memory_workers,
+        prefill=prefill_kind,
+        prefill_workers=prefill_workers,
         local=local,
         tensor_parallel=tensor_parallel,
         lanes=options.as_lanes(lanes),
@@ -136,7 +143,7 @@ def simulate(
         kv_tokens_per_worker=kv_tokens_per_worker,
         prefix_cache=prefix_cache,
         profile=ProfileStore.beside(hardware),
-        prices=_market(prices, (kind, memory_kind)),
+        prices=_market(prices, (kind, memory_kind, prefill_kind)),
         engine=VLLM,
     )
     arrivals = _arrivals(trace, rate_scale, draw, seed, first, max_tokens)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -103,6 +103,8 @@ class Deployment:
 
     Attributes:
         compute, memory: hardware of each pool's workers.
+        prefill, prefill_workers: hardware and number of further workers with weights, which only run prompts; the
+            others then only decode. None, 0: each does both.
         local: KV lies beside the weights, as with ``--memory local``: no memory workers, and each copy of the weights
             has the KV of its own requests.
         tensor_parallel: devices that together hold one copy of the weights.
@@ -124,6 +126,8 @@ class Deployment:
     compute_workers: int
     memory: Hardware | None = None
     memory_workers: int = 0
+    prefill: Hardware | None = None
+    prefill_workers: int = 0
     local: bool = False
     tensor_parallel: int = 1
     lanes: int | None = None
@@ -150,16 +154,22 @@ class Deployment:
             raise ConfigError(
                 f"local memory beside {self.memory_workers} memory workers is not simulated; give one of them"
             )
+        if self.prefill is not None and (self.local or self.pipelining == "rotational"):
+            raise ConfigError(
+                "workers for prompts alone need KV in memory workers and lanes in fixed order; give --memory "
+                "KIND:COUNT and leave out rotational pipelining"
+            )
         if self.local and self.pipelining == "rotational":
             raise ConfigError(
                 "with local memory, a lane stays on the copy of the weights that has the KV of its requests; leave "
                 "out rotational pipelining"
             )
-        if self.compute_workers % self.tensor_parallel:
-            raise ConfigError(
-                f"{self.compute_workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "
-                "multiple or another degree of tensor parallelism"
-            )
+        for workers in (self.compute_workers, self.prefill_workers):
+            if workers % self.tensor_parallel:
+                raise ConfigError(
+                    f"{workers} compute workers do not divide into groups of {self.tensor_parallel}; give a "
+                    "multiple or another degree of tensor parallelism"
+                )
         if self.model.kv_heads % self.tensor_parallel:
             raise ConfigError(
                 f"tensor parallelism of {self.tensor_parallel} does not divide the {self.model.kv_heads} key/value "
@@ -170,6 +180,14 @@ class Deployment:
     def replicas(self) -> int:
         """Copies of the weights in the compute pool."""
         return self.compute_workers // self.tensor_parallel
+
+    @property
+    def prompts_alone(self) -> "Deployment":
+        """Return the deployment whose compute pool is the workers for prompts, of which there must be some."""
+        assert self.prefill is not None
+        return replace(
+            self, compute=self.prefill, compute_workers=self.prefill_workers, prefill=None, prefill_workers=0
+        )
 
     @cached_property
     def compute_cost(self) -> CostModel:
@@ -199,13 +217,16 @@ class Deployment:
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Cost of both pools and of the network between them, in the market of ``prices``; None without one."""
+        """Cost of all pools and of the network between them, in the market of ``prices``; None without one."""
         if self.prices is None:
             return None
         compute = self.prices.usd_per_hour(self.compute, networked=self.memory is not None) * self.compute_workers
         if self.memory is None:
             return compute
-        return compute + self.prices.usd_per_hour(self.memory, networked=True) * self.memory_workers
+        memory = self.prices.usd_per_hour(self.memory, networked=True) * self.memory_workers
+        if self.prefill is None:
+            return compute + memory
+        return compute + memory + self.prices.usd_per_hour(self.prefill, networked=True) * self.prefill_workers
 
     def require_weights(self, cost: CostModel) -> None:
         """Raise ConfigError if a copy of the weights does not fit its tensor-parallel group."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from lamina import _native
 from lamina.cluster import sizing
+from lamina.cluster.pool import CPU
 from lamina.config.engine_config import EngineConfig
 from lamina.control.messages import StepDone
 from lamina.control.timeline import Span
@@ -91,7 +92,13 @@ class Simulation:
         self._faults = sorted(faults, key=lambda fault: fault.at_s)
         deployment.require_weights(deployment.compute_cost)
         self._model = LocalStepModel(deployment) if deployment.local else StepModel(deployment)
+        self._prompts_model, prefill = self._model, deployment.prefill_workers // deployment.tensor_parallel
+        if prefill:
+            alone = deployment.prompts_alone
+            alone.require_weights(alone.compute_cost)
+            self._prompts_model = StepModel(alone)
         self._config = EngineConfig(
+            prefill=f"{CPU}:{prefill}" if prefill else None,
             lanes=deployment.lanes,
             pipelining=deployment.pipelining,
             max_num_seqs=deployment.max_num_seqs,
@@ -99,7 +106,7 @@ class Simulation:
         )
         try:
             self._pipeline = sizing.pipeline(
-                self._config, deployment.replicas, shared=deployment.local, local=deployment.local
+                self._config, prefill + deployment.replicas, shared=deployment.local, local=deployment.local
             )
         except ValueError as error:  # too few lanes for the replicas
             raise ConfigError(str(error)) from error
@@ -110,7 +117,7 @@ class Simulation:
         self._turn = self._make_turn()
         self._scheduler = self._turn.scheduler
         self._cluster = _native.VirtualCluster(
-            deployment.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
+            self._pipeline.replicas, len(self._memories), self._pipeline.lanes, self._model.latency_s, recorded
         )
         self._replicas = {rotates: self._orders(rotates) for rotates in (False, True)}
         self._log = RequestLog(arrivals)
@@ -253,7 +260,8 @@ class Simulation:
         if fault.factor is None:
             self._die(now)
         elif fault.role == "compute":
-            self._cluster.slow_replica(fault.worker // self._deployment.tensor_parallel, fault.factor)
+            replica = self._pipeline.prefill + fault.worker // self._deployment.tensor_parallel
+            self._cluster.slow_replica(replica, fault.factor)
         else:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
@@ -328,7 +336,8 @@ class Simulation:
         self._decisions.rows += len(plan.decoding.sequences) + len(plan.chunks)
         decoding = self._decoding[plan.lane].numbers_of(plan.decoding.sequences)
         chunk_homes = [self._homes[chunk.sequence] for chunk in plan.chunks]
-        self._rows[plan.step], times = self._model.times(plan, decoding, chunk_homes, self._split)
+        model = self._prompts_model if self._pipeline.role(plan.lane) == "prefill" else self._model
+        self._rows[plan.step], times = model.times(plan, decoding, chunk_homes, self._split)
         orders = self._replicas[plan.rotates][plan.lane]
         tick = self._pipeline.tick(plan.lane, plan.turn)
         ticks = self._pipeline.tick(plan.lane, plan.turn + 1) - tick
@@ -340,9 +349,13 @@ class Simulation:
         deployment = self._deployment
         self._decisions.steps = self._steps
         self._decisions.seconds = {what: TIMED * spent for what, spent in self._decisions.seconds.items()}
-        replicas = [self._cluster.replica_work(index) for index in range(deployment.replicas)]
+        replicas = [self._cluster.replica_work(index) for index in range(self._pipeline.replicas)]
+        prefill = self._pipeline.prefill
         memories = [self._cluster.memory_work(index) for index in range(deployment.memory_workers)]
-        pools = [_use("compute", deployment.compute.kind, deployment.compute_workers, replicas, now)]
+        pools = [_use("compute", deployment.compute.kind, deployment.compute_workers, replicas[prefill:], now)]
+        if deployment.prefill is not None:
+            kind, workers = deployment.prefill.kind, deployment.prefill_workers
+            pools.insert(0, _use("prefill", kind, workers, replicas[:prefill], now))
         if not deployment.local:
             kind = deployment.memory_cost.hardware.kind
             pools.append(_use("memory", kind, deployment.memory_workers, memories, now))
@@ -363,7 +376,7 @@ class Simulation:
         )
 
     def _spans(self) -> dict[str, list[Span]]:
-        spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._deployment.replicas)}
+        spans: dict[str, list[Span]] = {f"compute{index}": [] for index in range(self._pipeline.replicas)}
         spans |= {name: [] for name in self._memories}
         for stage, worker, lane, begin, end in self._cluster.spans():
             name = self._memories[worker] if stage == "attention" else f"compute{worker}"

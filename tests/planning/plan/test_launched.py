@@ -85,19 +85,21 @@ def workers() -> Iterator[list[psutil.Process]]:
     assert psutil.wait_procs(started, END_S)[1] == []
 
 
-def serves(way: Way, line: str, target: Target, workers: list[psutil.Process]) -> list[str]:
+def serves(
+    way: Way, line: str, target: Target, workers: list[psutil.Process], prompts: list[str], **variables: str
+) -> list[str]:
     """Start a line as it is printed, but for the type of elements, and return the text after each prompt."""
     for number in range(way.tensor_parallel):  # once, instead of in every worker
         prepare(directory.find(MODEL), DType.FLOAT32, lambda: None, target, Rank(number, way.tensor_parallel))
     words = shlex.split(line)
     assert words[:2] == ["lamina", "launch"]
-    server = start(*words[2:], "--dtype", "float32")
+    server = start(*words[2:], "--dtype", "float32", **variables)
     workers += server.workers()
     try:
         commands = [" ".join(worker.cmdline()) for worker in workers]
         assert sum("lamina.compute" in command for command in commands) == way.compute_workers
         assert sum("lamina.memory.worker" in command for command in commands) == way.memory_workers
-        body = {"prompt": PROMPTS, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": prompts, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=RUN_S).json()
     finally:
         server.process.send_signal(signal.SIGTERM)
@@ -111,4 +113,18 @@ ORDINARY = ["local", "local, TP2, copies", "lamina, rotating", "lamina, copies, 
 
 @pytest.mark.parametrize("kind", sweep(ON_CPUS, ORDINARY), ids=str)
 def test_a_line_on_cpus(kind: tuple[Way, str], workers: list[psutil.Process], expected: list[str]) -> None:
-    assert serves(*kind, Target.CPU, workers) == expected
+    assert serves(*kind, Target.CPU, workers, PROMPTS) == expected
+
+
+ON_GPUS = lines(CATALOGUE["h100"], CATALOGUE["h20"])
+EMULATED = ["local", "local, copies", "local, TP2, copies", "lamina, TP2, fixed", "lamina, copies, rotating, memories"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EMULATED)
+def test_a_line_on_gpus(name: str, workers: list[psutil.Process], expected: list[str]) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+    way, line = ON_GPUS[name]
+    assert "h100:" in line and ("h20:" in line) == (way.kind is Kind.OFFLOADED)
+    texts = serves(way, line, Target.GPU, workers, PROMPTS[:2], LAMINA_EMULATED_GPUS="h100:4,h20:2")
+    assert texts == expected[:2]

@@ -108,6 +108,46 @@ def test_one_request_takes_what_the_formulas_say() -> None:
     assert result.log.end_s[0] == result.seconds
 
 
+def test_a_prompt_runs_on_workers_for_prompts_and_decodes_on_others() -> None:
+    """One request takes what the formulas say of the kind that runs each part."""
+    deployment = pools(prefill=CATALOGUE["h100"], prefill_workers=1, lanes=2)
+    result = simulate(deployment, arriving((0.0, 700, 5)))
+    decoding, prompts = ClosedForm(deployment), ClosedForm(replace(pools(), compute=CATALOGUE["h100"]))
+    assert result.ttft_s.p50 == pytest.approx(prompts.prefill(700), rel=1e-9)
+    assert prompts.prefill(700) < 0.9 * decoding.prefill(700)
+    assert gaps_of(result) == pytest.approx([decoding.decode(700 + i) for i in range(1, 5)], rel=1e-9)
+    assert [(pool.name, pool.kind) for pool in result.pools] == [
+        ("prefill", "h100"),
+        ("compute", "a100-80g"),
+        ("memory", "rtx3090"),
+    ]
+
+
+def test_prompts_apart_leave_the_steps_of_others_as_they_are() -> None:
+    """Prompts that arrive while a request decodes make its steps longer, unless they run elsewhere."""
+    requests = [(0.0, 100, 200), *((1.0 + number, 2000, 1) for number in range(3))]
+    gaps = {}
+    for prefill in (0, 1):
+        apart = {"prefill": CATALOGUE["a100"], "prefill_workers": 1, "lanes": 2} if prefill else {}
+        result = simulate(pools(memory_workers=2, **apart), arriving(*requests))
+        assert result.log.count(State.FINISHED) == 4
+        gaps[prefill] = max(gaps_of(result))
+    assert gaps[1] < 1.5 * np.median(gaps_of(simulate(pools(), arriving(requests[0])))) < gaps[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prefill_workers": 3, "tensor_parallel": 2, "compute_workers": 2},
+        {"prefill_workers": 1, "pipelining": "rotational"},
+        {"prefill_workers": 1, "local": True, "memory": None, "memory_workers": 0},
+    ],
+)
+def test_workers_for_prompts_that_cannot_be_are_an_error(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"multiple|workers for prompts alone"):
+        replace(pools(), prefill=CATALOGUE["h100"], **changes)
+
+
 def test_a_long_prompt_runs_in_chunks_whose_prefix_the_memory_worker_attends_to() -> None:
     short = simulate(pools(max_num_batched_tokens=512), arriving((0.0, 512, 1)))
     long = simulate(pools(max_num_batched_tokens=512), arriving((0.0, 1024, 1)))
