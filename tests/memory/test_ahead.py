@@ -200,7 +200,7 @@ def end_epoch(pair: Pair, number: int) -> None:
     pair.control.sent.clear()
     pair.control.tell(EndEpoch(topology))
     pair.mail.reset(topology)
-    while not pair.control.sent:
+    while not any(isinstance(message, EpochEnded) for message in pair.control.sent):  # usage may be reported first
         pair.worker._serve_once()
     pair.links.ring("memory0", number)
     while not pair.worker._fence.open:
