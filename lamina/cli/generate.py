@@ -1,4 +1,4 @@
-"""Commands that complete text in a terminal: `lamina generate` prompts, `lamina chat` the turns of a conversation."""
+"""Commands that generate text in a terminal: `lamina generate` continues texts, `lamina chat` holds a conversation."""
 
 import re
 import sys
@@ -27,7 +27,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 class Model(Protocol):
-    """What answers: an engine of this process, or a server."""
+    """Source of answers: an engine in this process, or a server."""
 
     name: str
 
@@ -69,7 +69,7 @@ def generate(
 def _print_texts(updates: Iterable[tuple[int, RequestOutput]], prompts: list[str]) -> list[RequestOutput]:
     """Print the texts as they are generated, in the order of the prompts; returns the final outputs."""
     newest: dict[int, RequestOutput] = {}
-    shown, printed = 0, 0  # the request being printed, and how many of its characters have been
+    shown, printed = 0, 0  # index of the request being printed, and characters of it printed so far
     _print_heading(0, prompts[0])
     for index, update in updates:
         newest[index] = update
@@ -194,7 +194,7 @@ class _Local:
 
 
 class Conversation:
-    """The messages so far. ``system``: its first message."""
+    """A conversation in the terminal. ``system``: Its system message."""
 
     def __init__(self, model: Model, system: str | None = None) -> None:
         self._model = model
@@ -202,7 +202,7 @@ class Conversation:
         self._messages = list(self._start)
 
     def run(self) -> None:
-        """Read and answer until /exit or the end of input."""
+        """Read messages and print answers until /exit or the end of input."""
         if sys.stdin.isatty():
             print_text(f"{self._model.name}: {HELP}\n", console=notes())
         while (line := _read_line()) is not None and (word := line.strip()) != "/exit":

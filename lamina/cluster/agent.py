@@ -1,4 +1,4 @@
-"""The agent of another machine: starts the process of one worker for an engine, reports its exit, ends it."""
+"""The agent on a remote machine: starts one worker process for an engine, reports its exit, and ends it."""
 
 import contextlib
 import logging
@@ -41,12 +41,12 @@ from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)
 
-REACH_S = 60.0  # for an engine that may start at the same time
-SILENT_S = 3.0  # until the user is told that none has answered yet
-ATTEMPT_S = 10.0
-RETRY_S = 0.5
-TURN_S = 0.5
-LAST_WORDS_S = 3.0  # for the last message to leave
+REACH_S = 60.0  # wait for an engine that does not listen yet
+SILENT_S = 3.0  # before the user is told that the agent is waiting
+ATTEMPT_S = 10.0  # for one connection attempt, and for the engine's first message
+RETRY_S = 0.5  # between connection attempts
+TURN_S = 0.5  # most time of one poll
+LAST_WORDS_S = 3.0  # for the last message to be sent
 
 _FAILED = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
 _EVENTS = _FAILED | zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
@@ -67,7 +67,7 @@ def keys_of(secret: Secret) -> Keys:
 
 
 def application(role: Role, kind: str, name: str = "") -> Apply:
-    """Return what an agent of this machine says first. ``name``: of the worker that it was started for; empty: any."""
+    """Return the first message of an agent. ``name``: The worker that the agent was started for; empty for any."""
     return Apply(__version__, role, kind, host(), platform.node(), name)
 
 
@@ -77,9 +77,9 @@ class WorkerPlace:
 
     Attributes:
         device: "cpu", "cuda:INDEX", or "emulated".
-        address: advertised to other workers; empty: the source address of the route to the engine.
-        bind: address that it listens on for them; empty: ``address``.
-        own_cores: nothing else computes on the cores that this process may use.
+        address: Address advertised to other workers; empty for the source address of the route to the engine.
+        bind: Address on which the worker listens for other workers; empty for ``address``.
+        own_cores: Whether no other worker uses the cores of this process.
     """
 
     device: str = "cpu"
@@ -89,7 +89,7 @@ class WorkerPlace:
 
 
 class Agent:
-    """Applies to the engine at ``host`` and ``port``, and runs the worker that it is given. One thread runs it."""
+    """Offers a worker to the engine at address ``engine`` (host, port), and runs it. One thread runs the agent."""
 
     def __init__(self, engine: tuple[str, int], keys: Keys, about: Apply, place: WorkerPlace) -> None:
         self._host, self._port = engine
@@ -105,16 +105,16 @@ class Agent:
         self._decoder = msgspec.msgpack.Decoder(ToAgent)
 
     def request_leave(self) -> None:
-        """Ask the engine to let the worker go; at the second call, end it. Any thread, and signal handlers."""
+        """Ask the engine to let the worker leave; a second call ends it. Safe in any thread or signal handler."""
         os.eventfd_write(self._wakeup, 1)
 
     def run(self) -> str:
-        """Run until the worker has ended. Returns its name, or nothing if the agent left before it had one.
+        """Run until the worker has ended. Returns its name; empty if the agent left before it had a worker.
 
         Raises:
-            ConfigError: the engine cannot be reached or refuses this machine; says why.
-            WorkerError: the worker failed.
-            TransportError: the engine does not answer any more.
+            ConfigError: The engine cannot be reached, or refuses this machine.
+            WorkerError: The worker failed.
+            TransportError: The engine has stopped answering.
         """
         self._reach()
         context = zmq.Context()
@@ -235,7 +235,7 @@ class Agent:
         log.warning("this machine runs %s for the engine at %s", self._name, self._where)
 
     def _leave(self, dealer: "zmq.Socket[bytes]") -> bool:
-        """Return whether there is no worker to wait for."""
+        """Ask the engine to leave, or end the worker at the second request. True if there is no worker."""
         self._leaves += os.eventfd_read(self._wakeup)
         if self._name and self._leaves > 1:
             self._end_at = 0.0
@@ -266,7 +266,7 @@ class AgentActor:
         return bytes(self._public)
 
     def run(self, engine: tuple[str, int], engine_key: bytes, name: str, role: Role, kind: str, device: str) -> str:
-        """Run worker ``name`` until it has ended. Returns why that was not possible; empty if it was."""
+        """Run worker ``name`` until it has ended. Returns an error that the engine does not know, or an empty text."""
         environment()  # report invalid variables of this node here, not from the worker
         keys = Keys(engine_key, self._public, self._secret)
         try:
@@ -279,7 +279,7 @@ class AgentActor:
 
 
 def _events(monitor: "zmq.Socket[bytes]") -> Iterator[int]:
-    """Events of a connection that have happened."""
+    """Yield the events of a connection since the last call."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield int(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])

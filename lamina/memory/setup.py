@@ -1,4 +1,4 @@
-"""How a worker with a slab begins, and what it tells the engine of its use."""
+"""Sets up a worker's KV slab as the engine asks, and reports the slab's use to the engine."""
 
 import contextlib
 import time
@@ -20,9 +20,9 @@ from lamina.memory.store import KvStore
 
 
 def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple[KvStore, Tier | None, MemorySetup]:
-    """Make the slab and its disk, if any, that the engine's next messages describe, and report them.
+    """Receive the engine's Reserve and MemorySetup, make the KV slab and its disk tier, and report SlabReady.
 
-    ``resources`` closes the disk. Raises ConfigError, WorkerError.
+    ``resources`` closes the disk tier. Raises ConfigError, WorkerError.
     """
     _reserve(control, expect(control, Reserve))
     setup = expect(control, MemorySetup)
@@ -42,7 +42,7 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
 
 
 def _reserve(control: ControlClient, asked: Reserve) -> None:
-    """Reserve the memory that steps need beside the slab. Raises ConfigError if there is too little."""
+    """Reserve the memory that steps need besides the slab. Raises ConfigError if there is too little."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
     polls = gpu_polls(control.device, polling_of(control, setup.polling))
@@ -58,8 +58,10 @@ def _reserve(control: ControlClient, asked: Reserve) -> None:
 
 
 def polling_of(control: ControlClient, asked: Polling) -> Polling:
-    """Return who waits for messages: the host on a GPU that also computes, where a kernel that waits would take turns
-    with slices. Raises ConfigError."""
+    """Return who polls for messages: ``asked``, but the host on a GPU that also runs slices.
+
+    A kernel that polls would delay slices there. Raises ConfigError if ``asked`` is "device" nevertheless.
+    """
     if not control.shares_gpu:
         return asked
     if asked == "device":
@@ -71,38 +73,38 @@ def polling_of(control: ControlClient, asked: Polling) -> Polling:
 
 
 def _of_shards(setup: MemorySetup) -> tuple[HeadShards, list[AttentionSpec]]:
-    """Return how heads are cut, and the attentions as messages have them."""
+    """Return how heads are sharded, and each attention as messages carry it: with the heads of one shard."""
     shards = HeadShards(max(spec.kv_heads for spec in setup.attentions), setup.head_shards)
     return shards, [shards.spec(spec, 0, shards.sharers(setup.ranks)) for spec in setup.attentions]
 
 
 def largest(asked: Reserve, polls: bool = False) -> Largest:
-    """Return the largest steps of a worker. ``polls``: its device serves lanes itself."""
+    """Return upper bounds of a worker's steps. ``polls``: Whether its GPU polls, and so serves lanes itself."""
     setup, (shards, specs) = asked.setup, _of_shards(asked.setup)
     own = shards.of_rank(setup.ranks).count
     rows = asked.rows * own
     # With slopes, rows of each shard of heads have tables of their own.
     by_shard = any(spec.alibi_slopes is not None for spec in specs)
     request, reply = request_nbytes(specs, setup.dtype, rows), reply_nbytes(specs, rows)
-    # A request as it came, its parts where they are not aligned, the queries of further segments; two partials;
-    # a piece of a segment that moves, in and out; slots of all steps.
+    # Three times a request: as received, aligned copies of its parts, queries of further segments. Two partials. A
+    # piece of a segment that moves, in and out. Slots of the new tokens of all steps.
     buffers = (*[request] * 3, *[reply] * 2, *[LANDING_NBYTES] * 2, 12 * rows * asked.steps)
     tables = asked.steps * setup.ranks * (setup.overlap.mini_batches + 2) * (own if by_shard else 1)
     few, lanes = asked.slot_rows * own, min(asked.lanes * setup.ranks, MOST_LANES)
-    if polls:  # what each lane keeps: a request, and out and lse apart
+    if polls:  # each lane keeps a request, and out and lse separately
         buffers += (request_nbytes(specs, setup.dtype, few), *[reply_nbytes(specs, few)] * 2) * lanes
     polled = (lanes, few) if polls else (0, 0)
     return Largest(min(rows, asked.sequences * own), rows, tables, buffers, polled, setup.gpu_share)
 
 
 class UsageReports:
-    """Tells the engine every ``USAGE_S`` how much of a slab is in use, and at once when the slab becomes empty."""
+    """Reports the slab's use to the engine every ``USAGE_S``, and immediately when the slab becomes empty."""
 
     def __init__(self, control: ControlClient, store: KvStore) -> None:
         self._control, self._store = control, store
         self._last = SlabUsage(0, 0)
         self._sent_at = 0.0
-        self._repeated = True  # the last two were equal
+        self._repeated = True  # whether the last two reports were equal
 
     def tell(self, busy_s: float = 0.0) -> None:
         """Send a report if one is due. ``busy_s``: see ``SlabUsage``."""

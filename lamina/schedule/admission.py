@@ -1,13 +1,14 @@
-"""Which requests are admitted next, and where: in fair order, with room for their KV and a seat in a lane. Pure.
+"""Decides which waiting requests are admitted next, to which lane and memory workers, in fair order. Pure.
 
-A request that fits nowhere when its turn comes is skipped, and is tried again whenever something is released. Those
-behind it pass it together, every ``PAUSE`` steps: prompts admitted one by one, as soon as there is room, fill steps
-badly, and where requests end often the skipped one has room by then. Once the first skipped request has waited for
-``PATIENCE`` steps, the room of one memory worker and the seats that it needs are reserved for it: it is admitted at the
-latest when all that ran there by then has ended. Meanwhile others are admitted elsewhere.
+A request needs slots for its KV, and a seat in a lane for each of its sequences. A request that fits nowhere when its
+turn comes is skipped, and tried again whenever slots or seats are freed. Requests behind it may be admitted before it
+only every ``PAUSE`` steps, together: prompts admitted one by one fill steps badly, and where requests end often, the
+skipped request fits by then. Once the first skipped request has waited for ``PATIENCE`` steps, the slots of one memory
+worker and the seats that it needs are reserved for it, so it is admitted at the latest when all requests that ran on
+that worker have ended. Meanwhile, other requests are admitted on other workers.
 
-Order alone is not fair while all seats are taken for long: every ``SHARE`` steps, a client with more seats gives way to
-a waiting one with fewer. No request gives way twice, so that each of them ends however many others come.
+Order alone is not fair while all seats are taken for long. So every ``SHARE`` steps, a request of a client with more
+seats may be preempted for a waiting client with fewer. No request is preempted twice for this, so each of them ends.
 """
 
 import itertools
@@ -24,20 +25,20 @@ from lamina.schedule.lane import Residents
 from lamina.schedule.limits import Limits
 from lamina.schedule.policy import Policy, Rank, RankedQueue, WaitingQueue, rank_of
 
-PAUSE = 32  # steps, of all lanes together
-PATIENCE = 256
-SHARE = 2
-PREFIX_SEATS = 2  # how many sequences more the replica that has a request's prefix cached may have
-MOST_SKIPPED = 32  # requests: all are tried again when something is released
+PAUSE = 32  # steps of all lanes together
+PATIENCE = 256  # steps of all lanes together
+SHARE = 2  # steps of all lanes together
+PREFIX_SEATS = 2  # extra sequences that a replica may have and still be preferred for its cached prefix
+MOST_SKIPPED = 32  # requests; all of them are tried again when slots or seats are freed
 
 
 @dataclass(frozen=True)
 class _Reservation:
-    """Room and seats that only the first skipped request gets.
+    """Slots and seats reserved for the first skipped request.
 
     Attributes:
-        workers: the memory workers with this room: one, or all if the request is too long for one.
-        since: the step at which room was last sought.
+        workers: Memory workers whose slots are reserved: one, or all if the request is too long for one.
+        since: Step at which the workers were chosen.
     """
 
     workers: frozenset[str]
@@ -46,36 +47,36 @@ class _Reservation:
 
 @dataclass(frozen=True)
 class _Preference:
-    """A skipped request that goes before all others but the one with a reservation, since step ``since``."""
+    """A skipped request that precedes all others but the one with a reservation, from step ``since`` on."""
 
     group: Group
     since: int
 
 
 class Seats:
-    """Number of sequences of each lane and client."""
+    """Counts the sequences of each lane and of each client."""
 
     def __init__(self, lanes: int, role: Callable[[int], LaneRole] = lambda _: "both") -> None:
-        """``role``: what a lane runs."""
+        """``role``: Returns whether a lane runs prompts, decodes, or both."""
         self.taken = [0] * lanes
         self._decoding = [lane for lane in range(lanes) if role(lane) == "decode"] or list(range(lanes))
         self._prompts = [lane for lane in range(lanes) if role(lane) != "decode"] or list(range(lanes))
         self.total = 0
-        self.leaving = 0  # sequences that have ended, and are still in steps in flight
+        self.leaving = 0  # ended sequences that steps in flight still run
         self._accounts = Counter[str]()
         self._clients = Counter[Client]()
 
     def note_ended(self) -> None:
-        """Record that a sequence has ended, which steps in flight may still run: its seat is leaving."""
+        """Record that a sequence has ended. Its seat is freed later: steps in flight may still run it."""
         self.leaving += 1
 
     def free_ended(self, lane: int, client: Client) -> None:
-        """Free the seat of a sequence that has ended, and that no step in flight runs."""
+        """Free the seat of an ended sequence that no step in flight runs."""
         self.leaving -= 1
         self.add_sequences(lane, -1, client)
 
     def add_sequences(self, lane: int, sequences: int, client: Client) -> None:
-        """``client`` has ``sequences`` more in ``lane`` than before, or fewer if negative."""
+        """Add ``sequences`` sequences of ``client`` to ``lane``; negative: remove them."""
         self.taken[lane] += sequences
         self.total += sequences
         self._accounts[client.account] += sequences
@@ -87,23 +88,23 @@ class Seats:
 
     @property
     def emptiest_to_decode(self) -> int:
-        """The lane with fewest sequences of those that decode; of several, the first."""
+        """The first of the decoding lanes with the fewest sequences."""
         return min(self._decoding, key=self.taken.__getitem__)
 
     @property
     def emptiest(self) -> int:
-        """The lane with fewest sequences of those that run prompts; of several, the first."""
+        """The first of the lanes that run prompts with the fewest sequences."""
         return min(self._prompts, key=self.taken.__getitem__)
 
     def count_of_client(self, client: Client) -> tuple[int, int]:
-        """Sequences of a client's account, and its own."""
+        """Return the number of sequences of the client's account, and of the client."""
         return self._accounts[client.account], self._clients[client]
 
     def holders(self, client: Client, wanted: int) -> list[Client]:
-        """Return the clients that should give seats to this one, which wants ``wanted`` more; those with most first.
+        """Return the clients that should give seats to ``client``, which wants ``wanted`` more; most seats first.
 
-        Max-min fairness between accounts, and within an account between its connections: another one gives way if it
-        has more than this one would have then. So no exchange is undone at once.
+        Max-min fairness between accounts, and between the connections of an account: a client gives up seats if it has
+        more than ``client`` would have with ``wanted`` more. So no exchange is undone at once.
         """
         account, own = self.count_of_client(client)
         giving = [
@@ -119,11 +120,11 @@ class Seats:
 
 
 class Admissions:
-    """Waiting requests; ``deal`` selects those that go to lanes.
+    """Waiting requests; ``deal`` yields those that are admitted.
 
-    A waiting request is either in ``_queue``, in fair order, or in ``_skipped``, in the order in which all are tried
-    again: requests that did not fit, were preempted or are preferred. Only ``_skip`` moves one from the former to the
-    latter. A reservation or a preference says more of a skipped request, and ends when that leaves ``_skipped``.
+    A waiting request is either in ``_queue``, in fair order, or in ``_skipped``, in the order of the next attempts:
+    requests that did not fit, were preempted or are preferred. Only ``_skip`` moves a request from ``_queue`` to
+    ``_skipped``. A reservation or a preference of a skipped request ends when the request leaves ``_skipped``.
     """
 
     def __init__(
@@ -137,10 +138,10 @@ class Admissions:
         self._prefixes = prefixes
         self._policy = policy
         self._queue = WaitingQueue() if policy.fair else RankedQueue(policy)
-        self._skipped: dict[Group, int] = {}  # with the step since which each is there
+        self._skipped: dict[Group, int] = {}  # with the step at which each was skipped
         self._reserved: _Reservation | None = None  # for the first skipped request
         self._preferred: _Preference | None = None
-        self._passed = 0  # the step at which all that fit had last passed
+        self._passed = 0  # the last step at which requests passed skipped ones
         self._steps = 0
         self._shared = 0  # the step at which seats were last compared
         self._exhausted = False  # no waiting request fits, and nothing has changed since
@@ -163,12 +164,12 @@ class Admissions:
             self._exhausted = False
 
     def expire(self, now: float, token_s: float) -> None:
-        """Let requests become late. Arguments are those of ``Policy.start_by``."""
+        """Move requests that have become late behind all others. Arguments are those of ``Policy.start_by``."""
         self._queue.expire(now, token_s)
 
     def put_back(self, group: Group) -> None:
-        """Let a request that was admitted before wait again, ahead of all others."""
-        self._reserved = None  # another request was the first
+        """Queue a preempted request ahead of all others."""
+        self._reserved = None  # it was for the request that was first before
         self._skipped = {group: self._steps, **self._skipped}
         self._exhausted = False
 
@@ -180,11 +181,11 @@ class Admissions:
     def share(self, seats: Seats) -> list[Client]:
         """Prefer the waiting request whose client has fewest seats, if others have more than their share.
 
-        Returns the clients of which one must give up seats for it; none if enough are free, or will be.
+        Returns the clients one of which must give up seats; empty if enough seats are free or will be.
         """
         self._shared = self._steps
         if self._preferred is not None and self._steps >= self._preferred.since + PAUSE:
-            self._preferred = None  # its room has been taken meanwhile
+            self._preferred = None  # other requests have taken its slots meanwhile
             self._exhausted = False
 
         def shares(group: Group) -> tuple[int, ...]:
@@ -210,7 +211,7 @@ class Admissions:
         self._exhausted = False
 
     def restrict(self, only: Collection[str] | None) -> None:
-        """Admit only the requests with these ids from now on, wherever they wait; None: all."""
+        """Admit only requests with the ids ``only`` from now on; None: all."""
         self._only = only
         self._exhausted = False
 
@@ -230,7 +231,7 @@ class Admissions:
             self._reserved = None
 
     def step_completed(self) -> None:
-        """Advance the time of skipped requests by a step."""
+        """Count a completed step, in which skipped requests have waited."""
         self._steps += 1
         if self._exhausted and self._skipped and (self._may_pass or self._is_overdue):
             self._exhausted = False
@@ -241,20 +242,20 @@ class Admissions:
 
     @property
     def _may_pass(self) -> bool:
-        """True if those behind the first skipped request need not wait for it."""
+        """Whether requests may be admitted before the first skipped request."""
         return not self._skipped or self._steps >= max(next(iter(self._skipped.values())), self._passed) + PAUSE
 
     @property
     def _is_overdue(self) -> bool:
-        """True if room is to be sought for the first skipped request, for the first time or again."""
+        """Whether slots must be reserved for the first skipped request, or the reservation reconsidered."""
         since = next(iter(self._skipped.values())) if self._reserved is None else self._reserved.since
         return self._steps >= since + PATIENCE
 
     def deal(self, seats: Seats, may_take: Callable[[int], bool]) -> Iterator[Group]:
-        """Requests, in order, with lane and segments set and room reserved.
+        """Yield the requests to admit, in order, with lane and segments set and slots reserved.
 
-        The caller counts each one's seats before it takes the next. ``may_take``: whether a lane's next step has room
-        for another prompt; if that of no lane to try has, all wait.
+        The caller adds a request's seats before it asks for the next request. ``may_take``: Whether the next step of a
+        lane has room for another prompt. If no lane to try has room, all requests wait.
         """
         if not self.due:
             return
@@ -281,15 +282,17 @@ class Admissions:
                 group.seats = group.holders = len(group.completions)
                 self._residents.update(group)
                 yield group
-            elif not self._may_be_passed(group):
+            elif not self._skip_and_pass(group):
                 break
         self._exhausted = True
         if self._may_pass:
             self._passed = self._steps
 
     def _lanes_for(self, group: Group, seats: Seats) -> list[int]:
-        """Return the lanes to try for a request: the emptiest one, or of each replica with memory of its own. There, a
-        lane whose replica has a prefix of the request cached goes before one with slightly fewer sequences."""
+        """Return the lanes to try for a request: the emptiest, or the emptiest of each replica with its own memory.
+
+        A replica that has a prefix of the request cached precedes replicas with slightly fewer sequences.
+        """
         emptiest = seats.emptiest_to_decode if group.searches else seats.emptiest  # beams share all their steps
         beyond = self._placement.beyond
         if not beyond(emptiest):
@@ -306,9 +309,11 @@ class Admissions:
         return sorted(by_replica.values(), key=order)
 
     def _in_turn(self) -> Iterator[Group]:
-        """Yield each waiting request once: the one with a reservation, the preferred one, then the other skipped ones
-        and the head of the queue, as long as the caller admits or skips it. Skipped ones precede the queue, unless a
-        policy ranks both."""
+        """Yield each waiting request once: the request with a reservation, the preferred request, then the rest.
+
+        The rest are skipped requests, then the queue's head as long as the caller admits or skips it. A policy that is
+        not fair orders both by rank instead.
+        """
         if self._only is not None:
             yield from [one for one in (*self._skipped, *self._queue) if one.request.request_id in self._only]
             return
@@ -329,8 +334,11 @@ class Admissions:
         return rank_of(self._policy, group)
 
     def _room_for(self, group: Group, lane: int, seats: Seats) -> list[tuple[str, int]] | None:
-        """Reserve this request's present tokens: how many on which memory workers; None if they, or its seats, do not
-        fit."""
+        """Reserve slots for a request's present tokens.
+
+        Returns:
+            Memory workers and the tokens on each; None if tokens or seats do not fit.
+        """
         wanted, besides = len(group.completions), self._placement.beyond(lane)
         if self._reserved is not None and self._first is not None and group is not self._first:
             wanted += len(self._first.completions)
@@ -340,14 +348,14 @@ class Admissions:
         found = self._prefixes.find(group)
         return self._placement.reserve(group.to_run, len(group.completions), besides, found)
 
-    def _may_be_passed(self, group: Group) -> bool:
-        """Skip a request that does not fit, if it is not yet. False if all behind it must wait."""
+    def _skip_and_pass(self, group: Group) -> bool:
+        """Skip a request that does not fit. Returns False if all requests behind it must wait."""
         if group not in self._skipped:
             if len(self._skipped) >= MOST_SKIPPED:
                 return False
             self._skip(group)
         if group is self._first and self._is_overdue:
-            self._keep_room(group)
+            self._reserve_room(group)
         if self._preferred is not None:
             return group is not self._preferred.group
         return self._may_pass
@@ -358,7 +366,7 @@ class Admissions:
         self._skipped[group] = self._steps
 
     def _unskip(self, group: Group) -> bool:
-        """Remove a skipped request, its reservation and its preference. False if it is not a skipped one."""
+        """Remove a request from the skipped ones, with its reservation and preference. False if it is not skipped."""
         if group not in self._skipped:
             return False
         if group is self._first:
@@ -368,11 +376,8 @@ class Admissions:
         del self._skipped[group]
         return True
 
-    def _keep_room(self, group: Group) -> None:
-        """Reserve the room of one worker for the first skipped request.
-
-        A request that is too long for one worker waits until all together have room.
-        """
+    def _reserve_room(self, group: Group) -> None:
+        """Reserve the slots of one worker for the first skipped request, or of all if it is too long for one."""
         if self._placement.splits(group.to_run):
             self._reserved = _Reservation(frozenset(self._placement.capacities), self._steps)
             return
@@ -383,7 +388,9 @@ class Admissions:
 
 
 def giving(clients: Sequence[Client], running: Iterable[Group]) -> Group | None:
-    """Return the running request that gives up its seats: the latest of the first of ``clients`` that has one. A
-    request gives up its seats only once."""
+    """Return the running request that gives up its seats: the latest of the first of ``clients`` that has any.
+
+    A request gives up its seats only once.
+    """
     able = [one for one in running if one.alive and not one.gave_way and one.request.client in clients]
     return min(able, key=lambda one: (clients.index(one.request.client), -one.arrival), default=None)

@@ -1,24 +1,26 @@
-"""Which worker takes the next tokens of a sequence whose segment ends or whose memory worker runs out of slots or
-leaves, and which requests are preempted if no worker has room. Pure.
+"""Chooses the memory worker for the next tokens of a sequence whose worker runs out of slots or leaves. Pure.
+
+If no worker has free slots, it chooses the requests to preempt.
 
 A lane whose next tokens do not all fit is *stalled*: it runs nothing until slots are free. Every stall ends, and so
 does every request:
 
-1. What is admitted meanwhile leaves slots free, for ``AHEAD`` tokens of each sequence on its worker: only an empty
-   worker gives its last slots to a request, and none counts as empty while a lane is stalled. The stalled lane uses
-   what is free in its next plan.
-2. If nothing is free, requests that run only grow, each up to its ``max_tokens``, or end, or are preempted: at the
-   latest when only the earliest is left it has room, as no request is accepted that all workers together cannot hold.
-3. The request with the smallest rank on a worker is never preempted for its slots (``victims``). So the first of all
-   that run keeps what it has, and every step of its lane runs more of it.
+1. Requests admitted during a stall leave slots free, for ``AHEAD`` tokens of each sequence on its worker: only an
+   empty worker gives its last slots to a request, and no worker counts as empty while a lane is stalled. The stalled
+   lane uses the free slots in its next plan.
+2. If no slots are free, each running request grows up to its ``max_tokens``, ends, or is preempted. The last one that
+   is left has room, because no request is accepted that all workers together cannot hold.
+3. The request with the smallest rank on a worker is never preempted for its slots (``victims``). So the running request
+   with the smallest rank keeps its KV, and every step of its lane progresses it.
 
-Others may be preempted again and again, but each time the first has come closer to its end. A preempted request keeps
-its rank: in order of arrival it is the first sooner or later, and with another policy once no better ones arrive.
+Other requests may be preempted repeatedly, but each time the request with the smallest rank has come closer to its end.
+A preempted request keeps its rank: in order of arrival, it has the smallest rank sooner or later; with another policy,
+once no requests with smaller ranks arrive.
 
-Workers that leave change none of this. Nothing is placed, grows or moves onto a closed worker, so each of them preempts
-a request at most once, the earliest too, and each range leaves it once. Ranges move only to slots that the sequences
-there do not need for the next ``AHEAD`` tokens, as in 1. No worker leaves if the others could not hold every request;
-if some of those are lost too, requests that are too long for the rest end in an error.
+All this also holds while workers leave. Nothing is placed on, grows on or moves to a closed worker, so a closed worker
+preempts each request at most once, and each range of tokens leaves it once. Ranges move only to slots that sequences
+there do not need for the next ``AHEAD`` tokens, as in 1. No worker leaves if the other workers could not hold every
+request; if some of them are lost later, requests that are too long for the remaining ones end in an error.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +33,11 @@ from lamina.schedule.lane import Lane, Residents
 from lamina.schedule.moves import Moves
 from lamina.schedule.policy import Rank
 
-CHEAP = 32  # tokens that are computed again rather than moved: they hardly lengthen a step
+CHEAP = 32  # KV of at most so many tokens is recomputed, not moved: it hardly lengthens a step
 
 
 class Growth:
-    """Finds sequences a memory worker with free slots, or requests to preempt if no worker has any."""
+    """Finds a memory worker with free slots for each growing sequence, or requests to preempt if there is none."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Growth:
         self._lanes = lanes
 
     def end_segments(self, lane: Lane) -> None:
-        """Let sequences of a lane whose segments are full continue in their next segment."""
+        """Begin a new segment for each sequence of a lane whose segment is full."""
         for group, completion in lane.decoding.full():
             position = lane.decoding.position(completion.sequence)
             if holding(completion.segments, position).tokens[0] == position:  # placed before an epoch ended
@@ -61,7 +63,7 @@ class Growth:
                 lane.decoding.postpone(completion.sequence, AHEAD)
 
     def _grow(self, lane: Lane, group: Group, completion: Completion, worker: str | None) -> bool:
-        """Let a sequence continue on ``worker`` from its next position on. False without a worker."""
+        """Begin a new segment of a sequence on ``worker`` at its next position. Returns False if ``worker`` is None."""
         if worker is None:
             return False
         position, before = lane.decoding.position(completion.sequence), completion.worker
@@ -76,7 +78,7 @@ class Growth:
         return True
 
     def note_stall(self, lane: Lane) -> bool:
-        """Record whether the lane's next tokens fit. True if the lane was stalled and is not any more."""
+        """Record whether the lane's next tokens fit. Returns whether a stall has ended."""
         stalled = self._placement.stalled
         before = lane.number in stalled
         if not self._placement.fits(lane.decoding.workers):
@@ -86,9 +88,9 @@ class Growth:
         return before
 
     def find_slots(self, lane: Lane) -> Iterator[Group]:
-        """Let sequences of this lane continue elsewhere where memory workers are about to run out of slots.
+        """Let sequences of this lane grow on other workers where theirs are about to run out of slots.
 
-        Yields requests to preempt if no worker has room: the caller preempts each before it asks for the next.
+        Yields requests to preempt if no worker has free slots. The caller preempts each before it asks for the next.
         """
         placement, needed = self._placement, lane.decoding.workers
         for worker, tokens in placement.shortages(needed).items():
@@ -102,7 +104,7 @@ class Growth:
                 yield from self._squeeze(lane, worker)
 
     def _spread(self, lane: Lane, worker: str, sequences: int) -> int:
-        """Let up to so many sequences of this lane that grow on a worker continue elsewhere. Returns how many do."""
+        """Let up to ``sequences`` sequences that grow on ``worker`` grow on others. Returns how many do."""
         if self._next_worker(lane, worker) is None:
             return 0
         chosen = lane.decoding.on(worker)[-sequences:]
@@ -112,8 +114,10 @@ class Growth:
         return self._placement.next_worker(worker, lane.number)
 
     def _squeeze(self, lane: Lane, worker: str) -> list[Group]:
-        """Use the last slots of all workers for the only request on a worker, which it has filled. Returns requests to
-        preempt if there are none."""
+        """Use the last slots of any worker for the only request on ``worker``, which has filled it.
+
+        Returns the requests to preempt if no worker has a slot.
+        """
         placement, needed = self._placement, lane.decoding.workers
         beyond = placement.beyond(lane.number)
         for group, completion in lane.decoding.on(worker):
@@ -138,9 +142,9 @@ class Growth:
         return victims(holders, AHEAD * needed[worker], self._rank)
 
     def drain(self, lane: Lane) -> Iterator[Group]:
-        """Begin to empty closed workers, as far as the plan that is being made for a lane can.
+        """Move KV off closed workers, as far as is possible in the plan being made for ``lane``.
 
-        Yields the requests whose KV cannot move: the caller preempts each before it asks for the next.
+        Yields requests to preempt, whose KV cannot move. The caller preempts each before it asks for the next.
         """
         for worker in sorted(self._placement.closed):
             for group, freed in self._residents.holders(worker).items():
@@ -150,9 +154,9 @@ class Growth:
                 self._spread(lane, worker, len(lane.decoding.on(worker)))
 
     def _move_off(self, group: Group, worker: str, freed: int) -> bool:
-        """Move a request's next range off a worker, if one can move now. False if it is to be computed again.
+        """Move a request's next range off a worker, if one can move now. False if the request must be preempted.
 
-        ``freed``: slots that only this request has there.
+        ``freed``: Slots there that no other request shares.
         """
         movable = self._placement.moves and not group.searches and worker not in self._placement.local
         if not movable or group.computed <= CHEAP:
@@ -168,11 +172,11 @@ class Growth:
             grows = group.alive[0].worker
             target = grows if targets.get(grows, 0) >= tokens else next(iter(targets))
             self._moves.try_move(group, worker, target, min(tokens, targets[target]))
-        # Else it grows there until its lane's next plan, or steps in flight have yet to write the last tokens.
+        # Else the range moves later: it grows until its lane's next plan, or steps in flight still write to it.
         return True
 
     def _targets(self, tokens: int) -> dict[str, int]:
-        """Return the room of workers that together hold so many more tokens, most first; empty if there are none."""
+        """Return free slots by worker, most first, of workers that together hold ``tokens`` more; empty if none do."""
         rooms = {
             worker: room
             for worker, room in self._placement.by_room().items()
@@ -182,12 +186,14 @@ class Growth:
 
 
 def victims(holders: Mapping[Group, int], tokens: int, rank: Callable[[Group], Rank]) -> list[Group]:
-    """Return the requests to preempt so that ``tokens`` slots are freed, or as many as can, the largest rank first.
+    """Return the requests to preempt to free ``tokens`` slots, or as many as possible, largest rank first.
 
-    The request with the smallest rank is never preempted: so there is always one that ends.
+    The request with the smallest rank is never preempted, so at least one request always progresses.
 
     Args:
-        holders: Requests with KV on one worker, and how many slots each would free.
+        holders: By request with KV on a worker, the slots that its preemption frees.
+        tokens: Slots needed.
+        rank: Returns the rank of a request.
     """
     chosen = []
     for group in sorted(holders, key=rank, reverse=True)[:-1]:
@@ -199,14 +205,14 @@ def victims(holders: Mapping[Group, int], tokens: int, rank: Callable[[Group], R
 
 
 def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
-    """Return a completion that has drawn these tokens, of which no worker has KV. It adds to the list."""
+    """Return a completion that has drawn ``generated``, without KV. The completion appends to the list itself."""
     return Completion(sequence, index, generated, known=len(generated), own=len(generated))
 
 
 def again(group: Group, sequences: Iterator[int]) -> Group:
-    """Return a preempted request, to be admitted again: its completions that go on, under new sequence numbers.
+    """Return a copy of a preempted request for admission: its unfinished completions, with new sequence numbers.
 
-    They share the lists of generated tokens with ``group``, which must not add to them any more. Beams begin with the
+    The copy shares the lists of generated tokens with ``group``, which must not be used any more. Beams begin with the
     tokens chosen last.
     """
     generated = [one.generated for one in group.alive]

@@ -1,4 +1,4 @@
-"""The sampling parameters that a model's authors recommend, for requests that give none."""
+"""Reads the sampling defaults that a model recommends in its generation_config.json."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""By the name in generation_config.json, the name in ``SamplingParams``: those that vLLM reads."""
+"""Name in ``SamplingParams`` by name in generation_config.json, for the fields that vLLM reads."""
 
 
 def sampling_defaults(model: ModelDirectory, choice: GenerationConfig) -> Defaults:
@@ -40,5 +40,5 @@ def sampling_defaults(model: ModelDirectory, choice: GenerationConfig) -> Defaul
 
 
 def described(defaults: Defaults) -> str:
-    """Return the defaults for people, as "temperature 0.6, top_k 20"."""
+    """Return the defaults as text, such as "temperature 0.6, top_k 20"."""
     return ", ".join(f"{name} {value:g}" for name, value in defaults.items())

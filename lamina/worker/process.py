@@ -1,4 +1,4 @@
-"""The body of every worker process: starts from a bootstrap, ends with its engine."""
+"""Runs a worker process from its bootstrap to its end, which comes at the latest with that of its engine."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from lamina.transport.shm import host
 
 
 def exit_with(pid: int) -> None:
-    """Exit this process with status 1 as soon as process ``pid`` has ended; at once if it has already."""
+    """Exit this process with status 1 once process ``pid`` has ended; immediately if it has ended already."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:  # it ended while this process was importing
@@ -41,7 +41,7 @@ CGROUP = Path("/sys/fs/cgroup")  # inside a container, its own control group
 
 
 def free_memory() -> int:
-    """Bytes available for new allocations: free memory of the machine or, if less, of this control group.
+    """Return the bytes available for allocation: free memory of the machine or, if less, of this control group.
 
     A control group counts cached files, such as a checkpoint that has been read, as used, although they can be
     reclaimed. Inactive ones count as free here, as in Kubernetes' working set.
@@ -62,7 +62,7 @@ def greeting() -> Hello:
 
 
 def inspection(device: str, gpu_memory: Callable[[str], tuple[int, int]]) -> Inspection:
-    """Return what answers ``Inspect`` in a worker on ``device``; ``gpu_memory`` as for ``run_worker``."""
+    """Return the function that answers ``Inspect`` in a worker on ``device``. ``gpu_memory``: see ``run_worker``."""
 
     def inspect(sent_ns: int, now_ns: int) -> Resources:
         machine = psutil.virtual_memory().available
@@ -79,14 +79,14 @@ class Worker(Protocol):
 
 
 Build = Callable[[ControlClient, contextlib.ExitStack], Worker]
-"""Sets the worker up with the engine and returns it.
+"""Sets up the worker with the engine and returns the worker.
 
-What has to be released at the worker's end goes onto the stack, which is closed after a failure has been reported.
+Resources to release at the end are pushed onto the stack, which is closed after a failure has been reported.
 """
 
 
 def read_bootstrap() -> Bootstrap:
-    """Read what this process was started with from its standard input. Call it once."""
+    """Read this process's bootstrap from standard input. May be called once."""
     return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Bootstrap)
 
 
@@ -95,14 +95,14 @@ def run_worker(
     gpu_memory: Callable[[str], tuple[int, int]] = lambda device: (0, 0),
     bootstrap: Bootstrap | None = None,
 ) -> None:
-    """Build the worker that the bootstrap (None: on standard input) describes, and serve.
+    """Build a worker and run it until the engine stops it.
 
     A failure is reported to the engine. The process ends with its engine, however the engine ends.
 
     Args:
-        build: see ``Build``.
-        gpu_memory: bytes free on a device and in all, 0 unless it is a GPU.
-        bootstrap: from ``read_bootstrap``.
+        build: See ``Build``.
+        gpu_memory: Returns free and total bytes of a device; 0 and 0 unless it is a GPU.
+        bootstrap: From ``read_bootstrap``; None: read it now.
     """
     start_logging()
     bootstrap = bootstrap or read_bootstrap()
@@ -119,7 +119,7 @@ def serve(control: ControlClient, build: Build) -> None:
             control.send(greeting())
             build(control, resources).run()
         except Exception as error:
-            # Sent before the links close, so that a peer's complaint about that cannot arrive first.
+            # Sent before the links close, so that the engine gets this error before a peer reports a lost link.
             trace, by_user = traceback.format_exc(), isinstance(error, UserError)
             control.send(Failed(type(error).__name__, str(error), by_user, trace, platform.node()))
             raise SystemExit(1) from error

@@ -3,9 +3,9 @@
 Every connection is a reliable queue pair of its own. It is set up over an authenticated TCP connection
 (``transport.listener``), the only one that carries keys to the arena. That connection stays open: when it closes, the
 peer has exited. A message is one post of two writes, data then doorbell, which a reliable queue pair executes in order.
-It is sent from registered memory, which is reused after its completion. The receiver's processor is not involved: a
-wait polls the doorbells in its memory, and sleeps if none is ready. Doorbells are written with immediate data, so that
-they complete at the receiver too and can raise an event there (``transport.rdma.events``).
+Messages are sent from registered memory, which is reused once their writes have completed. The receiver's processor is
+not involved: a wait polls the doorbells in its memory, and sleeps if none is ready. Doorbells are written with
+immediate data, so that they complete at the receiver too and can raise an event there (``transport.rdma.events``).
 
 pyverbs comes with the distribution (Debian: python3-pyverbs), not from PyPI; it is imported when an endpoint registers.
 """
@@ -62,8 +62,8 @@ from lamina.transport.rdma.queue import (
 SLICE_S = 0.02  # between checks whether peers are alive
 READ_SLICE_S = 100e-6  # between checks whether a read is done, while spinning
 SHORTEST_SLEEP_S = 1e-3  # resolution of poll(); shorter waits use the native nap
-WAITS = 64  # between collections of completions, if all waits end while spinning
-LAST_WORDS_S = 0.05  # for the arrival of what a peer wrote before it exited
+WAITS = 64  # calls of wait between collections of completions, if every wait ends while spinning
+LAST_WORDS_S = 0.05  # for messages that a peer wrote before it exited to arrive
 
 
 def _verbs() -> Any:
@@ -105,7 +105,7 @@ class RdmaPeer:
 
 
 class _Request(msgspec.Struct, array_like=True, frozen=True):
-    """What a peer sends to get a queue pair here: the identity of its arena, and its end of the pair."""
+    """A peer's request for a queue pair: the identity of the peer's arena, and the peer's end of the pair."""
 
     identity: int
     pair: Pair
@@ -113,7 +113,7 @@ class _Request(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True)
 class _Incoming:
-    """A queue pair through which the peer whose arena has this identity writes or reads here."""
+    """A queue pair through which a peer, known by the ``identity`` of its arena, accesses this arena."""
 
     connection: socket.socket
     pair: QueuePair
@@ -126,7 +126,7 @@ class _Incoming:
 
 @dataclass(frozen=True)
 class _Own(ListeningOwn):
-    """``refused``: identities of peers that get no queue pair any more."""
+    """State of a registered endpoint. ``refused``: Identities of peers that must not connect again."""
 
     device: Device
     incoming: list[_Incoming]
@@ -149,7 +149,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
     def __init__(self, name: str, **options: Unpack[Options]) -> None:
         super().__init__(name, **options)
         self._waits = 0
-        self._shared: dict[bytes, Any] = {}  # memory regions of devices, by their keys
+        self._shared: dict[bytes, Any] = {}  # registered memory regions on GPUs, by key
 
     @property
     def device(self) -> str:
@@ -261,7 +261,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         index = self._spin(native, targets, min(timeout_s, self.spin_s))
         while index is None:
             gone = self._find_gone(own)
-            index = native.watch(targets, 0.0, 0.0)  # checked after the peer's exit: what it rang before still counts
+            index = native.watch(targets, 0.0, 0.0)  # checked after the peer's exit, so that its last rings still count
             if index is not None:
                 break
             if gone is not None:
@@ -282,7 +282,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return native.watch(targets, at_most, at_most)
 
     def _sleep(self, own: _Own, targets: Sequence[Target], seconds: float) -> int | None:
-        """Sleep until a message arrives or a read completes, at most ``seconds``; returns the target then ready."""
+        """Sleep until a message arrives or a read completes, at most ``seconds``; returns a ready target, if any."""
         native = own.arena.native
         reads = self._reads()
         if seconds < SHORTEST_SLEEP_S:
@@ -299,12 +299,12 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return index
 
     def _reads(self) -> list[Events]:
-        """Event sources of reads in flight."""
+        """Return the event sources of reads in flight."""
         readers = [peer.reader for peer in self._peers.values() if peer.reader is not None]
         return [reader.events for reader in readers if reader.events is not None]
 
     def _collect(self, own: _Own) -> None:
-        """Process completions of messages, and of reads, which ring doorbells."""
+        """Process completions of messages and of reads; a completed read rings its doorbell."""
         own.device.receiver.refill()
         for peer in self._peers.values():
             if peer.reader is not None:
@@ -342,7 +342,7 @@ class RdmaEndpoint(ListeningEndpoint[_Own, RdmaPeer]):
         return peer.sender
 
     def _find_gone(self, own: _Own) -> RdmaPeer | None:
-        """Return a peer that exited long enough ago for all its writes to have arrived. Closes exited peers' pairs."""
+        """Return a peer lost long enough ago for all its writes to have arrived. Closes queue pairs of exited peers."""
         connections = [peer.connection for peer in self._peers.values()]
         ended = _ended(connections + [pair.connection for pair in own.incoming])
         own.close_incoming([pair for pair in own.incoming if pair.connection in ended])
@@ -383,7 +383,7 @@ def dma_buf_obstacle(selected: SelectedPort) -> str:
 
 
 def _admit_to(device: Device, incoming: list[_Incoming], refused: set[int]) -> listener.Admit:
-    """Return the listener's ``admit``: gives every peer a queue pair of its own into the arena."""
+    """Return the listener's ``admit``, which gives each connecting peer a queue pair of its own to the arena."""
 
     def admit(request: bytes) -> tuple[bytes, Callable[[socket.socket], None]]:
         try:
@@ -391,7 +391,7 @@ def _admit_to(device: Device, incoming: list[_Incoming], refused: set[int]) -> l
         except msgspec.DecodeError as error:
             raise TransportError(f"invalid request, not a queue pair: {error}") from error
         if other.identity in refused:
-            raise TransportError("this peer does not take part any more")
+            raise TransportError("this peer was disconnected for good")
         pair = QueuePair(device, accepted=True)
         try:
             pair.join(other.pair)
@@ -412,7 +412,7 @@ def _remote_memory(key: bytes) -> RemoteMemory:
 
 
 def _ended(connections: Sequence[socket.socket]) -> set[socket.socket]:
-    """Connections that the peer has closed. Peers send nothing over them after the handshake."""
+    """Return the connections that peers have closed. Peers send nothing over a connection after the handshake."""
     poller = select.poll()
     by_fd = {connection.fileno(): connection for connection in connections}
     for fd in by_fd:

@@ -1,4 +1,4 @@
-"""What differs between a card and the emulation of one for tests; all other code for GPUs runs on both."""
+"""Interface of the operations that differ between a GPU and its emulation in tests (``Kit``)."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,14 +10,17 @@ from lamina.lowering.gpu_slices import Main
 from lamina.transport.device.inboxes import Maker
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows that slices are recorded for; decode steps have few. A product of so few rows takes about as long as
-reading its weight, so that padding costs little; larger steps run operator by operator."""
+"""Numbers of rows for which slices are captured as graphs. Decode steps are padded to one of them.
 
-MULTIPLE = 64  # of the rows of larger steps
+A product of so few rows takes about as long as reading its weight, so padding costs little. Larger steps run operator
+by operator.
+"""
+
+MULTIPLE = 64  # larger steps are padded to a multiple of so many rows
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows that a step of ``rows`` runs with."""
+    """Return the number of rows to which a step of ``rows`` rows is padded."""
     return next((size for size in ROWS if size >= rows), -(-rows // MULTIPLE) * MULTIPLE)
 
 
@@ -25,13 +28,13 @@ Replay = Callable[[], None]
 
 
 class Kit(Protocol):
-    """What a card can do that torch does not offer on every device alike.
+    """Operations of a GPU ("card") that torch does not offer equally on every device.
 
     Attributes:
-        place: where tensors are.
-        backend: of torch.distributed, by which ranks add up.
-        grouped: torch's grouped product of bfloat16 runs without the host, so that it can be recorded.
-        name: of this kind of card, under which measurements are kept.
+        place: Device of tensors.
+        backend: Backend of torch.distributed with which ranks all-reduce.
+        grouped: Whether torch's grouped product of bfloat16 runs without the host, so that it can be captured.
+        name: Name of the kind of card, under which measurements are cached.
     """
 
     place: torch.device
@@ -40,30 +43,34 @@ class Kit(Protocol):
     name: str
 
     def capture(self, work: Callable[[], object]) -> Replay:
-        """Record what ``work`` runs, which must not depend on values, and return how to run it again, on the same
-        memory. ``work`` may be called more than once."""
+        """Capture the kernels that ``work`` launches, and return a function that replays them on the same memory.
+
+        ``work`` must not depend on values of tensors, and may be called more than once.
+        """
 
     def compiled(self, graph: Main) -> Main | None:
-        """Return the graph with its operators fused, for all numbers of rows: compiles when it is called, which raises
-        RuntimeError for what cannot be fused. None: nothing is fused here."""
+        """Return the graph with its operators fused, for any number of rows; None if this device fuses nothing.
+
+        The result is compiled when it is called, which raises RuntimeError if it cannot be fused.
+        """
 
     def time_replay(self, replay: Replay) -> float:
-        """Return how many seconds a recording takes."""
+        """Return the seconds that a replay takes on the device."""
 
     def fused(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
         """Return the attention of a chunk to itself; None if the card has no fused kernel for this element type."""
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of the host that the card reads and writes without the host."""
+        """Return page-locked host memory that the card accesses directly."""
 
     def limit(self, share: float) -> None:
         """Limit the share of the card's memory that this process may use."""
 
     def register_own(self, memory: memoryview) -> None:
-        """Make memory that peers write into quick to copy from."""
+        """Register memory that peers write into, for fast copies to the card."""
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
-        """Let programs of the card write into a peer's memory, until ``unmap_peer``. False if they will not."""
+        """Let kernels write into a peer's memory until ``unmap_peer``; return whether they can."""
 
     def unmap_peer(self, peer: str) -> None:
         """Stop writing into a peer's memory."""
@@ -87,7 +94,7 @@ class Kit(Protocol):
         """Return an array of the card as a tensor over the same memory."""
 
     def upload(self, target: Tensor, source: Tensor) -> None:
-        """Copy from the host's memory, which must not change before ``synchronize``."""
+        """Copy from host memory, which must not change before ``synchronize``."""
 
     def synchronize(self) -> None:
-        """Wait until everything started here has been done."""
+        """Wait until all work launched on the card has completed."""

@@ -1,4 +1,4 @@
-"""Descriptions of compiled kernels (``Program``) and the interface of what runs them (``Backend``)."""
+"""Description of a Triton kernel to compile (``Program``), and interface of the device that runs it (``Backend``)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ SLAB_NAMES: Mapping[KvElement, str] = {
     KvElement.INT8: "i8",
     KvElement.FP8: "u8",
 }
-"""Triton's names of what slabs hold."""
+"""Triton's names of the element types of slabs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Program:
     warps: int = 4
     stages: int = 1
     registers: int = 0
-    """The most that a thread may use; 0: the compiler decides."""
+    """Most registers that a thread may use; 0 if the compiler decides."""
 
     def __str__(self) -> str:
         return f"{self.kernel}({', '.join(f'{name}={value}' for name, value in self.constants)})"
@@ -59,39 +59,39 @@ class Backend(Protocol):
     name: str
     """The device's name, under which measured tilings are stored."""
     timed: bool
-    """Whether times say anything: False where programs are interpreted."""
+    """Whether measured times are meaningful: False for the interpreter."""
     ends_long_kernels: bool
     """Whether the driver ends kernels that run for seconds, as it does where the device has a display."""
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Uninitialised device memory."""
+        """Return uninitialised device memory."""
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of the device that nobody has allocated, and all of its."""
+        """Return the free bytes and the total bytes of the device."""
 
     def on_host(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Any:
-        """Uninitialised memory of the host that programs read and write where it is."""
+        """Return uninitialised host memory that programs access directly."""
 
     def constant(self, numbers: tuple[float, ...]) -> Any:
         """Return ``numbers`` as float32 on the device; the first call may wait for what runs there."""
 
     def trim(self) -> None:
-        """Give memory back that ``empty`` has allocated and nobody uses any more: it is kept otherwise."""
+        """Free unused memory to the device; memory from ``empty`` is otherwise kept for reuse."""
 
     def register_upload(self, memory: memoryview) -> None:
-        """This memory of the host is uploaded from without a stop in another, if possible."""
+        """Register host memory, so that ``upload`` copies from it without a staging buffer, if possible."""
 
     def register_download(self, name: str, memory: memoryview) -> bool:
         """Let ``download`` copy to host memory directly, until ``unregister_download``. False if it cannot."""
 
     def unregister_download(self, name: str) -> None:
-        """Stop using the memory that was mapped under this name, if any."""
+        """Undo ``register_download`` of ``name``. Does nothing if it was not registered."""
 
     def inbox_maker(self) -> Maker:
-        """How other processes' devices get to write into its memory."""
+        """Return the maker of inboxes, through which devices of other processes write into this device's memory."""
 
     def is_on_device(self, array: Any) -> bool:
-        """True if an array is on the device, and not one of the host."""
+        """Return whether an array is in device memory."""
 
     def wait_for_uploads(self) -> None:
         """Wait until all uploads from registered memory have completed."""
@@ -100,22 +100,22 @@ class Backend(Protocol):
         """Copy to the beginning of ``target`` in stream order; reads registered memory until ``wait_for_uploads``."""
 
     def pinned(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Uninitialised memory of the host that ``download`` copies to without a detour."""
+        """Return uninitialised page-locked host memory, to which ``download`` copies without a staging buffer."""
 
     def download(self, *copies: tuple[Any, Any]) -> None:
-        """Copy each (source, target), C-contiguous and alike, and wait once for all. Targets may be in an inbox."""
+        """Copy each source to its target, C-contiguous with equal shapes, and wait. Targets may be in an inbox."""
 
     def aligned(self, array: Any) -> Any:
         """Return the array, or a copy if it does not begin at a multiple of ``ALIGNMENT`` bytes."""
 
     def fits(self, program: Program) -> bool:
-        """Compile; False if the device has too little shared memory to run it."""
+        """Compile a program, and return whether the device has enough shared memory to run it."""
 
     def time_on_device(self, call: Callable[[], object]) -> float:
-        """Return how long the programs that ``call`` launches take, without the host. Only if ``timed``."""
+        """Return the seconds that programs launched by ``call`` run on the device. Only if ``timed``."""
 
     def prepare(self, program: Program) -> None:
-        """Compile and load, so that no later ``launch`` has to."""
+        """Compile and load a program, so that no later ``launch`` has to."""
 
     def launch(self, program: Program, grid: tuple[int, ...], arguments: Sequence[Any]) -> None:
-        """Run in stream order without waiting. Arguments are arrays or numbers, one for each of ``program.types``."""
+        """Launch a program in stream order, without waiting. ``arguments``: Array or number for each of ``types``."""
