@@ -1,11 +1,11 @@
-"""The `lamina` command, and ``python -m lamina``."""
+"""Entry point of the ``lamina`` command and of ``python -m lamina``."""
 
 import signal
 from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Run the command line. Ctrl-C while it is imported ends the process without a traceback."""
+    """Run the command line. Ctrl-C during its slow imports ends the process without a traceback."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from lamina.cli import main as run
 

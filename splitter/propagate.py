@@ -1,7 +1,7 @@
-"""What an operator of a captured graph needs to compute a part of its result.
+"""Derives which part of its inputs an operator of a captured graph needs to compute a part of its result.
 
-One rule for each kind of operator. An operator without a rule, or one that mixes the indices of a dimension of which
-only a part is wanted, computes its whole result on every rank.
+There is one rule for each kind of operator. An operator is computed whole on every rank if it has no rule, or if it
+mixes indices of a dimension of which only a part is wanted (MixesError).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +18,11 @@ aten = torch.ops.aten
 VIEWS = ("view", "_unsafe_view", "reshape")
 
 Needs = Mapping[fx.Node, Part]
-"""The part of each input that is a tensor; inputs that are not named are needed whole."""
+"""The part of each tensor input that is needed. Inputs that are missing here are needed whole."""
 
 
 def needs(node: fx.Node, part: Part) -> Needs:
-    """Return what ``node`` takes to compute ``part`` of its result. Raises MixesError."""
+    """Return the parts of its inputs that ``node`` needs to compute ``part`` of its result. Raises MixesError."""
     if (cut := Cut.from_node(node)) is not None:
         return {cut.source: cut.needs(part)}
     if not part:
@@ -36,7 +36,7 @@ def needs(node: fx.Node, part: Part) -> Needs:
 
 
 def shape(node: Any) -> tuple[Any, ...] | None:
-    """Sizes of a node's tensor, some of them symbols; those of its first result, if it has several."""
+    """Return the shape of a node's (first) tensor, with symbols for unknown sizes; None if it is not a tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if isinstance(value, tuple | list):
         value = value[0]
@@ -44,7 +44,7 @@ def shape(node: Any) -> tuple[Any, ...] | None:
 
 
 def sizes(node: Any) -> tuple[Any, ...]:
-    """``shape`` of a tensor. Raises MixesError for anything else."""
+    """Return the shape of a node's tensor. Raises MixesError if it is not a tensor."""
     found = shape(node)
     if found is None:
         raise MixesError
@@ -52,21 +52,21 @@ def sizes(node: Any) -> tuple[Any, ...]:
 
 
 def name(node: fx.Node) -> str:
-    """Return the operator's name without overload, as ``view``."""
+    """Return the operator's name without its overload, such as ``view``."""
     return str(getattr(node.target, "_opname", getattr(node.target, "__name__", "")))
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """True if every element of the result depends on the same element of each input."""
+    """Return whether each element of the result depends only on the same element of each input."""
     tags = getattr(node.target, "tags", ())
     return torch.Tag.pointwise in tags or name(node) in ("_to_copy", "clone", "alias")
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A slice, a selection, or one result of a split: some indices of dimension ``dim`` of ``source``.
+    """An operator that selects ``indices`` of dimension ``dim`` of ``source``: slice, select, or one result of a split.
 
-    ``removes``: the result lacks the dimension.
+    ``removes``: Whether the result lacks dimension ``dim``.
     """
 
     source: fx.Node
@@ -76,7 +76,7 @@ class Cut:
 
     @classmethod
     def from_node(cls, node: fx.Node) -> "Cut | None":
-        """None for another operator, and along a dimension of symbolic size."""
+        """Return the cut that a node makes; None for another operator, and along a dimension of symbolic size."""
         arguments: Any = node.args
         if not arguments or not isinstance(arguments[0], fx.Node):
             return None
@@ -86,7 +86,7 @@ class Cut:
         if whole is None:
             return None
         if several:
-            return cls._of_split(arguments[0], source, arguments[1], whole)
+            return cls._from_split(arguments[0], source, arguments[1], whole)
         if name(node) == "select":
             dim, index = arguments[1] % len(whole), arguments[2]
             known = isinstance(whole[dim], int) and isinstance(index, int)
@@ -94,10 +94,10 @@ class Cut:
         if name(node) != "slice":
             return None
         dim, start, stop, step = (*arguments[1:], None, None, None, None)[:4]
-        return cls._ranged(source, (dim or 0) % len(whole), slice(start, stop, step), whole)
+        return cls._from_slice(source, (dim or 0) % len(whole), slice(start, stop, step), whole)
 
     @classmethod
-    def _of_split(cls, split: fx.Node, source: Any, place: int, whole: tuple[Any, ...]) -> "Cut | None":
+    def _from_split(cls, split: fx.Node, source: Any, place: int, whole: tuple[Any, ...]) -> "Cut | None":
         arguments: Any = split.args
         if name(split) == "unbind":
             dim = (arguments[1] if len(arguments) > 1 else 0) % len(whole)
@@ -107,10 +107,10 @@ class Cut:
             bounds = slice(place * arguments[1], (place + 1) * arguments[1])
         else:
             bounds = slice(sum(arguments[1][:place]), sum(arguments[1][: place + 1]))
-        return cls._ranged(source, dim, bounds, whole)
+        return cls._from_slice(source, dim, bounds, whole)
 
     @classmethod
-    def _ranged(cls, source: Any, dim: int, bounds: slice, whole: tuple[Any, ...]) -> "Cut | None":
+    def _from_slice(cls, source: Any, dim: int, bounds: slice, whole: tuple[Any, ...]) -> "Cut | None":
         numbers = (whole[dim], *(each for each in (bounds.start, bounds.stop, bounds.step) if each is not None))
         if not all(isinstance(each, int) for each in numbers):
             return None
@@ -127,7 +127,7 @@ _SPLITS = ("split", "split_with_sizes", "chunk", "unbind")
 
 
 def _broadcast(node: fx.Node, source: fx.Node, part: Part) -> Part:
-    """Return the part of an operand, aligned with the result from the right; its dimensions of size 1 are repeated."""
+    """Return the part of an operand that broadcasts to the result: aligned at the right, size 1 is repeated."""
     own = sizes(source)
     skipped = len(sizes(node)) - len(own)
     return {dim - skipped: held for dim, held in part.items() if dim >= skipped and own[dim - skipped] != 1}
@@ -139,7 +139,7 @@ def _view(node: fx.Node, part: Part) -> Needs:
 
 
 def _permuted(node: fx.Node, part: Part) -> Needs:
-    """Dimensions in another order: that of the result's dimension i is the source's ``order[i]``, -1 for a new one."""
+    """Reorder, add or drop dimensions: dimension i of the result is ``order[i]`` of the source; -1 if new."""
     source: Any = node.args[0]
     arguments: Any = node.args[1:]
     rank = len(sizes(source))
@@ -165,8 +165,8 @@ def _expand(node: fx.Node, part: Part) -> Needs:
     return {source: _broadcast(node, source, part)}
 
 
-def _joined(node: fx.Node, part: Part) -> Needs:
-    """cat and stack, along a dimension that is whole."""
+def _cat(node: fx.Node, part: Part) -> Needs:
+    """Handle cat and stack. The dimension along which they join must be whole."""
     sources, dim, *_ = (*node.args, 0)
     along: int = dim % len(sizes(node))  # type: ignore[operator, assignment]
     if along in part:
@@ -177,7 +177,7 @@ def _joined(node: fx.Node, part: Part) -> Needs:
 
 
 def _reduction(node: fx.Node, part: Part) -> Needs:
-    """Over whole dimensions."""
+    """Handle reductions, which keep or drop the dimensions they run over."""
     source: Any = node.args[0]
     dims, keeps = reduced(node)
     kept = [dim for dim in range(len(sizes(source))) if keeps or dim not in dims]
@@ -193,7 +193,7 @@ def reduced(node: fx.Node) -> tuple[set[int], bool]:
     return {dim % rank for dim in dims}, bool(keeps)
 
 
-def _along(node: fx.Node, part: Part) -> Needs:
+def _softmax(node: fx.Node, part: Part) -> Needs:
     source: Any = node.args[0]
     dim: Any = node.args[1]
     if dim % len(sizes(node)) in part:
@@ -202,7 +202,7 @@ def _along(node: fx.Node, part: Part) -> Needs:
 
 
 def _index(node: fx.Node, part: Part) -> Needs:
-    """Some indices of the first dimension, given by one tensor of one dimension."""
+    """Handle indexing of the first dimension by a single one-dimensional tensor."""
     source: Any = node.args[0]
     places: Any = node.args[1]
     if len(places) != 1 or len(sizes(places[0])) != 1 or 0 in part:
@@ -227,9 +227,11 @@ def _item(node: fx.Node, part: Part) -> Needs:
 
 @dataclass(frozen=True)
 class Product:
-    """A linear layer, or those of several experts: ``x`` times ``weight``, plus ``bias``.
+    """A linear layer, or the linear layers of several experts: ``x`` times ``weight``, plus ``bias``.
 
-    ``inputs`` is the weight's dimension that is summed over, ``outputs`` the one of the results.
+    Attributes:
+        inputs: Dimension of ``weight`` that is summed over.
+        outputs: Dimension of ``weight`` that becomes the last dimension of the result.
     """
 
     x: fx.Node
@@ -240,7 +242,7 @@ class Product:
 
     @classmethod
     def from_node(cls, node: fx.Node) -> "Product | None":
-        """None for another operator."""
+        """Return the product that a node computes; None for another operator."""
         arguments: Any = node.args
         match name(node):
             case "linear":
@@ -257,16 +259,16 @@ class Product:
 
     @property
     def size(self) -> int:
-        """How many inputs are summed."""
+        """Number of inputs that are summed."""
         size: int = sizes(self.weight)[self.inputs]
         return size
 
     def by_inputs(self, held: Indices) -> Needs:
-        """Return what a rank takes to sum over some of the inputs."""
+        """Return the parts of x and weight with which a rank sums over the inputs ``held``."""
         return {self.x: {len(sizes(self.x)) - 1: held}, self.weight: {self.inputs: held}}
 
     def by_outputs(self, held: Indices) -> Needs:
-        """Return what a rank takes to compute some of the outputs."""
+        """Return the parts of weight and bias with which a rank computes the outputs ``held``."""
         bias = {} if self.bias is None else {self.bias: {len(sizes(self.bias)) - 1: held}}
         return {self.weight: {self.outputs: held}, **bias}
 
@@ -289,9 +291,9 @@ def _embedding(node: fx.Node, part: Part) -> Needs:
 _RULES: dict[str, Callable[[fx.Node, Part], Needs]] = {
     **dict.fromkeys(VIEWS, _view),
     **dict.fromkeys(("transpose", "t", "permute", "unsqueeze", "squeeze"), _permuted),
-    **dict.fromkeys(("cat", "stack"), _joined),
+    **dict.fromkeys(("cat", "stack"), _cat),
     **dict.fromkeys(("mean", "sum", "amax", "amin"), _reduction),
-    **dict.fromkeys(("_softmax", "softmax"), _along),
+    **dict.fromkeys(("_softmax", "softmax"), _softmax),
     **dict.fromkeys(("linear", "mm", "addmm", "bmm", "grouped_mm_fallback", "_grouped_mm"), _product),
     "expand": _expand,
     "native_layer_norm": _layer_norm,

@@ -17,19 +17,19 @@ from lamina.core.errors import ConfigError, EngineDeadError, RequestError
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
-RETRY_S = 1.0  # until a request is sent again for which the engine had no room
-RETRIED = (429,)
+RETRY_S = 1.0  # before a rejected request is sent again
+RETRIED = (429,)  # statuses of an engine whose queue is full
 
 
 @options.engine_options
 def batch(
     config: EngineConfig,
     source: Annotated[Path, typer.Argument(help="File of requests: a line of JSON with custom_id, url and body each.")],
-    target: Annotated[Path, typer.Argument(help="File for the answers. Those that it has are not asked for again.")],
+    target: Annotated[Path, typer.Argument(help="File for the answers. Requests answered there are skipped.")],
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Answers come in the order in which they end. A batch that was interrupted continues where it ended: run it again.
+    Answers are written in the order of completion. To continue an interrupted batch, run the command again.
     """
     check_writable("target", target)
     total = _validate(source)
@@ -39,7 +39,7 @@ def batch(
     from lamina.serve.app import create_app
 
     todo = (one for one in _requests(source) if one["custom_id"] not in done)
-    most = 2 * config.max_num_seqs  # so that some always wait to be admitted
+    most = 2 * config.max_num_seqs  # so that the engine always has waiting requests
     with (
         Lamina.from_config(config) as lamina,
         target.open("ab") as file,
@@ -52,7 +52,7 @@ def batch(
 
 
 def _requests(source: Path) -> Iterator[dict[str, Any]]:
-    """Yield the requests of a file. Raises ConfigError that names the first line that is not a request."""
+    """Yield the requests of a file. Raises ConfigError, naming the line, for a line that is not a request."""
     try:
         with source.open("rb") as lines:
             for number, line in enumerate(lines, 1):
@@ -62,15 +62,15 @@ def _requests(source: Path) -> Iterator[dict[str, Any]]:
                     request = json.loads(line)
                 except ValueError as error:
                     raise ConfigError(f"{source}, line {number} is not JSON: {error}") from None
-                if (fault := _fault(request)) is not None:
+                if (fault := _find_error(request)) is not None:
                     raise ConfigError(f"{source}, line {number}: {fault}")
                 yield request
     except OSError as error:
         raise ConfigError(f"cannot read {source}: {error.strerror}; give a file of requests") from None
 
 
-def _fault(request: Any) -> str | None:
-    """Return what is wrong with a line of a batch; None if nothing is."""
+def _find_error(request: Any) -> str | None:
+    """Return why a line of a batch is invalid; None if it is valid."""
     if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
         return "give an object with a text custom_id"
     if request.get("method", "POST") != "POST" or not str(request.get("url")).startswith("/v1/"):
@@ -82,7 +82,7 @@ def _fault(request: Any) -> str | None:
 
 
 def _validate(source: Path) -> int:
-    """Return the number of requests. Raises ConfigError for a line that is no request, or has another's custom_id."""
+    """Return the number of requests. Raises ConfigError for a line that is invalid, or repeats a custom_id."""
     seen = set[str]()
     for count, request in enumerate(_requests(source)):
         seen.add(request["custom_id"])
@@ -92,7 +92,7 @@ def _validate(source: Path) -> int:
 
 
 def _recover(target: Path) -> Set[str]:
-    """Return the custom_ids of the answers in ``target``, and cut off a last line that was not written whole."""
+    """Return the custom_ids of the answers in ``target``, and truncate an incomplete last line."""
     done, whole = set[str](), 0
     if not target.exists():
         return done
@@ -111,7 +111,10 @@ def _recover(target: Path) -> Set[str]:
 async def _answer_all(
     app: "ASGIApp", todo: Iterator[dict[str, Any]], file: BinaryIO, most: int, count: int, note: Callable[[int], None]
 ) -> int:
-    """Answer requests, ``most`` at once, and write each answer when it is complete. Returns how many are errors."""
+    """Answer requests, ``most`` at once, and write each answer when it is complete. Returns the number of errors.
+
+    ``count``: Answers written by earlier runs; ``note`` is called with the number written so far.
+    """
     running = set[asyncio.Task[dict[str, Any]]]()
     failed, left = 0, True
     while left or running:
@@ -133,7 +136,7 @@ async def _answer_all(
 
 
 async def _answer(app: "ASGIApp", request: dict[str, Any]) -> dict[str, Any]:
-    """Return the line for a request. Raises EngineDeadError, after which the batch may be continued."""
+    """Return the output line of a request. Raises EngineDeadError if the engine stops; the batch can be continued."""
     own = uuid.uuid4().hex
     content = json.dumps(request["body"]).encode()
     while True:
@@ -165,7 +168,7 @@ async def _post(app: "ASGIApp", path: str, body: bytes, own: str) -> tuple[int, 
 
     async def receive() -> "Message":
         if not unread:
-            await asyncio.Event().wait()  # the client stays until it has its answer
+            await asyncio.Event().wait()  # never disconnects
         return unread.pop()
 
     async def send(message: "Message") -> None:

@@ -1,4 +1,4 @@
-"""`lamina launch` starts a server with its pools of workers, `lamina worker` one worker for an engine elsewhere."""
+"""Commands `lamina launch`, a server with its pools of workers, and `lamina worker`, one worker of a remote engine."""
 
 import functools
 import os
@@ -39,7 +39,7 @@ def launch(
         _print_placement(config)
         return
     if server.log_format != "text":
-        os.environ[LOG_FORMAT] = server.log_format  # of the processes started here, too
+        os.environ[LOG_FORMAT] = server.log_format  # inherited by child processes
         configure_logging()
     unblock("stdout")
     unblock("stderr")
@@ -47,16 +47,16 @@ def launch(
     from lamina.serve.gate import api_keys, tls_context
     from lamina.serve.server import bind, serve, url
 
-    api_keys(server), tls_context(server)  # before the model is loaded
+    api_keys(server), tls_context(server)  # report errors before the model is loaded
     if config.listen is not None:
-        _invite(config)
+        _print_join_command(config)
     with bind(server.host, server.port) as listener:
         if server.frontends == 0:
             from lamina.sdk import Lamina
             from lamina.serve.engine_process import describe
 
             with Lamina.from_config(config) as lamina:
-                ready = functools.partial(_ready, url=url(listener, server))
+                ready = functools.partial(_print_ready, url=url(listener, server))
                 serve(lamina.engine, listener, lambda: ready(describe(lamina.engine)), server)
             return
         from lamina.models.directory import find
@@ -68,11 +68,11 @@ def launch(
             FrontendProcesses(server, model.path, listener) as processes,
             Supervisor(config, processes.folder, processes.names) as supervisor,
         ):
-            processes.serve(supervisor, on_ready=lambda: _ready(supervisor.summary, url(listener, server)))
+            processes.serve(supervisor, on_ready=lambda: _print_ready(supervisor.summary, url(listener, server)))
 
 
 def _print_placement(config: EngineConfig) -> None:
-    """Raises ConfigError if the Ray cluster has too little room."""
+    """Print the node of each worker. Raises ConfigError if the Ray cluster has too few resources."""
     from rich.table import Table
 
     from lamina.cli.console import print_table
@@ -88,8 +88,8 @@ def _print_placement(config: EngineConfig) -> None:
     print_table(table)
 
 
-def _invite(config: EngineConfig) -> None:
-    """Say how workers of other machines join: the start may wait for them."""
+def _print_join_command(config: EngineConfig) -> None:
+    """Print the command with which other machines' workers join: the start may wait for them."""
     from lamina.cli.console import notes, print_text
 
     name, _, port = (config.listen or "").rpartition(":")
@@ -102,8 +102,8 @@ def _invite(config: EngineConfig) -> None:
     print_text(f"Workers of other machines join {where}:\n  {command}\n", console=notes())
 
 
-def _ready(summary: str, url: str) -> None:
-    """Print where the server listens. ``summary``: the description of its engine."""
+def _print_ready(summary: str, url: str) -> None:
+    """Print the server's URL and examples of its use. ``summary``: Description of the engine."""
     from lamina.cli.console import output, print_text
 
     output().print(f"[bold green]Lamina is ready[/] on [bold]{url}[/]", soft_wrap=True)

@@ -22,7 +22,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print the list 
     from lamina.worker.process import free_memory
 
     free = free_memory()
-    rows = [_describe(name, commit, place, nbytes, free) for name, commit, place, nbytes in cached_models()]
+    rows = [_model_row(name, commit, place, nbytes, free) for name, commit, place, nbytes in cached_models()]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -43,9 +43,8 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print the list 
     print_table(table)
 
 
-def _describe(name: str, commit: str, place: Path, nbytes: int, free: int) -> dict[str, Any]:
-    """Return one row: what the model takes, how many tokens of KV memory workers hold beside it, or why it does not
-    run."""
+def _model_row(name: str, commit: str, place: Path, nbytes: int, free: int) -> dict[str, Any]:
+    """Return the row of one model: sizes in bytes, tokens of KV beside its weights, or why it cannot run."""
     from lamina.cli.console import show_size
     from lamina.cluster.slabs import KV_SHARE
     from lamina.models.directory import find
@@ -65,7 +64,7 @@ def _describe(name: str, commit: str, place: Path, nbytes: int, free: int) -> di
 
 
 class Format(enum.Enum):
-    """How a split is shown."""
+    """Output format of ``lamina split``."""
 
     TABLE = "table"
     JSON = "json"
@@ -110,7 +109,7 @@ def split(
 
 
 def render_table(model: "SplitModel") -> "Table":
-    """Show the split as a table: one row per group of identical slices, totals and the context in the caption."""
+    """Return the split as a table: one row per group of identical slices; totals and context are in the caption."""
     from rich.table import Table
 
     from lamina.splitter import describe

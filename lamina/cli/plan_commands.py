@@ -46,7 +46,7 @@ def obstacle(way: "Way", shape: "ModelShape", model: str) -> str | None:
             "lamina launch cannot start this: it does not pull the KV of prompts into the memory of the workers that "
             f"decode. It computes prompts apart if memory workers hold the KV (--prefill {prefill}:"
             f"{way.compute_workers} --compute {decode}:{way.memory_workers}{ranks} --memory KIND:N), which is not "
-            "ranked here."
+            "ranked here; lamina simulate --prefill says what it serves."
         )
     lacking = missing(way, shape, model)
     return f"lamina launch cannot start this yet: it lacks {' and '.join(lacking)}." if lacking else None

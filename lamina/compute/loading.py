@@ -1,4 +1,4 @@
-"""Splits or recalls the model, divides it among stages, and loads the weights of a compute worker."""
+"""Loads a compute worker's part of the model: splits the model, divides it among stages, and loads the weights."""
 
 import logging
 import math
@@ -25,17 +25,20 @@ logger = logging.getLogger(__name__)
 
 def load_tokenizer(control: ControlClient, setup: ComputeSetup) -> Tokenizer:
     """Return the model's tokenizer. Raises ModelError."""
-    return Tokenizer(_find(control, setup, lambda stage, done, total: None))
+    return Tokenizer(_find_model(control, setup, lambda stage, done, total: None))
 
 
-def _find(control: ControlClient, setup: ComputeSetup, tell: Tell) -> ModelDirectory:
+def _find_model(control: ControlClient, setup: ComputeSetup, tell: Tell) -> ModelDirectory:
     weights = setup.load_format != "dummy"
     return directory.find(locate(setup.model, setup.source, weights, control.fetch, tell), weights=weights)
 
 
 def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sums) -> tuple[Runner, HeadShards]:
-    """Return the model with its weights, or this rank's or stage's part of both, and how heads are cut; the engine is
-    told on the way.
+    """Load this worker's part of the model, reporting progress and the result to the engine.
+
+    Returns:
+        The runner of this worker's stage and rank, with weights loaded and memory for a full step reserved, and how
+        heads are sharded over memory workers.
 
     Raises ConfigError, and what ``prepare`` and ``tensors.load`` raise.
     """
@@ -43,11 +46,11 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     def tell(stage: str, done: int, total: int) -> None:
         control.send(LoadProgress(stage, done, total))
 
-    place = _find(control, setup, tell)
+    place = _find_model(control, setup, tell)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
     shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
-    starts = divide(_weights(prepared), setup.stages)
+    starts = divide(_slice_weights(prepared), setup.stages)
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))
     form = device.form(part, setup.quantization)
@@ -66,7 +69,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
             part.shards,
             form,
         )
-        weights_held = _describe(place, loaded, setup.quantization, prepared)
+        weights_held = _describe_weights(place, loaded, setup.quantization, prepared)
         runner = device.runner(part, loaded, ranks.reduce if setup.ranks > 1 else None)
         draws, own = min(setup.rows, setup.sequences), shards.of_rank(setup.ranks).count
         runner.reserve(setup.rows, draws, own)
@@ -96,7 +99,10 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
 def _check_quantization(
     place: ModelDirectory, prepared: Prepared, to: Quantization, names: Collection[str], device: str
 ) -> None:
-    """Raises ConfigError for models whose weights are not quantised ``to`` anything; ``names``: of those that are."""
+    """Raise ConfigError if the model cannot be quantised: it is already, or its experts would stay dense.
+
+    ``names``: Weights that are quantised to ``to``.
+    """
     if place.scheme is not None:
         raise ConfigError(
             f"{place.path} holds weights that are quantised already ({place.scheme}); rounding them again to {to} "
@@ -112,9 +118,11 @@ def _check_quantization(
         )
 
 
-def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantization, prepared: Prepared) -> str:
-    """How the weights are held, in words; "" if they are tensors as the checkpoint has them. Codes that had to be made
-    dense are reported in the log."""
+def _describe_weights(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantization, prepared: Prepared) -> str:
+    """Return in words how weights are held; "" if the checkpoint's tensors are not quantised.
+
+    Logs a warning that gives the bytes of quantised weights that had to be dequantised.
+    """
     if to != "none":
         expected = prepared.weights.expected
         experts = any(
@@ -144,19 +152,26 @@ def _describe(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantizat
     return text
 
 
-def _weights(prepared: Prepared) -> list[dict[str, int]]:
-    """Bytes of the weights of each slice; names that are tied count as one."""
+def _slice_weights(prepared: Prepared) -> list[dict[str, int]]:
+    """Return, for each slice, the bytes of its weights by name; tied weights have one name."""
     expected, ties = prepared.weights.expected, prepared.weights.ties
     needed = map(prepared.lowered.needs, prepared.lowered.slices)
     return [{ties.get(name, name): expected[name].nbytes for name in names} for names in needed]
 
 
 def divide(slices: Sequence[Mapping[str, int]], stages: int) -> tuple[int, ...]:
-    """Return the first slice of each of ``stages`` stages, which have at least one slice each, in order.
+    """Divide slices into consecutive pipeline stages with weights of about equal size.
 
-    ``slices``: bytes of the weights that each slice needs, by name. A stage holds a weight once, whichever of its
-    slices need it; stages that need the same weight, such as an embedding tied to the head, hold it each. The largest
-    stage is as small as possible; of all such divisions, the most even one is taken: the least sum of squares.
+    A stage holds a weight once, however many of its slices need it. A weight that several stages need, such as an
+    embedding tied to the head, is held by each of them. The largest stage is as small as possible; of all such
+    divisions, the one with the least sum of squared sizes is returned.
+
+    Args:
+        slices: By slice, the bytes of each weight that it needs, by name.
+        stages: Number of stages. Each gets at least one slice.
+
+    Returns:
+        Index of the first slice of each stage.
 
     Raises ConfigError if there are fewer slices than stages.
     """
@@ -165,14 +180,14 @@ def divide(slices: Sequence[Mapping[str, int]], stages: int) -> tuple[int, ...]:
         raise ConfigError(
             f"pipeline_parallel is {stages}, and the model has {count} slices to divide; give at most {count}"
         )
-    held = _held(slices)
-    largest, _ = _least(held, stages, max, math.inf)
-    _, starts = _least(held, stages, lambda before, own: before + own * own, largest)
+    held = _span_nbytes(slices)
+    largest, _ = _best_division(held, stages, max, math.inf)
+    _, starts = _best_division(held, stages, lambda before, own: before + own * own, largest)
     return starts
 
 
-def _held(slices: Sequence[Mapping[str, int]]) -> list[list[int]]:
-    """Bytes of the weights that slices i to i + j need together, by i and j."""
+def _span_nbytes(slices: Sequence[Mapping[str, int]]) -> list[list[int]]:
+    """Return ``nbytes[i][j]``: bytes of the weights that slices i to i + j need together."""
     held = []
     for first in range(len(slices)):
         together: dict[str, int] = {}
@@ -184,13 +199,13 @@ def _held(slices: Sequence[Mapping[str, int]]) -> list[list[int]]:
     return held
 
 
-def _least(
+def _best_division(
     held: Sequence[Sequence[int]], stages: int, add: Callable[[float, int], float], most: float
 ) -> tuple[float, tuple[int, ...]]:
-    """Return the least cost of a division into stages of at most ``most`` bytes, and their first slices.
+    """Return the least cost of a division into stages of at most ``most`` bytes, and the first slice of each stage.
 
-    ``add``: the cost of stages with another one of so many bytes. It grows with both, so that the best division of all
-    slices contains the best ones of those before its last stage.
+    Dynamic programming. ``add(cost, nbytes)`` is the cost of stages that cost ``cost`` followed by a stage of
+    ``nbytes``. It grows with both, so that the best division begins with a best division of fewer slices.
     """
     count = len(held)
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}  # by slices divided so far

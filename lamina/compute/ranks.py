@@ -1,12 +1,11 @@
-"""The ranks of a stage: compute workers that add up what each has computed of every slice, in one order of slices.
+"""All-reduce between the tensor-parallel ranks of a stage on CPUs, and the common order in which ranks run slices.
 
-Every rank writes its tensor into an arena slot of every other, and adds what it finds in its own slots, in the order of
-the ranks, so that all have the same bits. There are two slots for each peer, used in turn: a peer that has sent number
-n has read everything of number n - 2, so that no slot needs to be freed. A tensor larger than a slot is added up
-in pieces.
+Every rank writes its tensor into an arena slot of every other rank, and adds the tensors in its own slots in the order
+of the ranks, so that all get the same bits. Each peer has two slots, used alternately: a peer that has sent tensor n
+has read all tensors up to n - 2, so that no slot needs to be freed. A tensor larger than a slot is reduced in pieces.
 
-If several lanes run on the stage, messages of two lanes may reach one rank in another order than another rank. So rank
-0 announces each slice before it runs it, and the other ranks run that one next, once its messages have arrived.
+If several lanes run on the stage, their messages may reach the ranks in different orders. So rank 0 announces each
+slice before it runs the slice, and the other ranks run it next, once its messages have arrived.
 """
 
 import collections
@@ -28,21 +27,21 @@ from lamina.transport.base import Arena, Target
 from lamina.transport.endpoint import Wait
 from lamina.worker.links import Links
 
-TIMEOUT_S = 300.0  # for another rank, which may wait for memory workers that attend to a long prompt
-SLICE_S = 0.05  # how long a rank that waits for another may leave the end of an epoch unread
-_LANE = struct.Struct("<Q")  # an announcement
-ANNOUNCED = ORDER_NBYTES // _LANE.size  # announcements that may be unread
+TIMEOUT_S = 300.0  # to wait for another rank, whose memory workers may be attending to a long prompt
+SLICE_S = 0.05  # between two checks for an EndEpoch message while a rank waits for another
+_LANE = struct.Struct("<Q")  # format of an announcement
+ANNOUNCED = ORDER_NBYTES // _LANE.size  # most unread announcements
 
 
 class EpochEndingError(Exception):
-    """The engine ends the epoch while this rank waits for another one, which may have dropped its steps already."""
+    """The engine ended the epoch, or stopped, while this rank waited for another rank."""
 
 
 class RankWait:
-    """Waits for other ranks, until the engine ends the epoch.
+    """Waits for doorbells of other ranks, and stops waiting when the engine ends the epoch.
 
     Attributes:
-        unread: what the engine has said meanwhile, in order.
+        unread: Messages of the engine that arrived during waits, oldest first; the worker has yet to handle them.
     """
 
     def __init__(self, wait: Wait, control: ControlClient) -> None:
@@ -66,7 +65,7 @@ class RankWait:
 
 
 class _Peer:
-    """Another rank: where it writes here, and where this one writes there."""
+    """The slots between this rank and another one, in both directions."""
 
     def __init__(self, links: Links, name: str) -> None:
         own, theirs = links.leases(name)
@@ -81,12 +80,12 @@ class _Peer:
         ]
 
     def read(self, slot: int, like: Tensor) -> Tensor:
-        """A view of what has arrived in a slot, with the type and size of ``like``."""
+        """Return a view of the tensor that has arrived in a slot, with the type and size of ``like``."""
         return torch.frombuffer(self._arena.view(self._places[slot], like.nbytes), dtype=like.dtype)
 
 
 class Ranks:
-    """``Sums`` on CPUs. The compute worker's thread owns it."""
+    """Implements ``Sums``, an all-reduce, on CPUs. The compute worker's thread owns it."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
@@ -94,7 +93,7 @@ class Ranks:
         self._number = 0
 
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
-        """``names``: of all ranks, in order, with this worker's. Call it before the first sum."""
+        """Connect to the ranks ``names``, in order, this worker included. Must precede the first sum."""
         self._wait = wait
         self._peers = [_Peer(links, name) for name in names if name != links.name]
 
@@ -110,7 +109,7 @@ class Ranks:
         return list(tokens)
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Return the sum of ``x`` over all ranks, in the order of the ranks; overwrites ``x``.
+        """Return the sum of ``x`` over all ranks, added in the order of the ranks; overwrites ``x``.
 
         Raises PeerLostError, DeadlineError.
         """
@@ -147,14 +146,14 @@ class Ranks:
 
 
 class SliceOrder:
-    """The order in which the ranks of a stage run slices of several lanes. The compute worker's thread owns it.
+    """Makes all ranks of a stage run slices of several lanes in the order of rank 0. The worker's thread owns it.
 
-    Links between ranks carry no messages with credits, so that their doorbells are free for this: ``GIVEN_BACK`` counts
-    announcements, and ``FETCHED`` counts those that a rank has read. Announcements lie at the end of the first slot.
+    Links between ranks carry no messages with credits, so doorbells for credits are free for announcements:
+    ``GIVEN_BACK`` counts announcements sent, ``FETCHED`` announcements read. They lie at the end of the first slot.
     """
 
     def __init__(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
-        """``names``: of all ranks of the stage, in order, with this worker's."""
+        """``names``: All ranks of the stage, in order, this worker included."""
         self._wait, self._arena = wait, links.arena
         self._first = self._count = 0  # number of the first slice of the epoch, and of the latest one
         leader, *others = names
@@ -170,11 +169,11 @@ class SliceOrder:
             self._leader = links.outbox(leader, Slot(theirs.slot(0), 0, theirs.doorbell + FETCHED))
 
     def reset(self, first: int) -> None:
-        """Begin another epoch, in which slices are numbered from ``first`` on."""
+        """Begin another epoch, whose slices are numbered from ``first`` on."""
         self._first = self._count = first
 
     def may_run(self, lane: int) -> bool:
-        """True if this rank leads, or if the next announcement has arrived and is of ``lane``."""
+        """Return whether a slice of ``lane`` may run: on rank 0 always, else if it is announced next."""
         if self.leads:
             return True
         number = self._count + 1
@@ -185,13 +184,13 @@ class SliceOrder:
 
     @property
     def announcements(self) -> Sequence[Target]:
-        """What to wait for besides messages: the next announcement, unless it has arrived."""
+        """Doorbell of the next announcement, to wait for besides messages; empty if it has arrived, and for rank 0."""
         if self.leads or self._arena.sequence(self._bell) > self._count:
             return ()
         return ((self._bell, self._count + 1),)
 
     def on_slice(self, lane: int) -> None:
-        """Record that a slice of ``lane``, which ``may_run``, runs now; the first rank announces it.
+        """Record that a slice of ``lane`` runs now, after ``may_run`` was True; rank 0 announces it.
 
         Raises PeerLostError, DeadlineError.
         """

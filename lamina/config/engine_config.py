@@ -174,8 +174,8 @@ class EngineConfig:
     prefill: Annotated[
         str | None,
         Meaning(
-            "Compute workers that only prefill, kind:count, such as h100:2. The workers of compute then only decode. "
-            "KV does not move between the phases. Default: compute workers do both.",
+            "Compute workers that only prefill, such as h100:2. The workers of compute then only decode. KV does not "
+            "move between prefill and decode. Default: compute workers do both.",
             group="Pools",
         ),
     ] = None
@@ -229,7 +229,7 @@ class EngineConfig:
     kv_overcommit: Annotated[
         float,
         Meaning(
-            "KV in memory and on disk together, as a multiple of KV in memory. Cached prefixes are written to "
+            "KV in memory and on disk, relative to KV in memory. Cached prefixes are written to "
             "kv_spill_dir, and read back for requests that begin with them. Without prefix_cache it counts as 1. "
             "Not with memory local.",
             ge=1,
@@ -246,7 +246,7 @@ class EngineConfig:
     partition: Annotated[
         Partition,
         Meaning(
-            "How a request's KV is divided between memory workers. request: one worker holds all of it; head: each "
+            "Division of a request's KV between memory workers. request: one worker holds all of it; head: each "
             "holds some heads; token: each holds an equal part of the tokens. auto: request, or runs of tokens if the "
             "KV is too long for one worker.",
             group="Memory",
@@ -288,7 +288,7 @@ class EngineConfig:
     prefix_cache: Annotated[
         bool,
         Meaning(
-            "Keep KV of finished requests for prompts with the same prefix. Cached KV occupies only slots that are "
+            "Reuse KV of finished requests for prompts with the same prefix. Cached KV occupies only slots that are "
             "otherwise free.",
             group="Memory",
         ),
@@ -303,13 +303,11 @@ class EngineConfig:
             group="Memory",
         ),
     ] = "auto"
-    plan_ahead: Annotated[
-        bool, Meaning("Plan the next step of a lane while its current step runs.", group="Scheduling")
-    ] = True
+    plan_ahead: Annotated[bool, Meaning("Plan the next step of a lane while one runs.", group="Scheduling")] = True
     max_restarts: Annotated[
         int,
         Meaning(
-            "Most lost workers of a pool that are replaced in ten minutes. Also the most restarts of a server's "
+            "Most lost workers of a pool replaced in ten minutes. Also the most restarts of a server's "
             "engine. Beyond that, lost workers are not replaced; the engine runs while each pool has a worker.",
             unit="workers",
             ge=0,
@@ -319,8 +317,8 @@ class EngineConfig:
     autoscale: Annotated[
         str | None,
         Meaning(
-            "Grow and shrink pools with their load, between a smallest and a largest number of workers: memory=1:4, "
-            "or memory=1:4,compute=1:2. Default: pools keep their size.",
+            "Grow and shrink pools with their load. Each pool has a smallest and a largest number of workers: "
+            "memory=1:4, or memory=1:4,compute=1:2. Default: pools keep their size.",
             group="Pools",
         ),
     ] = None
@@ -343,7 +341,7 @@ class EngineConfig:
     secret_file: Annotated[
         str | os.PathLike[str] | None,
         Meaning(
-            "File with the cluster's secret, from which its keys are derived. The file is created if it does not "
+            "File with the cluster's secret. Its keys are derived from the secret. The file is created if it does not "
             "exist. Default: a new secret, kept in memory.",
             group="Network",
         ),
@@ -359,7 +357,7 @@ class EngineConfig:
     advertise: Annotated[
         str | None,
         Meaning(
-            "Address at which workers of other machines reach this machine. Default: the address of listen.",
+            "Address of this machine that workers elsewhere use. Default: the address of listen.",
             group="Network",
         ),
     ] = None
@@ -374,7 +372,8 @@ class EngineConfig:
     kind: Annotated[
         str | None,
         Meaning(
-            "With ray: custom resource that each kind of worker needs, kind=resource joined by commas: rtx3090=my_gpu.",
+            "With ray: custom resource for each kind of worker. Pairs kind=resource are joined by commas: "
+            "rtx3090=my_gpu.",
             group="Pools",
         ),
     ] = None
@@ -391,12 +390,12 @@ class EngineConfig:
     )
     trace: Annotated[
         str | os.PathLike[str] | None,
-        Meaning("File for a Perfetto timeline of the engine, written when the engine ends."),
+        Meaning("File for a Perfetto timeline of the engine. It is written when the engine ends."),
     ] = None
     seed: Annotated[
         int,
         Meaning(
-            "Seed of dummy weights, and of requests without a seed. In generate and chat, --seed is the request's.",
+            "Seed of dummy weights, and of requests without one. In generate and chat, --seed is the request's.",
             group="Model",
         ),
     ] = 0

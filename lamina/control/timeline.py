@@ -1,4 +1,4 @@
-"""What a worker did and when, on one clock for all machines."""
+"""Records what each worker did and when, and converts times of other machines' clocks."""
 
 import collections
 import time
@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import msgspec
 
-READINGS = 8  # at a time: one of them hardly waits for anything
+READINGS = 8  # taken together: at least one is likely to have a short round trip
 
 
 class ClockReading(NamedTuple):
-    """The other clock showed ``there_ns`` at some moment from ``sent_ns`` to ``received_ns`` of the clock here."""
+    """A reading of a remote clock: ``there_ns``, some time from ``sent_ns`` to ``received_ns`` of the local clock."""
 
     sent_ns: int
     there_ns: int
@@ -20,43 +20,43 @@ class ClockReading(NamedTuple):
 
     @property
     def round_trip_ns(self) -> int:
-        """Between question and answer."""
+        """Time between question and answer, by the local clock."""
         return self.received_ns - self.sent_ns
 
     @property
     def ahead_ns(self) -> int:
-        """How far the other clock is ahead of the one here, give or take half of the round trip."""
+        """How far the remote clock is ahead of the local one, to within half the round trip; 0 if less than that."""
         ahead = self.there_ns - (self.sent_ns + self.received_ns) // 2
-        return 0 if 2 * abs(ahead) <= self.round_trip_ns else ahead  # no difference has been seen
+        return 0 if 2 * abs(ahead) <= self.round_trip_ns else ahead
 
 
 @dataclass
 class Clock:
-    """The clock of another machine, read at one time or several.
+    """Converts times of a remote clock to the local clock.
 
     Attributes:
-        readings: the best of each time, in order.
+        readings: Best reading of each batch, in order of time.
     """
 
     readings: list[ClockReading] = field(default_factory=list)
 
     def add_reading(self, readings: Sequence[ClockReading]) -> None:
-        """Add a reading of the clock: the one of ``readings`` with the shortest round trip."""
+        """Add the one of ``readings`` with the shortest round trip."""
         self.readings.append(min(readings, key=lambda each: each.round_trip_ns))
 
     def here(self, there_ns: int) -> int:
-        """When, by the clock here. Between the first reading and the last, clocks drift apart evenly."""
+        """Return the local time at remote time ``there_ns``. Drift is taken as constant between readings."""
         first, last = self.readings[0], self.readings[-1]
         span = last.there_ns - first.there_ns
         drift = last.ahead_ns - first.ahead_ns
         return there_ns - first.ahead_ns - (drift * (there_ns - first.there_ns) // span if span > 0 else 0)
 
 
-MOST_SPANS = 500_000  # the latest ones are kept
+MOST_SPANS = 500_000  # kept per timeline; older spans are dropped
 
 
 class Span(msgspec.Struct, array_like=True, frozen=True):
-    """One thing a worker did for one lane (-1: for no lane), from ``begin_ns`` to ``end_ns`` of the monotonic clock."""
+    """One stage of a worker's work for ``lane`` (-1: no lane), in nanoseconds of the worker's monotonic clock."""
 
     stage: str
     lane: int
@@ -65,17 +65,17 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Timeline:
-    """Collects spans if ``enabled``; costs next to nothing otherwise."""
+    """Collects the spans of one process if ``enabled``; costs next to nothing otherwise."""
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
         self.spans: collections.deque[Span] = collections.deque(maxlen=MOST_SPANS)
 
     def now(self) -> int:
-        """When a span begins."""
+        """Return the time, to pass to ``record_span`` as ``begin_ns``; 0 if disabled."""
         return time.monotonic_ns() if self.enabled else 0
 
     def record_span(self, stage: str, lane: int, begin_ns: int) -> None:
-        """Add a span that ends now."""
+        """Record a span that began at ``begin_ns`` and ends now."""
         if self.enabled:
             self.spans.append(Span(stage, lane, begin_ns, time.monotonic_ns()))

@@ -26,10 +26,10 @@ class DType(enum.Enum):
 
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
-"""How a user names an element type: one of ``DType``, or auto for the model's own."""
+"""Setting of an element type: a value of ``DType``, or auto for that of the checkpoint."""
 
 KvCacheDType = Literal["auto", "int8", "fp8"]
-"""How a user names the element type of KV: auto for the model's, or codes of one byte."""
+"""Setting of the element type of KV: auto for the model's, or one-byte codes."""
 
 
 class KvElement(enum.Enum):
@@ -47,7 +47,7 @@ class KvElement(enum.Enum):
 
     @classmethod
     def from_setting(cls, name: KvCacheDType, dtype: DType) -> "KvElement":
-        """Return what the setting ``name`` means for a model of ``dtype``."""
+        """Return the element that the setting ``name`` selects for a model of ``dtype``."""
         return cls(dtype.value if name == "auto" else name)
 
     @property
@@ -56,15 +56,15 @@ class KvElement(enum.Enum):
         return self in (KvElement.INT8, KvElement.FP8)
 
     def row_nbytes(self, size: int) -> int:
-        """Bytes of a row of ``size`` elements, with its scale."""
+        """Return the bytes of a row of ``size`` elements, its scale included."""
         return size + 4 if self.scaled else size * DType(self.value).itemsize
 
 
 Partition = Literal["auto", "request", "head", "token"]
-"""How a user says what of a request's KV goes to one memory worker, see ``lamina.kv.stripes``."""
+"""Setting of how a request's KV is divided between memory workers, see ``lamina.kv.stripes``."""
 
 Quantization = Literal["none", "int8", "int4", "fp8"]
-"""How a user names what weights of linear layers become when they are loaded: none leaves them as they are."""
+"""Setting of the type to which weights of linear layers are quantised while loaded; none: they are not."""
 
 ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3"]
 ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral"]
@@ -72,7 +72,7 @@ ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral"]
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """What the settings say about chats.
+    """Settings of chats.
 
     Attributes:
         template: The text of a Jinja template in place of the model's; None: the model's.
@@ -91,11 +91,10 @@ Pipelining = Literal["auto", "fixed", "rotational"]
 TransportName = Literal["auto", "shm", "rdma", "tcp"]
 
 Polling = Literal["auto", "device", "host"]
-"""Who waits for the messages of a memory worker on a GPU."""
+"""Setting of who polls for messages to a memory worker on a GPU: the GPU itself, or the host."""
 
 Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
-"""How a user names what moves between memory workers: a policy of ``lamina.kv.policies``, or nothing; "auto": as
-``lamina.kv.policies.policy_for`` says."""
+"""Setting of the policy of ``lamina.kv.policies`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
 
 MOST_MINI_BATCHES = 15
 
@@ -105,8 +104,8 @@ class Overlap:
     """How compute workers send q, k and v, so that attention begins before all of it has arrived.
 
     Attributes:
-        mini_batches: most messages in which the rows of q travel, 1 to ``MOST_MINI_BATCHES``.
-        least: sequences in a mini-batch at least; fewer are not worth a message of their own.
+        mini_batches: Most messages into which the rows of q are divided, 1 to ``MOST_MINI_BATCHES``.
+        least: Fewest sequences in a mini-batch; fewer are not worth a message of their own.
     """
 
     mini_batches: int = 1
@@ -136,15 +135,15 @@ class AttentionSpec:
     alibi_slopes: tuple[float, ...] | None = None
 
     def kv_bytes_per_token(self, dtype: DType) -> int:
-        """Bytes of K and V that one token sends to memory workers for this attention."""
+        """Return the bytes of K and V of one token in messages to memory workers."""
         return self.kv_heads * (self.qk_dim + self.v_dim) * dtype.itemsize
 
     def slab_bytes_per_token(self, element: KvElement) -> int:
-        """Bytes of K and V, scales included, that one token occupies in a slab for this attention."""
+        """Return the bytes of K and V, scales included, of one token in a slab."""
         return self.kv_heads * (element.row_nbytes(self.qk_dim) + element.row_nbytes(self.v_dim))
 
     def query_bytes_per_token(self, dtype: DType) -> int:
-        """Bytes of q that one token sends to memory workers for this attention."""
+        """Return the bytes of q of one token in messages to memory workers."""
         return self.query_heads * self.qk_dim * dtype.itemsize
 
 
@@ -210,7 +209,7 @@ UNUSED_BY_BEAM_SEARCH: Mapping[str, tuple[Any, ...]] = {
 
 
 def _shown(value: Any) -> str:
-    """``value`` for an error message, shortened."""
+    """Return ``value`` for an error message, shortened."""
     try:
         text = reprlib.repr(value)
     except ValueError:  # an integer with more digits than Python converts
@@ -228,18 +227,18 @@ MAX_BIASED_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What an answer must match: exactly one of these.
+    """Constraint that an answer must match. Exactly one argument must be given.
 
     Args:
         json: JSON schema, as text, as an object or as a pydantic model.
-        regex: regular expression, in the syntax of Rust's regex crate.
-        choice: texts, of which the answer is one.
-        grammar: in Lark's syntax, or in llama.cpp's (GBNF).
-        json_object: any JSON object.
+        regex: Regular expression, in the syntax of Rust's regex crate.
+        choice: Texts, of which the answer is one.
+        grammar: Grammar in Lark's syntax, or in llama.cpp's (GBNF).
+        json_object: True: the answer is any JSON object.
 
     Raises:
-        ValueError: none or several of them, or one of the wrong type. Whether it can be compiled is found when a
-            request is submitted.
+        ValueError: No argument or several are given, or one has the wrong type. Whether the constraint compiles is
+            checked when a request is submitted.
     """
 
     json: Any = None
@@ -279,7 +278,7 @@ class StructuredOutputs:
 
 
 def require_in_range(name: str, value: Any) -> None:
-    """Raise ValueError unless ``value`` is one that the numeric field ``name`` of ``SamplingParams`` may have."""
+    """Raise ValueError unless ``value`` is allowed for the numeric field ``name`` of ``SamplingParams``."""
     _require(name, value, *SAMPLING_RANGES[name])
     if name == "truncate_prompt_tokens" and value == 0:
         raise ValueError("truncate_prompt_tokens is 0; give at least 1, or -1 for what fits in the context")
@@ -309,7 +308,7 @@ class SamplingParams:
         presence_penalty: in [-2, 2], once for each generated token.
         frequency_penalty: in [-2, 2], for each occurrence of a generated token.
         repetition_penalty: in [0.01, 100], over prompt and generated tokens; 1: no penalty.
-        seed: makes a request reproducible whatever runs beside it, up to the rounding of the model's arithmetic: a
+        seed: makes a request reproducible whatever else is running, up to the rounding of the model's arithmetic: a
             token may differ where the two best are as close as the rounding of float32, bfloat16, float16 or KV types.
         stop: strings that end a completion, at most 32 of at most 128 characters.
         include_stop_str_in_output: keep the stop string in the text.
@@ -326,21 +325,22 @@ class SamplingParams:
             ``max_tokens`` in the context, or for one token without a limit.
         priority: a request with a smaller number goes first where the server's ``policy`` is priority; otherwise
             without effect.
-        cache_salt: only requests with the same one, at most 256 characters, share cached prefixes: nobody else can find
-            out by time what these prompts begin with.
-        use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, the best first. As
-            Hugging Face's ``generate(num_beams=n)``; nothing is drawn at random, so that parameters of sampling,
+        cache_salt: text of at most 256 characters. Only requests with equal salts share cached prefixes, so that nobody
+            else can find out from response times what these prompts begin with.
+        use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, best first, like
+            Hugging Face's ``generate(num_beams=n)``. Nothing is drawn at random, so parameters of sampling,
             penalties, stop strings and logprobs must be left out. All tokens arrive at the end.
         length_penalty: in [-10, 10]: a beam's score is the sum of its log-probabilities over its length to this power.
-        early_stopping: whether to stop once ``n`` beams have ended. False: no; once no beam is likely to become better
-            than these. "never": only once none can.
-        forced_token_ids: tokens that a completion begins with, whatever their probabilities, which ``logprobs`` report.
+        early_stopping: when a beam search ends. True: once ``n`` beams have ended. False: once no open beam is likely
+            to become better than the ``n`` best that have ended. "never": once no open beam can.
+        forced_token_ids: tokens that a completion begins with, whatever their probabilities. ``logprobs`` reports them.
         logit_bias: by token id, what is added to its logit, in [-100, 100]; at most 1,024 tokens.
         allowed_token_ids: the only tokens that may be drawn, at most 1,024; None: all.
-        bad_words: texts, at most 256 of at most 128 characters, that are not generated: the last token of such a text,
-            at the beginning of a word and inside of one, is not drawn after the tokens before it.
-        bad_token_ids: the same, as sequences of token ids.
-        structured_outputs: what an answer must match. It ends where nothing may follow, or at ``max_tokens``.
+        bad_words: texts that are not generated, at most 256 of at most 128 characters: the last token of a text is not
+            drawn after the text's other tokens. Each text is tokenized as a word and as a part of a word.
+        bad_token_ids: sequences of token ids that are not generated.
+        structured_outputs: constraint that an answer must match. The answer ends where the constraint allows no more
+            tokens, or at ``max_tokens``.
 
     Raises:
         ValueError: a value has the wrong type, is NaN or out of range; the message gives the range.
@@ -489,7 +489,7 @@ class SamplingParams:
             )
 
     def _check_beam_search(self) -> None:
-        """Refuse what has no effect beside beam search, or without it."""
+        """Raise ValueError for parameters without effect: of sampling with beam search, of beam search without it."""
         if not self.use_beam_search:
             for name, default in (("length_penalty", 1.0), ("early_stopping", False)):
                 if (value := getattr(self, name)) != default:
@@ -503,17 +503,17 @@ class SamplingParams:
 
     @property
     def penalizes(self) -> bool:
-        """True if earlier tokens, generated or of the prompt, change the probabilities of the next one."""
+        """Whether earlier tokens, of prompt or completion, change the probabilities of the next token."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @property
     def reads_history(self) -> bool:
-        """True if what may be drawn depends on the tokens generated before."""
+        """Whether the tokens that may be drawn depend on the tokens generated before."""
         return self.penalizes or self.structured_outputs is not None or bool(self.bad_token_ids)
 
     @staticmethod
     def _require_few(name: str, values: Any, most: int, what: str) -> None:
-        """Check the number of values before their contents."""
+        """Raise ValueError for more than ``most`` values, before their contents are checked."""
         if not isinstance(values, list | tuple):
             raise ValueError(f"{name} is {_shown(values)}; give a list of at most {most} {what}")
         if len(values) > most:
@@ -521,7 +521,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if nothing is drawn at random."""
+        """Whether no token is drawn at random."""
         return self.temperature == 0.0 or self.use_beam_search
 
 
@@ -531,8 +531,8 @@ class Logprob:
 
     Attributes:
         rank: 1 for the most likely token.
-        text: what the token adds to the text, empty while it leaves a character incomplete.
-        bytes: the token in UTF-8, which may be a part of a character.
+        text: Text that the token adds; empty if the token leaves a character incomplete.
+        bytes: Bytes of the token in UTF-8, which may be a part of a character.
     """
 
     token_id: int
@@ -544,7 +544,7 @@ class Logprob:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a function that an answer has. ``arguments`` is None if their JSON is cut off or is no object."""
+    """A function call in an answer. ``arguments`` is None if their JSON is cut off or not an object."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -558,10 +558,10 @@ class CompletionOutput:
         text: All of its text.
         logprobs: Per position, the drawn token first, then the most likely ones; None if not requested.
         stop_reason: The stop string or the stop token that ended it.
-        reasoning: Of an answer of a chat: the part of ``text`` before the answer, without its marks.
-        content: Of an answer of a chat: ``text`` without reasoning and tool calls.
-        tool_calls: The functions that an answer of a chat calls, in order.
-        parsed: The object that ``response_format`` asked for; None if the answer is cut off.
+        reasoning: In chats, the reasoning in ``text``, without its tags.
+        content: In chats, ``text`` without reasoning and tool calls.
+        tool_calls: In chats, the function calls in ``text``, in order.
+        parsed: In chats, the object that ``response_format`` asked for; None if the answer is cut off.
     """
 
     index: int
@@ -578,7 +578,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class Segment:
-    """(sequence, memory worker, head range, token range): the one unit of KV placement.
+    """KV of a range of heads and tokens of one sequence on one memory worker: the unit of KV placement.
 
     ``heads`` is [first, stop) of the KV heads, ``tokens`` is [start, stop) in positions; a stop of None means that the
     segment grows with its sequence.
@@ -592,11 +592,13 @@ class Segment:
 
 @dataclass
 class RequestOutput:
-    """The result of a request. ``placement`` says where its KV was when the output was made.
+    """The result of a request.
 
-    ``cached_tokens`` of the prompt were not computed: an earlier request began with them. ``prompt_logprobs`` holds,
-    per position, the prompt's token first, then the most likely ones; None for the first token, which nothing comes
-    before.
+    Attributes:
+        placement: Segments that held the request's KV when the output was made.
+        cached_tokens: Tokens of the prompt that were not computed but found in the prefix cache.
+        prompt_logprobs: Per position, the prompt's token first, then the most likely tokens. None for the first
+            position, which has no probabilities.
     """
 
     request_id: str
@@ -611,7 +613,7 @@ class RequestOutput:
 
 
 class Client(NamedTuple):
-    """The originator of a request. Accounts share the runtime fairly; an account's connections share its part."""
+    """Sender of a request. Accounts share the engine fairly; connections of an account share its part fairly."""
 
     account: str = ""
     connection: str = ""
@@ -622,7 +624,7 @@ NOBODY = Client()
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt with its parameters. ``seed`` is the parameters' own, or one the engine drew."""
+    """A prompt with its parameters. ``seed`` is that of the parameters, or a random seed if they have none."""
 
     request_id: str
     prompt: str | None

@@ -1,8 +1,8 @@
-"""The engine as its frontends see it, from another process: requests are sent to it, and token ids become text here.
+"""Client of the engine for frontend processes: sends requests to the engine, and detokenizes the replies.
 
-What the engine sends is read in the event loop of the frontend, which is where callers are called back.
+Replies are read in the frontend's event loop, where callbacks run too.
 
-The engine may end and be started again. Callers notice a pause: their requests go on from the tokens that have come.
+When the engine is restarted, callers notice a pause: requests continue after the tokens already received.
 """
 
 import asyncio
@@ -63,32 +63,34 @@ HELLO_S = 0.02
 RECONNECT_MS = 10
 SUBMIT_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 5.0
-MOST_AT_ONCE = 64  # messages read before other events of the loop have their turn
+MOST_AT_ONCE = 64  # messages read before the event loop handles other events
 
 _DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled)
 
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A request that has not ended, as the engine runs it. ``drawn``: the tokens of its completions."""
+    """A request that has not ended, as sent to the engine. ``drawn``: Tokens received so far, by completion."""
 
     request: Request
     reading: Reading
     drawn: list[list[int]]
 
     def resumed(self, number: int) -> Resumed | None:
-        """Return what another engine needs to go on with it; None if all completions have ended."""
+        """Return the message with which a new engine continues the request; None if all completions have ended."""
         one, open_ = self.request, self.reading.open
         drawn = {index: packed(self.drawn[index]) for index in open_}
         return Resumed(number, packed(one.prompt_token_ids), one.params, one.client, one.seed, drawn) if drawn else None
 
 
 class RemoteEngine:
-    """The engine of another process. ``submit_all`` and ``stats`` wait for it, so that the event loop must not call
-    them; all methods may be called by other threads. Callers are called back in the event loop.
+    """The engine as seen from another process. Callbacks run in the event loop.
+
+    ``submit_all`` and ``stats`` block until the engine replies, so the event loop must not call them. All methods but
+    ``disconnect`` may be called by any thread.
 
     Attributes:
-        dead: why the engine has stopped, if it has.
+        dead: Why the engine has stopped; None while it runs.
     """
 
     def __init__(self, bootstrap: FrontendBootstrap, tokenizer: Tokenizer) -> None:
@@ -104,13 +106,13 @@ class RemoteEngine:
         self._requests = self._connect(bootstrap.name, bootstrap.requests)
         self._answers = self._connect(bootstrap.name, bootstrap.answers)
         self._supervisor = os.pidfd_open(bootstrap.supervisor_pid)
-        self._incarnation: int | None = None  # of the engine that this is connected to
+        self._incarnation: int | None = None  # of the engine process connected to
         self._seeds = random.Random(bootstrap.seed)
         self._encoder = msgspec.msgpack.Encoder()
-        self._lock = threading.Lock()  # guards _requests, _encoder and the books of what is asked
+        self._lock = threading.Lock()  # guards _requests, _encoder, _asked, _named and _replies
         self._numbers = itertools.count()
         self._asked: dict[int, _Asked] = {}
-        self._named: dict[str, int] = {}  # the numbers of what is asked
+        self._named: dict[str, int] = {}  # request id to number
         self._replies: dict[int, concurrent.futures.Future[Any]] = {}  # of submissions and statistics, by number
         self._welcome = asyncio.Event()
         self._last = EngineStats(0, 0, 0, 0, 0, 0, {}, None)
@@ -126,7 +128,7 @@ class RemoteEngine:
 
     @classmethod
     async def connect(cls, bootstrap: FrontendBootstrap, tokenizer: Tokenizer) -> Self:
-        """Make one for the running event loop. Raises DeadlineError if the engine does not answer."""
+        """Connect to the engine, in the running event loop. Raises DeadlineError if the engine does not answer."""
         made = cls(bootstrap, tokenizer)
         made._loop.add_reader(made._answers.fileno(), made._receive)
         made._loop.add_reader(made._supervisor, made._end, "its process has ended")
@@ -186,8 +188,10 @@ class RemoteEngine:
             self._send(Abort([number]))
 
     def stats(self) -> EngineStats:
-        """Return the engine's statistics, or the latest known once it has stopped. Raises DeadlineError if it does not
-        answer."""
+        """Return the engine's statistics, or the latest known if it has stopped.
+
+        Raises DeadlineError if the engine does not answer.
+        """
         reply: concurrent.futures.Future[EngineStats] = concurrent.futures.Future()
         with self._lock:
             if self.dead is not None:
@@ -202,7 +206,7 @@ class RemoteEngine:
         return self._last
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> concurrent.futures.Future[list[str]]:
-        """Change the pools as ``Engine.scale`` does; the future has all errors."""
+        """Change the pools as ``Engine.scale`` does. Errors are set on the future; only EngineDeadError is raised."""
         reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
         with self._lock:
             self._require_alive()
@@ -258,16 +262,16 @@ class RemoteEngine:
     # -- the event loop --------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
-        """Take what has arrived. ZeroMQ's descriptor tells of the first message alone, so all must be read."""
+        """Handle all messages that have arrived: ZeroMQ's descriptor signals only the first of several."""
         for _ in range(MOST_AT_ONCE):
             try:
                 payload = self._answers.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(_DECODER.decode(payload))
+            self._dispatch(_DECODER.decode(payload))
         self._loop.call_soon(self._receive)
 
-    def _take(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled) -> None:
+    def _dispatch(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled) -> None:
         if isinstance(message, AnswerBatch):
             for one in message.news:
                 if (asked := self._asked.get(one.request)) is not None:
@@ -289,26 +293,32 @@ class RemoteEngine:
             self._resume(message.incarnation)
 
     def _resume(self, incarnation: int) -> None:
-        """Begin with an engine, with all requests that an earlier one had."""
+        """Send all unfinished requests to a new engine."""
         with self._lock:
             self._incarnation = incarnation
             found = {number: asked.resumed(number) for number, asked in self._asked.items()}
             replies, self._replies = self._replies, {}
             submitted = self._asked.keys() & replies.keys()
-            going = [one for one in found.values() if one is not None]
-            self._requests.send(self._encoder.encode(Resume(incarnation, going)))
-        self._forget([number for number, one in found.items() if one is None])  # it ended, and no engine will say so
+            unfinished = [one for one in found.values() if one is not None]
+            self._requests.send(self._encoder.encode(Resume(incarnation, unfinished)))
+        self._forget(
+            [number for number, one in found.items() if one is None]
+        )  # ended, but the earlier engine could not report it
         for number, reply in replies.items():
-            if number in submitted:  # if this engine refuses it, the request ends with the error
+            if number in submitted:  # if the new engine rejects the request, it ends with the error
                 reply.set_result(Submitted(number))
             else:
-                reply.set_exception(EngineDeadError("the engine was started again meanwhile; look, and try again"))
+                reply.set_exception(
+                    EngineDeadError(
+                        "the engine was restarted meanwhile; check whether the call took effect, then repeat it"
+                    )
+                )
         self._welcome.set()
 
     def _read(self, number: int, asked: _Asked, update: TokenUpdate) -> None:
         try:
             asked.reading.on_update(update)
-        except Exception:  # one caller must not affect others
+        except Exception:  # a failing callback must not affect other requests
             log.exception("the output callback of request %s failed", asked.request.request_id)
             self._forget([number])
             self._send(Abort([number]))
@@ -324,12 +334,12 @@ class RemoteEngine:
             reply.set_result(message.workers)
 
     def _resolve(self, number: int, value: object) -> None:
-        reply = self._replies.get(number)  # None: nobody waits any more
+        reply = self._replies.get(number)  # None: the wait has timed out
         if reply is not None:
             reply.set_result(value)
 
     def _end(self, reason: str) -> None:
-        """The engine has stopped, or is not to be used any more: every request ends with an error."""
+        """End every request with an error: the engine has stopped, or this client is closed."""
         with self._lock:
             if self.dead is not None:
                 return
@@ -349,6 +359,6 @@ def _stopped(reason: str) -> str:
 
 
 def _error(answer: Submitted | Scaled) -> LaminaError:
-    """Return the engine's error, as it was raised there."""
+    """Return the error that the engine raised, with its type."""
     kinds: tuple[type[LaminaError], ...] = (ConfigError, RequestError, OverloadedError, EngineDeadError)
     return next((kind for kind in kinds if kind.__name__ == answer.error), LaminaError)(answer.message)

@@ -22,11 +22,11 @@ def merge(
     lse: FloatArray | None = None,
     threads: int = 1,
 ) -> Array:
-    """Merges P partials of the same R rows, over disjoint tokens, into one.
+    """Merge P partial attentions of the same R query rows, over disjoint tokens, into one.
 
     Args:
         outs: P arrays float32 [R, Hq, Dv].
-        lses: P arrays float32 [R, Hq], natural log; -inf partials are neutral.
+        lses: P arrays float32 [R, Hq], the log-sum-exp of scores, natural log; partials with -inf do not contribute.
         sinks: float32 [Hq], one more logit per head in the softmax's denominator: give it once, in the last merge.
         out: [R, Hq, Dv] to write, float32, float16 or uint16 (bfloat16 bits), may be ``outs[0]``; None: float32,
             allocated.
@@ -48,7 +48,7 @@ def merge(
 
 Path = _native.AttentionPath
 Scales = tuple[FloatArray, FloatArray]
-"""float32 [slots, Hkv] of k and of v, if they hold codes."""
+"""Scales of k and v, each float32 [slots, Hkv], if the slab is quantised to one-byte codes."""
 
 BEST_PATH = _native.attention_paths()[-1]
 
@@ -66,23 +66,25 @@ def partial(
     scales: Scales | None = None,
     path: Path = BEST_PATH,
 ) -> tuple[FloatArray, FloatArray]:
-    """Attention of every query row over its pair's segment, without sinks, which ``merge`` applies.
+    """Attend from every query row to its pair's segment. Attention sinks are left to ``merge``.
 
     CuPy arrays are processed on their GPU (``lamina.kernels.gpu``); ``threads`` and ``path`` are then ignored.
 
     Args:
-        q: [R, Hq, D] float32 or the element type of k, with codes float32, float16 or uint16; rounded to bfloat16 on
-            ``Path.AVX512_BF16`` if k holds that.
-        k: [slots, Hkv, D] float32, float16, uint16, or codes.
-        v: [slots, Hkv, Dv] likewise.
+        q: [R, Hq, D], float32 or the element type of k; float32, float16 or uint16 if k holds codes. It is rounded to
+            bfloat16 on ``Path.AVX512_BF16`` if k holds bfloat16.
+        k: [slots, Hkv, D], float32, float16, uint16 (bfloat16 bits), or int8 or uint8 codes.
+        v: [slots, Hkv, Dv], of the same element type.
+        segments: Which query rows attend to which slots.
         spec: scale, window, chunk, softcap and alibi slopes; its head counts and sizes must be those of q, k and v.
         threads: threads to use, this one included.
-        out, lse: written if given, otherwise allocated.
-        scales: of k and v, if and only if they hold codes.
+        out: Array to write the output to; None: allocated.
+        lse: Array to write the log-sum-exp to; None: allocated.
+        scales: Scales of k and v, if and only if they hold codes.
         path: instruction set, one of ``lamina._native.attention_paths()``.
 
     Returns:
-        out float32 [R, Hq, Dv] and natural-log lse float32 [R, Hq]; 0 and -inf for a row that sees nothing.
+        out float32 [R, Hq, Dv] and natural-log lse float32 [R, Hq]; 0 and -inf for a row that attends to no token.
 
     Raises:
         ValueError: a shape, an element type, a memory order or a slot is invalid.
@@ -123,11 +125,11 @@ def partial_tasks(
     scales: Scales | None = None,
     path: Path = BEST_PATH,
 ) -> None:
-    """Run tasks [first, last) of the ``count_tasks`` tasks of ``partial``, for an attention in several calls.
+    """Run tasks [first, last) of the ``count_tasks`` tasks of ``partial``: several calls make one attention.
 
-    Each task writes its own rows and heads of ``out`` and ``lse``. With ``adds``, a call for further tokens of the same
-    rows merges its partials into those already there. Together the calls give the result of ``partial`` over all
-    tokens, up to rounding. Raises ValueError like ``partial``, and for tasks out of range.
+    Each task writes its own rows and heads of ``out`` and ``lse``. With ``adds``, the call attends to further tokens of
+    the same rows, and merges its result into ``out`` and ``lse``. Together the calls give the result of ``partial``
+    over all tokens, up to rounding. Raises ValueError like ``partial``, and for tasks out of range.
     """
     first, last = tasks
     arrays, scoring = _arguments(q, k, v, segments, spec, out, lse, scales)
@@ -149,7 +151,7 @@ def _arguments(
     lse: FloatArray,
     scales: Scales | None,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arrays and numbers for the native attentions. Raises ValueError for arrays that do not fit the spec."""
+    """Return the arguments of the native kernels. Raises ValueError for arrays that do not fit the spec."""
     shapes = (q.shape[1:], k.shape[1:], v.shape[1:])
     wanted = ((spec.query_heads, spec.qk_dim), (spec.kv_heads, spec.qk_dim), (spec.kv_heads, spec.v_dim))
     if shapes != wanted:
@@ -176,7 +178,7 @@ def append(
     threads: int = 1,
     scales: Scales | None = None,
 ) -> None:
-    """Writes k [T, Hkv, D] and v [T, Hkv, Dv] into rows ``slots`` [T] of k_slab and v_slab, which are mutated.
+    """Write k [T, Hkv, D] and v [T, Hkv, Dv] into rows ``slots`` [T] of k_slab and v_slab, which are mutated.
 
     k and v hold float32, rounded to nearest even, or the slab's element type. A slab of codes takes float32, float16 or
     uint16 and has ``scales``, which are mutated too; a row with NaN or an infinity gets NaN as its scale, so that the

@@ -1,10 +1,9 @@
-"""Policies that say which tokens should move between memory workers. Pure: no clock, no sockets.
+"""Balancing policies, which propose moves of KV between memory workers. Pure: no clock, no sockets.
 
 A policy sees the load of each worker and where the tokens of each request are, and proposes moves. A proposal may be
 refused (``lamina.schedule.moves``); the policy finds out from the next view.
 
-* ``bandwidth``: all workers should take equally long to read their KV once. In a pool of mixed kinds, that does not
-  mean equal numbers of tokens.
+* ``bandwidth``: equal time for every worker to read its KV once. In a pool of mixed kinds, numbers of tokens differ.
 * ``throughput``: Infinite-LLM's greedy algorithm (section 5.3) on its model of throughput.
 * ``ledger``: DistKV-LLM's debts (section 4.4), with cycles of debt cleared (DGFM, section 4.5).
 """
@@ -19,14 +18,15 @@ from lamina.core.types import Balance, Partition
 
 @dataclass(frozen=True)
 class Load:
-    """One memory worker.
+    """Load of one memory worker.
 
     Attributes:
-        free: slots that moves may fill.
-        sequences: number of those that grow there.
-        reads: tokens that one step of each lane reads.
-        token_s: seconds to read a token, as measured; only ratios matter to most policies.
-        takes: whether KV may move here; False while the worker is being drained.
+        capacity: Token slots.
+        free: Token slots that moves may fill.
+        sequences: Sequences whose new tokens are stored here.
+        reads: Tokens of KV read in one step of each lane.
+        token_s: Measured time to read a token, in seconds; only ratios matter to most policies.
+        takes: Whether KV may move here; False while the worker is leaving.
     """
 
     capacity: int
@@ -38,14 +38,20 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """Seconds to read everything once."""
+        """Time in which one step of each lane reads its KV, in seconds."""
         return self.reads * self.token_s
 
 
 @dataclass(frozen=True)
 class Held:
-    """Tokens of a request on one worker, all of them written. New ones are written on ``home``. Each step reads every
-    token ``readers`` times."""
+    """Written tokens of a request on one worker.
+
+    Attributes:
+        worker: Worker that holds the tokens.
+        home: Worker on which new tokens of the request are stored.
+        tokens: Number of tokens.
+        readers: Times that each step reads every token.
+    """
 
     request: str
     worker: str
@@ -56,7 +62,7 @@ class Held:
 
 @dataclass(frozen=True)
 class View:
-    """What a policy knows. ``dense_s``: seconds of a step without attention, by rows."""
+    """State of the memory pool. ``dense_s``: Seconds of a step without attention, as a function of its rows."""
 
     loads: Mapping[str, Load]
     held: Sequence[Held]
@@ -74,8 +80,10 @@ class Wish:
 
 
 def policy_for(balance: Balance, topology: Topology, partition: Partition) -> Balance:
-    """Return what "auto" means: "bandwidth" if the memory workers are of several kinds and ranges of tokens may move,
-    else "off". Others are themselves."""
+    """Resolve "auto": "bandwidth" if memory workers are of several kinds and ranges of tokens may move, else "off".
+
+    Other values are returned unchanged.
+    """
     if balance != "auto":
         return balance
     kinds = {member.kind for member in topology.members if member.role == "memory"}
@@ -83,16 +91,16 @@ def policy_for(balance: Balance, topology: Topology, partition: Partition) -> Ba
 
 
 class Policy(Protocol):
-    """Decides what should move."""
+    """Proposes moves of KV."""
 
     def wishes(self, view: View) -> list[Wish]:
-        """Return the moves to make now, most useful first, within what targets have free and sources hold."""
+        """Return proposed moves, most useful first. They do not exceed free slots of targets and tokens of sources."""
         ...
 
 
-LEAST = 64  # tokens; fewer are not worth a move
-UNEVEN = 1.1  # nothing moves until the slowest worker takes this many times as long as the fastest
-MOST_WISHES = 8  # per view: loads change while KV moves
+LEAST = 64  # tokens of the smallest move
+UNEVEN = 1.1  # ratio of the slowest to the fastest worker's time above which KV moves
+MOST_WISHES = 8  # proposals per view; loads change while KV moves
 
 
 class ByBandwidth:
@@ -167,8 +175,10 @@ class ByThroughput:
 
     @staticmethod
     def _rate(view: View, debtor: str, creditor: str, before: int, lent: int, count: int) -> float:
-        """Tokens per second of both workers if ``count`` tokens move between them, in addition to ``before`` that leave
-        the debtor and ``lent`` that the creditor takes already."""
+        """Return the tokens per second of both workers if ``count`` more tokens move from debtor to creditor.
+
+        Before that, proposals already move ``before`` tokens off the debtor, and ``lent`` tokens to the creditor.
+        """
         gone = before + count
         borrows, lends = view.loads[debtor], view.loads[creditor]
         length = max(1.0, borrows.reads / max(borrows.sequences, 1))
@@ -179,39 +189,38 @@ class ByThroughput:
         return batch / debtor_s + lends.sequences / creditor_s
 
 
-CREDITORS = 3  # proposed to a debtor, in order
-LENT_AT_MOST = 0.5  # of a worker's slots
-SHORT = 0.1  # share of a worker's slots below which it borrows
-LEAST_SWAP = 64  # tokens of each debt in a cycle, for it to be cleared
+CREDITORS = 3  # targets proposed for a move, in order
+LENT_AT_MOST = 0.5  # share of a worker's slots that it lends
+SHORT = 0.1  # share of free slots below which a worker borrows
+LEAST_SWAP = 64  # tokens of the smallest debt in a cycle that is cleared
 
 
 class ByDebt:
-    """DistKV-LLM: a worker that runs short of slots borrows some of others for its longest requests; cycles of debt are
-    cleared.
+    """DistKV-LLM: a worker short of slots borrows from others for its longest request; cycles of debt are cleared.
 
     Tokens of a request that are not on its home are a debt of the home to the worker that holds them.
     """
 
     def __init__(self) -> None:
-        self._short: dict[str, None] = {}  # in the order in which they ran short: first come, first served
+        self._short: dict[str, None] = {}  # workers short of slots, oldest first: they borrow in this order
 
     def wishes(self, view: View) -> list[Wish]:
         """Return the ranges of KV that should move, by the policy of this class."""
         short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
         self._short = {one: None for one in self._short if one in short} | short
         free = {one: load.free for one, load in view.loads.items()}
-        return [*self._cleared(view, free), *self._borrowed(view, free)][:MOST_WISHES]
+        return [*self._clear_cycles(view, free), *self._borrow(view, free)][:MOST_WISHES]
 
     @staticmethod
     def debts(view: View) -> dict[tuple[str, str], int]:
-        """Tokens by debtor and creditor."""
+        """Return the debts in tokens by (debtor, creditor)."""
         debts: dict[tuple[str, str], int] = {}
         for one in view.held:
             if one.worker != one.home:
                 debts[one.home, one.worker] = debts.get((one.home, one.worker), 0) + one.tokens
         return debts
 
-    def _borrowed(self, view: View, free: dict[str, int]) -> list[Wish]:
+    def _borrow(self, view: View, free: dict[str, int]) -> list[Wish]:
         lent = dict.fromkeys(view.loads, 0)
         for (_, creditor), tokens in self.debts(view).items():
             lent[creditor] = lent.get(creditor, 0) + tokens
@@ -238,8 +247,8 @@ class ByDebt:
                     lent[one] += count
         return wishes
 
-    def _cleared(self, view: View, free: dict[str, int]) -> list[Wish]:
-        """Moves along cycles of debt that bring tokens home, so that each worker in a cycle gets back lent slots."""
+    def _clear_cycles(self, view: View, free: dict[str, int]) -> list[Wish]:
+        """Return moves of tokens back home along cycles of debt: each worker in a cycle gets slots back."""
         import networkx  # slow to import; only this policy needs it
 
         debts = networkx.DiGraph()
@@ -254,7 +263,7 @@ class ByDebt:
             least = min(debts.edges[edge]["weight"] for edge in cycle)
             if least >= LEAST_SWAP and all(free.get(debtor, 0) >= LEAST_SWAP for debtor, _ in cycle):
                 for debtor, creditor in cycle:
-                    wishes += self._home(view, debtor, creditor, min(least, free[debtor]), used)
+                    wishes += self._repay(view, debtor, creditor, min(least, free[debtor]), used)
                     free[debtor] -= min(least, free[debtor])
             debts.remove_edges_from(
                 [edge for edge in cycle if debts.edges[edge]["weight"] <= max(least, LEAST_SWAP)] or cycle
@@ -264,8 +273,11 @@ class ByDebt:
                     debts.edges[edge]["weight"] -= least
 
     @staticmethod
-    def _home(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Wish]:
-        """Moves of up to ``tokens`` tokens of the debtor's requests from ``creditor`` back to it."""
+    def _repay(view: View, debtor: str, creditor: str, tokens: int, used: set[tuple[str, str]]) -> list[Wish]:
+        """Return moves of up to ``tokens`` tokens of the debtor's requests from ``creditor`` back to the debtor.
+
+        ``used``: Pairs of request and creditor that a move names already; extended.
+        """
         wishes = []
         for one in view.held:
             if one.home == debtor and one.worker == creditor and tokens > 0 and (one.request, creditor) not in used:

@@ -1,6 +1,6 @@
-"""Loads selected tensors of a model: from a checkpoint through memory maps, or random ones for benchmarks.
+"""Loads selected weights of a model: from a checkpoint through memory maps, or random ones for benchmarks.
 
-A ``WeightPlan`` says how they are made, so that this module does not need transformers.
+A ``WeightPlan`` describes how weights are made from checkpoint tensors, so this module does not need transformers.
 """
 
 import hashlib
@@ -27,16 +27,18 @@ Progress = Callable[[int, int], None]
 Read = Callable[[str], torch.Tensor]
 HOST = torch.device("cpu")
 NOTHING: Mapping[str, Shard] = {}
-_DUMMY_STD = 0.02  # of dummy matrices: most families' initialisation
+_DUMMY_STD = 0.02  # standard deviation of dummy matrices: the initialisation of most families
 _READABLE = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
 
 @dataclass
 class Recipe:
-    """How some of the model's tensors are made from some of the checkpoint's.
+    """How one or more weights of the model are made from checkpoint tensors.
 
-    ``outputs`` are state-dict names. ``inputs`` are (source pattern, checkpoint name), in the order ``convert`` needs.
-    Without ``convert``, the single output is the single input.
+    Attributes:
+        outputs: State-dict names of the weights.
+        convert: Makes the weights; None: the single output is the single input.
+        inputs: (source pattern, checkpoint name) of each input, in the order that ``convert`` needs.
     """
 
     outputs: list[str]
@@ -44,7 +46,7 @@ class Recipe:
     inputs: list[tuple[str, str]] = field(default_factory=list)
 
     def make(self, read: Read) -> dict[str, torch.Tensor]:
-        """Return the outputs by name; ``read`` gives a tensor of the checkpoint. May return views of what was read."""
+        """Return the outputs by name, which may be views of tensors that ``read`` returned."""
         if self.convert is None:
             return {self.outputs[0]: read(self.inputs[0][1])}
         return self.convert(self, read)
@@ -52,13 +54,13 @@ class Recipe:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """How all tensors of a model are made from those of a checkpoint.
+    """How all weights of a model are made from checkpoint tensors.
 
     Attributes:
-        family: the model's type, for messages.
-        expected: shape and element type of every name, as tensors on the meta device.
-        ties: names that share another's tensor -> that name.
-        recipes: by output name; empty for a model without a checkpoint.
+        family: Type of the model, for messages.
+        expected: Shape and element type of every weight by name, as tensors on the meta device.
+        ties: By name of each weight tied to another: the name of the other.
+        recipes: By output name; empty for a model without a checkpoint.
     """
 
     family: str
@@ -78,33 +80,37 @@ def load(
     shards: Mapping[str, Shard] = NOTHING,
     form: Form = DENSE,
 ) -> dict[str, Weight]:
-    """Load the tensors ``names`` of a model on ``device``, in memory of their own. Tied names share one tensor.
+    """Load the weights ``names`` of a model to ``device``, in memory of their own. Tied names share one tensor.
 
     Args:
-        names: of ``plan.expected``. Nothing else is read.
+        directory: Directory of the checkpoint.
+        names: Names in ``plan.expected``. No other weights are read.
+        plan: How weights are made from the checkpoint.
         load_format: "auto" reads the checkpoint; "dummy" draws weights that depend on ``seed`` and name alone.
-        on_progress: called with (bytes done, total bytes) after every tensor.
-        shards: what to load of some of the tensors, for one rank of a replica; the others are loaded whole. Nothing
-            else comes to ``device``. Tied names have equal shards.
-        form: how some of them are held. Tied names are tensors.
+        seed: Seed of dummy weights.
+        on_progress: Called with (bytes done, total bytes) after every weight.
+        device: Device of the result.
+        shards: By name, the part of a weight that this rank needs; weights without a shard are loaded whole. Only the
+            parts come to ``device``. Tied names have equal shards.
+        form: Which weights are held as quantised codes. Tied names are not.
 
     Raises:
-        ConfigError: what ``form`` raises.
-        ModelError: the model does not have such a tensor, or the checkpoint lacks one or has it in another shape or in
-            an element type that cannot be converted.
+        ConfigError: ``form`` cannot hold a weight.
+        ModelError: The model has no weight of a name, or the checkpoint lacks a tensor, or has it in another shape or
+            in an element type that cannot be converted.
     """
     unknown = sorted(set(names) - plan.expected.keys())
     if unknown:
         raise ModelError(f"a {plan.family} model has no tensor {unknown[0]} ({len(unknown)} unknown names)")
-    done = _Done({name: cut(plan.expected[name], shards.get(name, {})).nbytes for name in names}, on_progress)
+    done = _ProgressBytes({name: cut(plan.expected[name], shards.get(name, {})).nbytes for name in names}, on_progress)
     if load_format == "dummy":
         return _dummy(names, plan, seed, done, device, shards, form)
     with _Files(directory, device, HOST if shards else device) as files:
         return _Checkpoint(directory, plan, files, form).load_all(names, done, shards)
 
 
-class _Done:
-    """Counts bytes and reports them. ``nbytes``: of each tensor, were it not held as codes."""
+class _ProgressBytes:
+    """Reports progress in bytes. ``nbytes``: Bytes of each weight before quantisation."""
 
     def __init__(self, nbytes: Mapping[str, int], report: Progress | None) -> None:
         self._nbytes, self._total, self._report, self._bytes = nbytes, sum(nbytes.values()), report, 0
@@ -116,7 +122,7 @@ class _Done:
 
 
 class _Files(ExitStack):
-    """A checkpoint's open files. Tensors are read on the device ``reading``, and kept on ``device``."""
+    """A checkpoint's open files. Tensors are read to the device ``reading``, and kept on ``device``."""
 
     def __init__(self, directory: ModelDirectory, device: torch.device, reading: torch.device) -> None:
         super().__init__()
@@ -125,7 +131,7 @@ class _Files(ExitStack):
         self._mapped: set[int] = set()  # addresses of memory maps
 
     def read_stored(self, key: str) -> torch.Tensor:
-        """Return a tensor as it is stored, on the host as a view of a memory map."""
+        """Return a tensor in its stored element type; on the host, it is a view of a memory map."""
         file = self._directory.tensors[key].file
         if file not in self._open:
             try:
@@ -138,7 +144,7 @@ class _Files(ExitStack):
         return tensor
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor`` in memory of its own, neither that of a file nor of a larger tensor."""
+        """Return ``tensor`` in its own memory on the target device: not a view of a file or of a larger tensor."""
         return _own(tensor, self._mapped, self._device)
 
 
@@ -151,7 +157,7 @@ class _Checkpoint:
         self._ties = plan.ties
         self._form = form
 
-    def load_all(self, names: Sequence[str], done: _Done, shards: Mapping[str, Shard]) -> dict[str, Weight]:
+    def load_all(self, names: Sequence[str], done: _ProgressBytes, shards: Mapping[str, Shard]) -> dict[str, Weight]:
         """Read all of ``names``, running each recipe once."""
         sources = {name: self._stored(name) for name in names}
         wanted = {source: shards.get(name, {}) for name, source in sources.items()}
@@ -183,7 +189,7 @@ class _Checkpoint:
         )
 
     def _tied(self, name: str) -> list[str]:
-        """Return all names that share the tensor of ``name``; first the one that the others are tied to."""
+        """Return all names tied to the same tensor as ``name``, the source of the ties first."""
         source = self._ties.get(name, name)
         return [source, *(tied for tied, to in self._ties.items() if to == source)]
 
@@ -191,7 +197,7 @@ class _Checkpoint:
         return [name for name in self._tied(source) if name in self._recipes and name != source]
 
     def _check_tie(self, source: str, tensor: Weight, other: str, copy: Weight) -> None:
-        # transformers would load both, as if config.json did not tie them; the slices expect one.
+        # transformers would load both tensors despite the tie; slices expect a single one.
         if not torch.equal(plain(tensor), plain(copy)):
             raise ModelError(
                 f"{self._directory.path}: config.json ties {other} to {source}, but the checkpoint holds both and they "
@@ -234,14 +240,14 @@ class _Checkpoint:
             packed = self._directory.packed.get(key)
             if packed is not None:
                 return read_codes(packed, files.read_stored).shard(early).dense(wanted)
-            return cut(files.read_stored(key), early).to(wanted)  # of a mapped file, the rest is not read
+            return cut(files.read_stored(key), early).to(wanted)  # other parts of a mapped file are not read
 
         packed = self._directory.packed.get(recipe.inputs[0][1])
         if packed is not None and recipe.convert is None and self._tied(first) == [first]:
             codes = read_codes(packed, files.read_stored).shard(early).replace_tensors(files.own)
             held = self._form.keep_codes(first, codes, wanted)
             return {first: codes.dense(wanted) if held is None else held}
-        if (experts := self._held_experts(recipe, shards.get(first, {}))) is not None:
+        if (experts := self._keep_expert_codes(recipe, shards.get(first, {}))) is not None:
             return {first: experts}
         try:
             outputs = recipe.make(read)
@@ -263,8 +269,8 @@ class _Checkpoint:
             for name, tensor in owned.items()
         }
 
-    def _held_experts(self, recipe: Recipe, shard: Shard) -> Weight | None:
-        """Return the weights of a layer's experts, if they can be held as the codes that they are stored in."""
+    def _keep_expert_codes(self, recipe: Recipe, shard: Shard) -> Weight | None:
+        """Return the weights of a layer's experts as their stored codes; None if ``form`` cannot hold them so."""
         name, *others = recipe.outputs
         packed = {key: self._directory.packed.get(key) for _, key in recipe.inputs}
         if recipe.convert is None or others or name not in self._form.experts or None in packed.values():
@@ -277,7 +283,7 @@ class _Checkpoint:
         codes = {key: read_codes(each, self._files.read_stored) for key, each in parts.items()}
         try:
             whole = arranged(codes, lambda read: recipe.make(read)[name], like.shape)
-        except (RuntimeError, ValueError):  # making them dense fails too, and says what is missing
+        except (RuntimeError, ValueError):  # the dense path fails too, with an error that names what is missing
             whole = None
         if whole is None:
             return None
@@ -291,7 +297,7 @@ class _Checkpoint:
 def _own(tensor: torch.Tensor, mapped: set[int], device: torch.device) -> torch.Tensor:
     """Return a contiguous tensor with its own memory on ``device``.
 
-    A view of a memory map would depend on the file and be unaligned, a part of another tensor would keep all of that.
+    A view of a memory map would depend on the file and be unaligned; a view of a tensor would keep the whole tensor.
     """
     if tensor.device != device:
         return tensor.to(device, memory_format=torch.contiguous_format)
@@ -305,14 +311,14 @@ def _dummy(
     names: Sequence[str],
     plan: WeightPlan,
     seed: int,
-    done: _Done,
+    done: _ProgressBytes,
     device: torch.device,
     shards: Mapping[str, Shard],
     form: Form,
 ) -> dict[str, Weight]:
     made: dict[str, Weight] = {}
     result: dict[str, Weight] = {}
-    drawn = _drawn_ahead(dict.fromkeys(plan.ties.get(name, name) for name in names), plan, seed)
+    drawn = _draw_in_parallel(dict.fromkeys(plan.ties.get(name, name) for name in names), plan, seed)
     for name in names:
         source, shard = plan.ties.get(name, name), shards.get(name, {})
         if source not in made:
@@ -326,9 +332,8 @@ def _dummy(
     return result
 
 
-def _drawn_ahead(sources: Iterable[str], plan: WeightPlan, seed: int) -> Iterator[torch.Tensor]:
-    """Yield a dummy tensor for each of ``sources``, drawn by a thread for each core: a model of 8 billion weights takes
-    45 s on one core."""
+def _draw_in_parallel(sources: Iterable[str], plan: WeightPlan, seed: int) -> Iterator[torch.Tensor]:
+    """Yield a dummy tensor for each of ``sources``, drawn by a thread per core: 8 billion weights take 45 s on one."""
     threads, left = len(os.sched_getaffinity(0)), iter(sources)
     with ThreadPoolExecutor(threads) as pool:
         while group := list(islice(left, threads)):
@@ -336,7 +341,7 @@ def _drawn_ahead(sources: Iterable[str], plan: WeightPlan, seed: int) -> Iterato
 
 
 def _dummy_tensor(name: str, like: torch.Tensor, seed: int) -> torch.Tensor:
-    """Matrices are random, biases and integers are 0, other vectors (mostly norms) are 1."""
+    """Return a dummy weight: matrices are random, biases and integers 0, other vectors (mostly norms) 1."""
     if not like.is_floating_point() or name.endswith("bias"):
         return torch.zeros(like.shape, dtype=like.dtype)
     if like.ndim < 2:

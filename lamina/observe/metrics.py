@@ -1,4 +1,4 @@
-"""Metrics of engine and server in the Prometheus text format, read at every scrape."""
+"""Exports metrics of the engine and its server in the Prometheus text format, collected at each scrape."""
 
 import os
 import time
@@ -20,45 +20,47 @@ REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class Traffic:
-    """Metrics of the requests that reached the engine over HTTP, kept in ``registry``."""
+    """Counters and latency histograms of requests over HTTP, kept in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.prompt_tokens = Counter("lamina_prompt_tokens", "Tokens of prompts answered.", registry=registry)
+        self.prompt_tokens = Counter(
+            "lamina_prompt_tokens", "Prompt tokens of requests that got a first token.", registry=registry
+        )
         self.generated_tokens = Counter("lamina_generated_tokens", "Tokens generated.", registry=registry)
         self.completions = Counter(
             "lamina_completions", "Completions ended, by finish reason.", ["finish_reason"], registry=registry
         )
         self.first_token = Histogram(
             "lamina_time_to_first_token_seconds",
-            "From the decoded request to its first token.",
+            "Time from receiving a request to its first token.",
             buckets=FIRST_TOKEN_S,
             registry=registry,
         )
         self.between_tokens = Histogram(
             "lamina_time_between_tokens_seconds",
-            "Between updates of a request, per token of one completion.",
+            "Time between updates of a request, divided by the tokens of one completion in them.",
             buckets=BETWEEN_TOKENS_S,
             registry=registry,
         )
         self.duration = Histogram(
             "lamina_request_duration_seconds",
-            "From the decoded request to its last token.",
+            "Time from receiving a request to its last token.",
             buckets=REQUEST_S,
             registry=registry,
         )
 
 
 class Timing:
-    """Observes the updates of one HTTP request as they are read: a client that reads slowly delays its own."""
+    """Times the updates of one HTTP request as the client reads them: a slow client counts as slow tokens."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
         self._begun = time.monotonic()
-        self._last: dict[int, float] = {}  # by prompt: when its latest update with tokens was read
+        self._last: dict[int, float] = {}  # by prompt: time of its latest update with tokens
         self._ended = set[tuple[int, int]]()
 
     def observe(self, prompt: int, update: RequestUpdate) -> None:
-        """Count what is new in prompt number ``prompt``'s next update."""
+        """Count the tokens and finished completions of the next update of prompt number ``prompt``."""
         traffic, now = self._traffic, time.monotonic()
         most = max(len(completion.token_ids) for completion in update.completions)
         if most > 0:
@@ -94,13 +96,13 @@ VLLM_NAMES = {
     "lamina_time_between_tokens_seconds": "vllm:inter_token_latency_seconds",
     "lamina_request_duration_seconds": "vllm:e2e_request_latency_seconds",
 }
-"""Metrics that vLLM has with the same meaning, which its dashboards read, with the label ``model_name``."""
+"""vLLM's names of metrics with the same meaning. They are exported too, labelled ``model_name``, for its dashboards."""
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
 
 class _Collected:
-    """Metrics that have been collected, as what ``generate_latest`` reads."""
+    """Adapts collected metrics to the registry interface that ``generate_latest`` reads."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -113,12 +115,12 @@ class Metrics:
     """The metrics of one engine and of the server in front of it.
 
     Attributes:
-        traffic: of the server, which it counts.
+        traffic: Metrics that the server updates.
     """
 
     def __init__(self, engine: Runtime) -> None:
         self._engine = engine
-        # Without them: a series per histogram and counter that no query needs.
+        # The "_created" series are one more per histogram and counter, and no query needs them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -136,7 +138,7 @@ class Metrics:
         return generate_latest(_Collected([*families, *shared]))
 
     def _as_vllm(self, family: Metric) -> Metric:
-        """Return a metric under vLLM's name."""
+        """Return a copy of a metric under vLLM's name and labels."""
         name = VLLM_NAMES[family.name]
         copy = Metric(name, family.documentation, family.type)
         for sample in family.samples:
@@ -169,7 +171,7 @@ class Metrics:
         return {"tokens": tokens, "latency": latency}
 
     def collect(self) -> Iterator[Metric]:
-        """Implements Prometheus' collector interface."""
+        """Yield the engine's metrics (Prometheus' collector interface)."""
         stats = self._engine.stats()
         yield GaugeMetricFamily("lamina_up", "1 while the engine runs, 0 once it has stopped.", int(stats.dead is None))
         yield GaugeMetricFamily("lamina_requests_running", "Requests admitted and not finished.", stats.running)
@@ -181,7 +183,7 @@ class Metrics:
             "lamina_preemptions", "Requests whose KV was dropped, to be computed again later.", stats.preempted
         )
         yield CounterMetricFamily(
-            "lamina_recoveries", "Times that workers were lost and the others went on.", stats.recoveries
+            "lamina_recoveries", "Losses of workers after which the engine continued.", stats.recoveries
         )
         yield CounterMetricFamily(
             "lamina_tokens_recomputed", "Tokens computed again because a worker was lost.", stats.recomputed
@@ -206,7 +208,7 @@ class Metrics:
             sum(each.used for each in workers_memory) / max(1, sum(each.capacity for each in workers_memory)),
         )
         moved = CounterMetricFamily(
-            "lamina_kv_moved_bytes", "KV that came from other memory workers while it was in use.", labels=["worker"]
+            "lamina_kv_moved_bytes", "Bytes of KV in use that moved to this memory worker.", labels=["worker"]
         )
         for worker, nbytes in stats.placement.moved.items():
             moved.add_metric([worker], nbytes)
@@ -223,7 +225,7 @@ class Metrics:
         yield from (used, cached, slots)
         workers = GaugeMetricFamily(
             "lamina_workers",
-            "1 for every worker; serving, or how it joins or leaves.",
+            "1 for every worker, by its state: serving, joining or leaving.",
             labels=["worker", "state"],
         )
         for worker, state in stats.workers.items():
@@ -232,7 +234,7 @@ class Metrics:
         yield from self._scaling(stats)
         links = GaugeMetricFamily(
             "lamina_links",
-            "Pairs of workers by transport and its reason.",
+            "Pairs of workers, by transport and the reason for its choice.",
             labels=["transport", "reason"],
         )
         for choice, pairs in stats.links:
@@ -241,15 +243,21 @@ class Metrics:
 
     def _scaling(self, stats: EngineStats) -> Iterator[Metric]:
         """Yield the metrics of pools that scale by load."""
-        load = GaugeMetricFamily("lamina_autoscale_load", "Workers that a pool's load would fill.", labels=["pool"])
+        load = GaugeMetricFamily(
+            "lamina_autoscale_load", "Load of a pool, as the number of workers that it would fill.", labels=["pool"]
+        )
         bounds = GaugeMetricFamily(
-            "lamina_autoscale_bound", "The least and the most workers of a pool.", labels=["pool", "bound"]
+            "lamina_autoscale_bound", "Smallest and largest number of workers of a pool.", labels=["pool", "bound"]
         )
         changes = CounterMetricFamily(
-            "lamina_autoscale_workers", "Workers that were added, or let go, by load.", labels=["pool", "change"]
+            "lamina_autoscale_workers",
+            "Workers added to or removed from a pool because of its load.",
+            labels=["pool", "change"],
         )
         latest = GaugeMetricFamily(
-            "lamina_autoscale_latest_seconds", "When a pool's size was last decided, and why.", labels=["pool", "why"]
+            "lamina_autoscale_latest_seconds",
+            "Unix time of the last decision on a pool's size, by reason.",
+            labels=["pool", "why"],
         )
         for pool, each in stats.scaling.items():
             load.add_metric([pool], each.load)

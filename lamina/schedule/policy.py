@@ -1,4 +1,4 @@
-"""Policies: in which order requests are admitted, preempted and computed, and the queues of waiting requests. Pure.
+"""Scheduling policies, which order requests, and the queues of waiting requests. Pure.
 
 A policy of another package is found by its entry point in the group ``lamina.policies``: a callable that takes
 ``Targets`` and returns a ``Policy``.
@@ -19,15 +19,15 @@ from lamina.core.requests import Group
 Rank: TypeAlias = tuple[float, ...]
 
 ENTRY_POINTS = "lamina.policies"
-QUEUEING = 2.0  # times as long as alone: how long a prompt is expected to take beside others
+QUEUEING = 2.0  # expected time of a prompt in a loaded engine, as a multiple of its time alone
 
 
 @dataclass(frozen=True)
 class Targets:
-    """What users of a server expect.
+    """Latency targets.
 
     Attributes:
-        ttft_s: Target for the time to the first token; None: none is given.
+        ttft_s: Target for the time to the first token, in seconds; None for no target.
     """
 
     ttft_s: float | None = None
@@ -36,12 +36,12 @@ class Targets:
 class Policy(Protocol):
     """The order of requests. A smaller rank goes first; ranks of a request never change.
 
-    Whenever a memory worker runs out of slots, the request with the largest rank there is preempted, and the one with
-    the smallest keeps its KV. So the running request with the smallest rank always progresses.
+    When a memory worker runs out of slots, the request with the largest rank there is preempted. So the running request
+    with the smallest rank always keeps its KV and progresses.
 
     Attributes:
-        fair: True: clients take turns, and ranks order the requests of each connection. False: ranks order the requests
-            of all clients together, and no request gives up its seat to another client.
+        fair: If True, clients take turns, and ranks order the requests of each connection. If False, ranks order the
+            requests of all clients together, and no request is preempted in favour of another client.
         first_share: Part of a step's rows for prompts that the running prompt with the smallest rank gets. The prompts
             with fewest tokens left share the rest.
     """
@@ -53,17 +53,17 @@ class Policy(Protocol):
         """Return the rank of a request. Requests with equal ranks go in order of arrival."""
 
     def start_by(self, group: Group, now: float, token_s: float) -> float:
-        """Return the time after which a request that still waits goes behind all that are not late.
+        """Return the time after which a request that is still waiting counts as late: it goes behind all in time.
 
         Args:
             group: A request that has just arrived.
-            now: Seconds of the clock that ``Turn.plan`` is given.
-            token_s: Seconds that a prompt's token has taken lately; 0 if no prompt has run.
+            now: Current time in seconds, of the clock that ``Turn.plan`` uses.
+            token_s: Recent time per prompt token, in seconds; 0 if no prompt has run.
         """
 
 
 def rank_of(policy: Policy, group: Group) -> Rank:
-    """Return the rank of a request, which no other has."""
+    """Return the rank of a request, made unique by its order of arrival."""
     return (*policy.rank(group), group.arrival)
 
 
@@ -81,7 +81,7 @@ class Fifo:
 
 
 class Shortest(Fifo):
-    """Shortest prompt first. A long prompt waits as long as shorter ones arrive faster than they are computed."""
+    """Shortest prompt first. Long prompts starve while shorter ones arrive faster than they are computed."""
 
     fair = False
     first_share = 0.0
@@ -91,7 +91,7 @@ class Shortest(Fifo):
 
 
 class Priority(Fifo):
-    """Smallest ``SamplingParams.priority`` first. A request waits as long as requests before it fill the server."""
+    """Smallest ``SamplingParams.priority`` first. A request starves while requests of smaller value fill the server."""
 
     fair = False
     first_share = 1.0
@@ -103,8 +103,8 @@ class Priority(Fifo):
 class Slo(Fifo):
     """Earliest deadline first, among requests that can still have their first token in time; late ones go last.
 
-    Once more requests wait than can be served in time, order of arrival serves each of them too late. Here, those that
-    are late already make way for those that are not, and wait as long as requests in time fill the server.
+    Under overload, order of arrival would serve every request too late. With this policy, requests that are late
+    already let the others go first, and starve while requests that are in time fill the server.
     """
 
     fair = False
@@ -148,7 +148,7 @@ def find_policy(name: str, slo_ttft_ms: int | None = None) -> Policy:
 
 
 class _Line(OrderedDict[Group, None]):
-    """The requests of one connection, in order of arrival. Finds its first key in constant time, unlike a dict."""
+    """The requests of one connection, in order of arrival. Unlike a dict, it finds its first key in constant time."""
 
     def enqueue(self, group: Group) -> None:
         self[group] = None
@@ -164,15 +164,17 @@ class _Line(OrderedDict[Group, None]):
 
 
 class WaitingQueue:
-    """Requests in the order of admission: fair between accounts, within an account fair between its connections, within
-    a connection in order of arrival.
+    """Waiting requests by start-time fair queueing: fair between accounts, between the connections of an account, and
+    in order of arrival within a connection.
 
-    A change costs O(log clients), whatever the number of requests. A client without requests keeps its tag until the
-    others have caught up, so that leaving and returning gains nothing. Tags are dropped when the queue is empty.
+    A client's tag grows by the tokens of each admitted request; the client with the smallest tag is next. To pop the
+    next request costs O(log clients), whatever the number of requests. A client without requests keeps its tag
+    until the others have caught up, so that leaving and returning gains nothing. Tags are dropped when the queue is
+    empty.
     """
 
     def __init__(self, level: int = 0) -> None:
-        """``level``: the field of ``Client`` that distinguishes the clients of this queue."""
+        """``level``: Index of the field of ``Client`` by which this queue distinguishes clients."""
         self._level = level
         self._lines: dict[str, WaitingQueue | _Line] = {}
         self._order: list[tuple[int, int, str]] = []  # a heap of (tag, joined, name), one per line
@@ -187,7 +189,7 @@ class WaitingQueue:
         return itertools.chain.from_iterable(self._lines.values())
 
     def expire(self, now: float, token_s: float) -> None:
-        """Do nothing: no request becomes late."""
+        """Do nothing: requests of this queue are never late."""
 
     def enqueue(self, group: Group) -> None:
         name = group.request.client[self._level]
@@ -227,13 +229,13 @@ class WaitingQueue:
         else:
             self._order[place] = charged
             heapq.heapify(self._order)
-        self._shorten()
+        self._decrement_length()
 
     def remove(self, group: Group) -> None:
         self._lines[group.request.client[self._level]].remove(group)
-        self._shorten()
+        self._decrement_length()
 
-    def _shorten(self) -> None:
+    def _decrement_length(self) -> None:
         self._length -= 1
         if not self._length:
             self._lines.clear()
@@ -241,14 +243,14 @@ class WaitingQueue:
 
 
 class RankedQueue:
-    """Requests of all clients, ordered by a policy; those that are late go behind all others."""
+    """Waiting requests of all clients in the order of a policy; late requests go behind all others."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._keys: dict[Group, Rank] = {}
         self._order: list[tuple[Rank, int, Group]] = []  # a heap; entries with another key than ``_keys`` are stale
         self._deadlines: list[tuple[float, int, Group]] = []  # a heap, of requests that may become late
-        self._arrived: list[Group] = []  # since the time was last told
+        self._arrived: list[Group] = []  # since the last ``expire``
         self._entries = itertools.count()
 
     def __len__(self) -> int:
@@ -259,14 +261,14 @@ class RankedQueue:
 
     def enqueue(self, group: Group) -> None:
         self._arrived.append(group)
-        self._put(group, late=False)
+        self._push(group, late=False)
 
-    def _put(self, group: Group, late: bool) -> None:
+    def _push(self, group: Group, late: bool) -> None:
         self._keys[group] = (late, *rank_of(self._policy, group))
         heapq.heappush(self._order, (self._keys[group], next(self._entries), group))
 
     def expire(self, now: float, token_s: float) -> None:
-        """Let requests become late. Arguments are those of ``Policy.start_by``."""
+        """Move requests that have become late behind all others. Arguments are those of ``Policy.start_by``."""
         for group in self._arrived:
             if group in self._keys and (start_by := self._policy.start_by(group, now, token_s)) < math.inf:
                 heapq.heappush(self._deadlines, (start_by, next(self._entries), group))
@@ -274,7 +276,7 @@ class RankedQueue:
         while self._deadlines and self._deadlines[0][0] < now:
             *_, group = heapq.heappop(self._deadlines)
             if group in self._keys:
-                self._put(group, late=True)
+                self._push(group, late=True)
 
     def first(self) -> Group:
         """Return the request to admit next. The queue must not be empty."""

@@ -1,6 +1,7 @@
 """Compiles the constraints of structured outputs for llguidance: JSON schema, regular expression, choices, grammar."""
 
 import functools
+import graphlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -60,12 +61,54 @@ def _compile_schema(schema: str) -> tuple[str, str]:
         schema = "{}"
     elif not isinstance(parsed, dict):
         return "", "a schema is an object, or true"
+    if (reference := _self_reference(parsed)) is not None:
+        return "", f"the reference {reference} leads to itself, so that no answer matches"
     options: Any = {"whitespace_flexible": True, "whitespace_pattern": JSON_SPACE}
     try:
         grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)
     except ValueError as error:
         return "", str(error)
     return grammar, _compile_error(grammar)
+
+
+def _self_reference(schema: Mapping[str, Any]) -> str | None:
+    """Return a ``$ref`` that leads back to itself without a step into an object or an array; None if there is none.
+
+    llguidance compiles such a schema, and then allows only the end of the answer.
+    """
+    graph = dict[str, list[str]]()
+    parts: list[Any] = [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            parts += part.values()
+            graph |= {reference: _references(_resolve(reference, schema)) for reference in _references(part)}
+        elif isinstance(part, list):
+            parts += part
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        found: str = error.args[1][0]
+        return found
+    return None
+
+
+def _references(schema: Any) -> list[str]:
+    """Return the references of which an answer must match the targets."""
+    if not isinstance(schema, Mapping):
+        return []
+    both = schema.get("allOf")
+    parts = [schema, *(both if isinstance(both, list) else ())]
+    return [part["$ref"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("$ref"), str)]
+
+
+def _resolve(reference: str, schema: Mapping[str, Any]) -> Any:
+    """Return the part of a schema that a JSON pointer names; None for other references."""
+    root, *names = reference.split("/")
+    target: Any = schema if root == "#" else None
+    for name in names:
+        target = target.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(target, Mapping) else None
+    return target
 
 
 def _compile_text(wanted: StructuredOutputs) -> tuple[str, str]:

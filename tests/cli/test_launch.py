@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from lamina.cli.console import notes
-from lamina.cli.launch import _invite
+from lamina.cli.launch import _print_join_command
 from lamina.config.engine_config import EngineConfig
 from tests.support.commands import END_S, RUN_S, Server, assert_refused, run, run_here, start
 
@@ -148,7 +148,7 @@ def test_the_printed_command_of_a_worker_can_be_pasted(
     secret_file: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     notes.cache_clear()  # so that the next use writes to what pytest captures
-    _invite(EngineConfig(listen="10.0.0.1:7070", secret_file=secret_file))
+    _print_join_command(EngineConfig(listen="10.0.0.1:7070", secret_file=secret_file))
     how, command, _ = capsys.readouterr().err.split("\n")
     words = shlex.split(command)
     expected = ["lamina", "worker", "--engine", "10.0.0.1:7070", "--role", "memory", "--kind", "cpu"]

@@ -277,7 +277,7 @@ async def test_another_engine_gets_the_requests_that_have_not_ended_with_what_th
     finally:
         again.close()
     third_room = Frontends(other, tmp_path, os.getpid(), 2, ["frontend0"])  # type: ignore[arg-type]
-    with pytest.raises(EngineDeadError, match="started again"):
+    with pytest.raises(EngineDeadError, match="was restarted"):
         await asyncio.wrap_future(scaling)
     third_room.close()
 

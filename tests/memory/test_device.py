@@ -274,7 +274,7 @@ def test_layers_without_room_on_the_gpu_are_on_the_host(
     workspaces.gpu_share = share
     device = Gpu(backend, SPECS, KvElement.FLOAT32, 8, workspaces)
     assert backend.outside == 2 * (3 - here), "K and V of each such layer"
-    assert (f"room for the KV of {here} of 3 layers" in caplog.text) == (here < 3)
+    assert (f"memory for the KV of {here} of 3 layers" in caplog.text) == (here < 3)
     content, back = (bytearray(3 * SPECS[2].slab_bytes_per_token(KvElement.FLOAT32)) for _ in range(2))
     content[:] = np.random.default_rng(0).bytes(len(content))
     device.restore(2, np.array([5, 1, 7], np.int32), memoryview(content))

@@ -5,7 +5,9 @@ import random
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import jsonschema
@@ -92,6 +94,82 @@ def test_answers_match_random_schemas(lamina: Lamina) -> None:
     assert ended > 50
 
 
+KEYWORDS: list[Callable[[random.Random, Callable[[], Any]], dict[str, Any]]] = [
+    lambda draw, part: {"type": draw.choice(["string", "integer", "number", "object", "array", "boolean", "null"])},
+    lambda draw, part: {"type": draw.sample(["string", "integer", "object", "array", "null"], 2)},
+    lambda draw, part: {"enum": draw.sample(["a", 1, 2.5, None, True, [1], {"b": 2}], 2)},
+    lambda draw, part: {"const": draw.choice(["a", 0, False, [], {"a": 1}])},
+    lambda draw, part: {"multipleOf": draw.choice([1, 3, 0.5])},
+    lambda draw, part: {"minimum": draw.randint(-9, 9)},
+    lambda draw, part: {"exclusiveMinimum": draw.randint(-9, 9)},
+    lambda draw, part: {"maximum": draw.randint(-9, 9)},
+    lambda draw, part: {"exclusiveMaximum": draw.randint(-9, 9)},
+    lambda draw, part: {"minLength": draw.randint(0, 4)},
+    lambda draw, part: {"maxLength": draw.randint(0, 6)},
+    lambda draw, part: {"pattern": draw.choice(["^a*$", "a+", "^[0-9]{1,3}", "^\\S$"])},
+    lambda draw, part: {"format": draw.choice(["date", "time", "ipv4", "ipv6", "uuid", "email", "unknown"])},
+    lambda draw, part: {"items": part()},
+    lambda draw, part: {"prefixItems": [part(), part()], "items": draw.random() < 0.3},
+    lambda draw, part: {"minItems": draw.randint(0, 2)},
+    lambda draw, part: {"maxItems": draw.randint(0, 3)},
+    lambda draw, part: {"contains": part()},
+    lambda draw, part: {"uniqueItems": draw.random() < 0.5},
+    lambda draw, part: {"unevaluatedItems": False},
+    lambda draw, part: {"properties": {"a": part(), "b": part()}},
+    lambda draw, part: {"required": draw.sample(["a", "b", "c"], draw.randint(0, 2))},
+    lambda draw, part: {"patternProperties": {"^x": part()}},
+    lambda draw, part: {"additionalProperties": draw.choice([False, part()])},
+    lambda draw, part: {"propertyNames": {"maxLength": 3}},
+    lambda draw, part: {"minProperties": draw.randint(0, 2)},
+    lambda draw, part: {"maxProperties": draw.randint(0, 2)},
+    lambda draw, part: {"dependentRequired": {"a": ["b"]}},
+    lambda draw, part: {"dependentSchemas": {"a": part()}},
+    lambda draw, part: {"unevaluatedProperties": False},
+    lambda draw, part: {"allOf": [part(), part()]},
+    lambda draw, part: {"anyOf": [part(), part()]},
+    lambda draw, part: {"oneOf": [part(), part()]},
+    lambda draw, part: {"not": part()},
+    lambda draw, part: {"if": part(), "then": part(), "else": part()},
+    lambda draw, part: {"$ref": draw.choice(["#", "#/$defs/t"])},
+    lambda draw, part: {"default": 1, "title": "t", "$comment": "c", "unknown": 5},
+]
+"""A rule for each keyword of the JSON Schema Test Suite (draft 2020-12), with values as its tests have them."""
+
+
+def any_schema(draw: random.Random, depth: int = 0) -> Any:
+    """A schema of any keywords, which may contradict each other or have no meaning together."""
+    if depth and draw.random() < 0.1:
+        return draw.random() < 0.8
+    made: dict[str, Any] = {}
+    for keyword in draw.sample(KEYWORDS, draw.randint(1, 3)):
+        made |= keyword(draw, lambda: any_schema(draw, depth + 1) if depth < 2 else {"type": "integer"})
+    return made if depth else {"$defs": {"t": {"type": "boolean"}}, **made}
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(500, marks=pytest.mark.slow)])
+def test_answers_match_schemas_of_any_keywords_or_these_are_refused(client: openai.OpenAI, count: int) -> None:
+    draw = random.Random(count)
+    name = client.models.list().data[0].id
+
+    def answered(schema: Any) -> str:
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        asked = {"max_tokens": 120, "seed": 2, "temperature": 1.2, "extra_body": {"response_format": wanted}}
+        try:
+            (choice,) = client.completions.create(model=name, prompt=PROMPT, **asked).choices
+        except openai.BadRequestError as error:
+            assert "response_format.json_schema.schema cannot be compiled at #" in error.message, error
+            return "refused"
+        if choice.finish_reason == "length":
+            return "cut off"
+        checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        assert checker.is_valid(json.loads(choice.text)), (schema, choice.text)
+        return "valid"
+
+    with ThreadPoolExecutor(16) as pool:
+        found = Counter(pool.map(answered, [any_schema(draw) for _ in range(count)]))
+    assert found["valid"] > count / 4 and found["refused"] > count / 10, found
+
+
 def test_each_completion_matches_what_it_must(lamina: Lamina) -> None:
     wanted = {
         "regex": (StructuredOutputs(regex="[0-9]{3}-[a-f]{2,9}"), re.compile("[0-9]{3}-[a-f]{2,9}")),
@@ -110,6 +188,49 @@ def test_what_cannot_be_compiled_is_refused_with_its_place(lamina: Lamina) -> No
     schema = {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, {"not": {}}]}}}
     with pytest.raises(RequestError, match=r"json cannot be compiled at #/properties/a/anyOf/1: .*not"):
         lamina.generate(PROMPT, {"structured_outputs": {"json": schema}})
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"$ref": "#"}, "#"),
+        (
+            {"properties": {"a/": {"$ref": "#/$defs/t"}}, "$defs": {"t": {"allOf": [{"$ref": "#/$defs/t"}]}}},
+            "#/properties",
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "#/.defs/a"),
+    ],
+)
+def test_a_schema_that_only_refers_to_itself_is_refused(lamina: Lamina, schema: dict[str, Any], place: str) -> None:
+    with pytest.raises(RequestError, match=f"json cannot be compiled at {place}.* leads to itself"):
+        lamina.generate(PROMPT, {"structured_outputs": {"json": schema}})
+
+
+def test_schemas_may_refer_to_themselves_within_a_part(lamina: Lamina) -> None:
+    tree = {
+        "type": "object",
+        "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    params = SamplingParams(
+        n=16, max_tokens=100, seed=1, temperature=2.0, structured_outputs=StructuredOutputs(json=tree)
+    )
+    (output,) = lamina.generate(PROMPT, params)
+    ended = [answer.text for answer in output.outputs if answer.finish_reason is FinishReason.STOP]
+    assert ended
+    for text in ended:
+        jsonschema.validate(json.loads(text), tree)
+
+
+def test_a_grammar_in_which_nothing_may_follow_ends_in_an_error(lamina: Lamina) -> None:
+    wanted = StructuredOutputs(grammar='start: "a" x\nx: x')
+    output, beside = lamina.generate(
+        [PROMPT] * 2, [SamplingParams(structured_outputs=wanted), SamplingParams(max_tokens=4, ignore_eos=True)]
+    )
+    assert output.error is not None and "rule out every token" in output.error
+    assert output.outputs[0].finish_reason is FinishReason.ERROR and output.outputs[0].text == "a"
+    assert len(beside.outputs[0].token_ids) == 4
 
 
 class Step(BaseModel):

@@ -108,6 +108,25 @@ def test_a_stream_joins_to_the_whole_answer(server: Server, chat: bool) -> None:
         assert "".join(entry["token"] for entry in found["content"]) == text if chat else "".join(found["tokens"])
 
 
+def test_frontends_select_the_best_completions_and_score_prompts(server: Server) -> None:
+    asked = {"prompt": PROMPT, "seed": 3, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    every = ask(server, **asked, n=6, logprobs=0)["choices"]
+    every.sort(key=lambda choice: sum(choice["logprobs"]["token_logprobs"]), reverse=True)  # all of 6 tokens
+    best = ask(server, **asked, n=2, best_of=6)
+    assert [choice["token_ids"] for choice in best["choices"]] == [choice["token_ids"] for choice in every[:2]]
+    (scored,) = ask(server, **asked, prompt_logprobs=0)["choices"]
+    (plain,) = ask(server, **asked)["choices"]
+    assert scored["token_ids"] == plain["token_ids"]
+    first, *others = scored["prompt_logprobs"]
+    assert first is None and [*map(int, (token for one in others for token in one))] == plain["prompt_token_ids"][1:]
+    (free,) = ask(server, **asked, temperature=0)["choices"]
+    (word,) = (
+        httpx.post(f"{server.url}/detokenize", json={"tokens": free["token_ids"][:1]}, timeout=RUN_S).json().values()
+    )
+    (other,) = ask(server, **asked, temperature=0, bad_words=[word])["choices"]
+    assert free["token_ids"][0] not in other["token_ids"]
+
+
 def test_a_stop_string_cuts_what_the_engine_had_drawn_already(server: Server) -> None:
     text = ask(server, **GREEDY)["choices"][0]["text"]
     stop = text[20:27]  # over the bounds of tokens, most likely

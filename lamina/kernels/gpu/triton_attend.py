@@ -1,6 +1,7 @@
 """Partial attention in Triton: split-KV flash-decoding over token-granular slots; all lengths are read on the GPU.
 
-``plan`` cuts the step's work into items of about equal size: (pair, tile of packed query rows, range of tokens).
+``plan`` cuts a step's work into items of about equal size. A pair is a sequence and one of its KV segments; an item is
+a tile of a pair's packed query rows and a range of the segment's tokens, called a part.
 ``attend`` runs one program per KV head and item; ``combine`` merges split tiles, and ``merge`` the partials of several
 memory workers. A tile packs the query heads of a GQA group: its row m is query head ``m % group`` of query row
 ``m // group``, so K and V are read once for the whole group.
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 
 PAIR_WORDS = tl.constexpr(8)
-ITEM_WORDS = tl.constexpr(16)  # the first 7 of its pair, tile, first token, last token + 1, parts of its tile
+ITEM_WORDS = tl.constexpr(16)  # 7 words of the pair, tile, first token, last token + 1, the tile's parts
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -26,7 +27,7 @@ FP8_BY_BITS = tl.constexpr(3)
 
 @triton.jit
 def visible_range(first_query, last_query, kv_start, tokens, window, chunk):
-    """Tokens [first, last) of a segment that queries at positions [first_query, last_query] may see; may be empty."""
+    """Return the tokens [first, last) that queries at first_query to last_query attend to; may be empty."""
     lowest = kv_start
     if window > 0:
         lowest = tl.maximum(lowest, first_query - window + 1)
@@ -42,12 +43,12 @@ def plan(
     pair_count, least_rows, most_rows, group, window, chunk, block_m, block_n, wanted_items, least_tokens,
     block_pairs: tl.constexpr,
 ):  # fmt: skip
-    """Writes the items of pairs with least_rows to most_rows query rows. One program per pair, all lengths in each.
+    """Write the items of pairs with least_rows to most_rows query rows. One program per pair; each reads all pairs.
 
-    Parts are as long as leaves no more than ``wanted_items`` items, or half as many more than the tiles, which need one
-    each; then as equal as they can be within a tile. Pairs with longer parts come first: what is started last ends
-    soon. splits int32 [3 * pair_count + 1]: first item, parts per tile and first query row of every pair, then the
-    number of items.
+    Parts are the shortest, of at least ``least_tokens`` tokens, with which there are at most ``wanted_items`` items or
+    half of them plus one per tile, whichever is more. Within a tile, parts are about equal. Pairs with longer parts
+    come first, so that the programs started last end soon. splits int32 [3 * pair_count + 1]: first item, parts
+    per tile and first query row of every pair, then the number of items.
     """
     me = tl.program_id(0)
     pair = tl.arange(0, block_pairs)
@@ -96,7 +97,7 @@ def plan(
 
 @triton.jit
 def widen(stored, to: tl.constexpr, element: tl.constexpr):
-    """Values of stored elements, without their scales, in a type for products: exact in bfloat16 and float16."""
+    """Return stored elements, without their scales, in type ``to`` for products. Exact for bfloat16 and float16."""
     if element == FP8:
         # Through float32: float16 to bfloat16 directly is a slow instruction per element, these two are fast.
         return stored.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(to)
@@ -112,7 +113,7 @@ def widen(stored, to: tl.constexpr, element: tl.constexpr):
 
 @triton.jit
 def quantize(row, element: tl.constexpr):
-    """(codes, scale) of one row of float32: scale is the largest magnitude over the format's largest value.
+    """Return (codes, scale) of one float32 row: scale is its largest magnitude over the format's largest value.
 
     Rounds to nearest even. A row with NaN or an infinity gets NaN as its scale, so that the error is not hidden.
     """
@@ -122,7 +123,7 @@ def quantize(row, element: tl.constexpr):
     scale = tl.div_rn(peak, largest) + tl.sum(row * 0.0, 0)
     if element == INT8:
         # The clamp changes no value. It keeps the compiler from fusing the product above with the sum below, which
-        # would round ties otherwise than a CPU does. 12582912 is 1.5 * 2**23: what is left of the sum is whole.
+        # would round ties differently from a CPU. 12582912 is 1.5 * 2**23: adding it rounds to an integer.
         clamped = tl.minimum(tl.maximum(scaled, -largest), largest)
         codes = ((clamped + 12582912.0) - 12582912.0).to(tl.int8)
     else:
@@ -135,7 +136,7 @@ def quantize(row, element: tl.constexpr):
 
 @triton.jit
 def append_row(slab, scales, values, kept, write, element: tl.constexpr):
-    """Writes one row of float32 values to a slab at the given pointers and returns them as they will be read."""
+    """Write one float32 row to a slab at the given pointers, and return the values that a later read will give."""
     if element == PLAIN:
         stored = values.to(slab.dtype.element_ty)
         tl.store(slab, stored, mask=kept & write)
@@ -149,7 +150,7 @@ def append_row(slab, scales, values, kept, write, element: tl.constexpr):
 
 @triton.jit
 def shape_scores(scores, distance, slope, softcap, capped: tl.constexpr, alibi: tl.constexpr):
-    """Softcap and alibi of scaled scores, and then units of log2. ``distance`` is key minus query position."""
+    """Apply softcap and ALiBi to scaled scores, and convert them to log2. ``distance``: key minus query position."""
     if capped:
         # tanh by exp: 1 - 2 / (exp(2x) + 1) needs no library and saturates on both sides.
         scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
@@ -160,7 +161,7 @@ def shape_scores(scores, distance, slope, softcap, capped: tl.constexpr, alibi: 
 
 @triton.jit
 def visible(position, key_position, window: tl.constexpr, chunk: tl.constexpr):
-    """Which keys the queries see, by the definition in AttentionSpec."""
+    """Return the mask of keys that the queries attend to, as defined in AttentionSpec."""
     seen = key_position <= position
     if window > 0:
         seen &= position - key_position < window
@@ -175,7 +176,7 @@ def take_new_token(
     kv_heads: tl.constexpr, qk_dim: tl.constexpr, v_dim: tl.constexpr, capped: tl.constexpr, element: tl.constexpr,
     block_m: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
-    """Appends a pair's last token, if the message brings it and this item covers it, and starts the softmax with it.
+    """Append a pair's last token, if the request carries it and this item covers it, and begin the softmax with it.
 
     Returns (top, total, acc, end) for the loop to continue from: the token is used from registers, so this kernel reads
     nothing that it writes. Only the pair's single query sees it, at distance 0.
@@ -199,7 +200,7 @@ def take_new_token(
 
 @triton.jit
 def store_result(out, lse, row, top, total, acc, alive, v_dim: tl.constexpr, block_dv: tl.constexpr):
-    """Divides by the softmax's denominator and writes a tile; 0 and -inf where nothing was seen."""
+    """Divide by the softmax's denominator and write a tile; 0 and -inf for rows that attend to no token."""
     dv = tl.arange(0, block_dv)
     tl.store(lse + row, tl.where(total == 0, float("-inf"), (top + tl.log2(total)) * LN_2), mask=alive)
     result = acc / tl.where(total == 0, 1.0, total)[:, None]
@@ -217,15 +218,15 @@ def attend(
     product: tl.constexpr, value_product: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_d: tl.constexpr, block_dv: tl.constexpr,
 ):  # fmt: skip
-    """One KV head of one item. Grid (kv_heads * items or more): programs without an item end at once.
+    """Attend to one KV head of one item. Grid (kv_heads * items or more): programs without an item end at once.
 
     Shapes: q [R, Hq, D]; k [slots, Hkv, D] and v [slots, Hkv, Dv] with scales float32 [slots, Hkv] if quantised; new_k
     and new_v [new rows, Hkv, ...]; tables int32; slopes float32 [Hq]; out float32 [R, Hq, Dv] and lse float32 [R, Hq]
-    for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse. If it ``joins``, the pairs'
-    query row i is row ``order[i]`` of q, and all tiles leave parts, which ``combine`` adds to what out and lse hold.
+    for tiles in one part; else part_out float32 [items, Hkv, block_m, Dv] and part_lse. With ``joins``, the pairs'
+    query row i is row ``order[i]`` of q, and every tile is written to part_out, which ``combine`` merges into out.
     """
     head, item = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads  # the other axes have 65,535 at most
-    # Before K and V can come stand two trips to memory: one line with the item and, beside it, the count; then slots.
+    # K and V depend on two earlier reads of memory: one line with the item, together with the count; then the slots.
     count, word = tl.load(splits + 3 * pair_count), items + item * ITEM_WORDS
     first_row, rows, query_start, kv_start = tl.load(word), tl.load(word + 1), tl.load(word + 2), tl.load(word + 3)
     table, tokens, new_row = tables + tl.load(word + 4), tl.load(word + 5), tl.load(word + 6)
@@ -274,7 +275,7 @@ def attend(
         seen = there[None, :] & visible(position[:, None], key_position, window, chunk)
         scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row without visible tokens so far
         weights, shrink = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, 1)
         if element != PLAIN:
@@ -298,10 +299,10 @@ def attend(
 
 @triton.jit
 def merge_rows(outs, lses, stride, count, v_dim: tl.constexpr, block_dv: tl.constexpr, block_parts: tl.constexpr):
-    """(weighted sum of out [block_dv], sum of weights, largest lse) of ``count`` partials of one row and head.
+    """Return (weighted sum of out [block_dv], sum of weights, largest lse) of ``count`` partials of one row and head.
 
     Partial i has its lse at ``lses + i * stride`` and its out at ``outs + i * stride * v_dim``. Weights are relative to
-    the largest lse. A partial whose lse is -inf is neutral whatever its out holds.
+    the largest lse. A partial with lse -inf does not contribute, whatever its out holds.
     """
     part, dv = tl.arange(0, block_parts), tl.arange(0, block_dv)
     top = tl.full([], float("-inf"), tl.float32)
@@ -333,10 +334,10 @@ def combine(
     kv_heads: tl.constexpr, group: tl.constexpr, v_dim: tl.constexpr, joins: tl.constexpr,
     block_m: tl.constexpr, block_dv: tl.constexpr, block_parts: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts that ``attend`` wrote for one query row and head. Grid (query rows, Hq).
+    """Merge the parts that ``attend`` wrote for one query row and head. Grid (query rows, Hq).
 
-    row_pairs int32 [R]: the pair of each query row, or -1. Rows whose tiles were not cut are left alone. If it
-    ``joins``, row i is row ``order[i]`` of out and lse, and what these hold is one more partial of it.
+    row_pairs int32 [R]: the pair of each query row, or -1. Rows of tiles with one part are not changed. With ``joins``,
+    row i is row ``order[i]`` of out and lse, and its present value there is merged as one more partial.
     """
     row, query_head = tl.program_id(0), tl.program_id(1)
     pair = tl.load(row_pairs + row)
@@ -370,9 +371,9 @@ def merge(
     query_heads: tl.constexpr, v_dim: tl.constexpr, has_sinks: tl.constexpr,
     block_dv: tl.constexpr, block_parts: tl.constexpr,
 ):  # fmt: skip
-    """Merges ``count`` partials: outs [count, rows, Hq, Dv], lses [count, rows, Hq]. Grid (rows, Hq).
+    """Merge ``count`` partials: outs [count, rows, Hq, Dv], lses [count, rows, Hq]. Grid (rows, Hq).
 
-    sinks float32 [Hq]: one more logit per head in the denominator.
+    sinks float32 [Hq]: one more logit per head in the softmax's denominator.
     """
     row, head = tl.program_id(0), tl.program_id(1)
     at = row.to(tl.int64) * query_heads + head

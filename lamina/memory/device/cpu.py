@@ -1,4 +1,4 @@
-"""Slabs in host memory, and attention by native kernels. Runs without torch."""
+"""Implements memory workers' ``Device`` on CPUs: KV slabs in host memory, and native attention. Needs no torch."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from lamina.memory.device.windows import Needed, Windows
 
 @dataclass(frozen=True)
 class KvArrays:
-    """K [capacity, Hkv, D] and V [capacity, Hkv, Dv] of one attention, with scales if they are codes, by slot."""
+    """K [capacity, Hkv, D] and V [capacity, Hkv, Dv] of one attention, by slot; scales [capacity, Hkv] if quantised."""
 
     k: Array
     v: Array
@@ -24,7 +24,7 @@ class KvArrays:
 
     @classmethod
     def allocate(cls, spec: AttentionSpec, element: KvElement, capacity: int) -> "KvArrays":
-        """Arrays of ``capacity`` slots; memory is touched only when tokens arrive."""
+        """Return arrays of ``capacity`` slots; pages become resident only when tokens are stored."""
 
         def rows(size: int) -> Array:
             stored = STORAGE[element]
@@ -38,12 +38,12 @@ class KvArrays:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Scales first, so that they are aligned in a piece's bytes."""
+        """All arrays, scales first: float32 scales stay aligned where slots are copied one array after another."""
         return (*(self.scales or ()), self.k, self.v)
 
 
 class Cpu:
-    """A ``Device``. Memory is touched only when tokens arrive."""
+    """Implements ``Device`` on the CPU."""
 
     polled = None
 
@@ -55,7 +55,7 @@ class Cpu:
         threads: int,
         needed: Needed | None = None,
     ) -> None:
-        """With ``needed``, layers with a window keep nothing else."""
+        """``needed``: Slots that layers with a window must keep; they keep no others. None: layers keep all tokens."""
         self._attentions = attentions
         self._threads = threads
         sizes = {spec.window for spec in attentions if spec.window and needed is not None}
@@ -72,7 +72,7 @@ class Cpu:
         return memoryview(bytearray(body))
 
     def register_own(self, memory: memoryview) -> None:
-        """Do nothing: all memory of the host is equally quick."""
+        """Do nothing: the CPU reads all host memory equally fast."""
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
         return True
@@ -81,7 +81,7 @@ class Cpu:
         """Do nothing: nothing was mapped."""
 
     def settle(self) -> None:
-        """Do nothing: nothing is read later."""
+        """Do nothing: arrays are read before methods return."""
 
     def keep(self, layer: int, k: Array, v: Array, slots: Slots) -> None:
         slab, windows = self._slabs[layer], self._windows[layer]
@@ -109,7 +109,7 @@ class Cpu:
         return CpuTable(self, pairs.table(np.concatenate([slots(key)[first:stop] for key, first, stop in seen])))
 
     def forget(self, segments: Sequence[Hashable]) -> None:
-        """Do nothing: tables have copies."""
+        """Do nothing: nothing is cached by segment."""
 
     def attend(
         self, layer: int, table: SegmentTable, q: Array, out: Floats, lse: Floats, spec: AttentionSpec | None = None
@@ -145,7 +145,7 @@ class Cpu:
 
 @dataclass(frozen=True)
 class CpuTable:
-    """A ``Table``: all slots in one array."""
+    """Implements ``Table`` with the slots of all pairs in one array."""
 
     device: Cpu
     segments: SegmentTable

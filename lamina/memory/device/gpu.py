@@ -1,10 +1,9 @@
-"""Slabs in the memory of a GPU, and attention by Triton kernels; the host keeps the slots and plans.
+"""Implements memory workers' ``Device`` on GPUs: KV slabs in GPU memory, and attention by Triton kernels.
 
-Messages arrive in host memory, where a layer costs one copy to the GPU and one back, or in inboxes on the GPU. What a
-step attends to is sent when its plan arrives, and of the page tables only the words that have changed since the step
-before. Prefixes that sequences share are read once for all of them, if that saves enough
-(``lamina.memory.shared_prefixes``).
-Steps that decode may be served by the GPU itself, see ``lamina.memory.ahead``.
+Messages arrive in host memory, where a layer costs one copy to the GPU and one back, or in inboxes on the GPU. The
+table of a step is sent to the GPU when the step's plan arrives; of the page tables, only changed words are sent.
+Prefixes that sequences share are read once for all of them, if that saves enough (``lamina.memory.shared_prefixes``).
+Decode steps may be served by the GPU itself, see ``lamina.memory.ahead``.
 """
 
 import functools
@@ -34,19 +33,20 @@ from lamina.transport.device.slots import PolledSlots
 logger = logging.getLogger(__name__)
 
 EMULATED = "emulated"
-PINNED_BITS = 25  # results up to 2^24 bytes have pinned memory from the start: some hundred decoding sequences
+PINNED_BITS = 25  # pinned memory is allocated at start for results up to 2^24 bytes: some hundred decoding sequences
 LEAST_SAVED = 32 << 20
-"""What an H200 reads in 7 us, by its data sheet. That two more launches take about as long is an estimate, which
-``bench/gpu.py cascade`` can check."""
+"""Fewest bytes per layer that reading shared prefixes once must save: what an H200 reads in 7 us, by its data sheet.
+
+Two more launches are estimated to take as long; ``bench/gpu.py cascade`` measures it.
+"""
 NO_SLOTS = np.empty(0, np.int32)
 
 
 @functools.cache
 def backend(name: str) -> Backend:
-    """Return the GPU "cuda:INDEX", or Triton's interpreter for "emulated", with or without an index: the same every
-    time.
+    """Return the backend of GPU "cuda:INDEX", or Triton's interpreter for "emulated" or "emulated:INDEX".
 
-    Raises ConfigError if it cannot be used.
+    Each name has one backend per process. Raises ConfigError if the device cannot be used.
     """
     kind, _, index = name.partition(":")
     if kind == EMULATED:
@@ -58,21 +58,21 @@ def backend(name: str) -> Backend:
         raise ConfigError(f"unknown device {name!r}; give cpu, {EMULATED}, or cuda:INDEX")
     from lamina.kernels.gpu.device import find, require
 
-    require(int(index), find())  # says what is missing; importing CuPy would only fail
+    require(int(index), find())  # raises an error that names what is missing, unlike an import of CuPy
     from lamina.kernels.gpu.cuda import Cuda
 
     return Cuda(int(index))
 
 
 def polled_slots(name: str) -> PolledSlots:
-    """Return what the GPU ``name`` reads and writes itself; threads in place of its streams for "emulated"."""
+    """Return the slots that GPU ``name`` polls by itself; for "emulated", threads stand in for its streams."""
     if name.partition(":")[0] == EMULATED:
         from lamina.transport.device.threads import ThreadSlots
 
         return ThreadSlots()
     from lamina.transport.device.cuda import CudaSlots
 
-    backend(name)  # makes it the current one
+    backend(name)  # makes the GPU the current device of this process
     return CudaSlots()
 
 
@@ -85,18 +85,20 @@ def workspaces(name: str) -> Workspaces:
 def reserve(
     name: str, attentions: Sequence[AttentionSpec], element: KvElement, query: np.dtype[Any], largest: Largest
 ) -> None:
-    """Compile, and take what steps up to the ``largest`` need beside slabs, see ``Workspaces.reserve``.
+    """Compile all kernels and allocate the memory that steps up to the ``largest`` need besides slabs.
+
+    Arguments are those of ``Workspaces.reserve``.
 
     Raises ConfigError if the device cannot be used, and MemoryError if it has too little memory.
     """
     workspaces(name).reserve(attentions, element, query, largest)
     held = [backend(name).pinned((1 << bits,), np.uint8) for bits in range(9, PINNED_BITS) for _ in range(2)]
-    del held  # kept for results, see ``Backend.pinned``
+    del held  # freed pinned memory is reused for results, see ``Backend.pinned``
     _run_once(Gpu(backend(name), attentions[:1], element, 2, workspaces(name)), attentions[0], element, query)
 
 
 def _run_once(device: "Gpu", spec: AttentionSpec, element: KvElement, query: np.dtype[Any]) -> None:
-    """So that libraries load, and compile the kernels that are their own."""
+    """Run each operation once, so that libraries load and compile their own kernels."""
     q, k, v = (
         device.sent(np.zeros((2, heads, size), query))
         for heads, size in (
@@ -117,7 +119,7 @@ def _run_once(device: "Gpu", spec: AttentionSpec, element: KvElement, query: np.
 
 
 class Gpu:
-    """A ``Device``. An attention is one launch, which nothing can pause: prompt chunks take milliseconds at most."""
+    """Implements ``Device`` on a GPU. An attention is one launch and cannot pause; prompt chunks take milliseconds."""
 
     def __init__(
         self,
@@ -129,9 +131,17 @@ class Gpu:
         slots: PolledSlots | None = None,
         least_saved: int = LEAST_SAVED,
     ) -> None:
-        """Slabs of ``capacity`` slots. ``workspaces``: of the backend, that may have been reserved. ``slots``: what the
-        GPU polls, if it is to serve requests itself. ``least_saved``: bytes of a layer that a step must save for shared
-        prefixes to be read once for all."""
+        """Allocate slabs of ``capacity`` slots.
+
+        Args:
+            backend: The GPU.
+            attentions: Attentions of the model, by layer.
+            element: Element type of KV in slabs.
+            capacity: Token slots.
+            workspaces: Workspaces of ``backend``; None: new ones.
+            slots: Slots that the GPU polls to serve requests itself; None: the host serves all requests.
+            least_saved: Fewest bytes per layer that a step must save for shared prefixes to be read once.
+        """
         self._backend = backend
         self._workspaces = workspaces or Workspaces(backend)
         self.inboxes: Inboxes | None = (inboxes := Inboxes(backend.inbox_maker()))
@@ -142,19 +152,21 @@ class Gpu:
         kinds = dict.fromkeys(replace(spec, layer=0) for spec in attentions)
         self._element = element
         self._cascading = [spec for spec in kinds if sees_all(spec)]
-        self._others = [spec for spec in kinds if not sees_all(spec)]
+        self._not_cascading = [spec for spec in kinds if not sees_all(spec)]
         token_bytes = max(spec.slab_bytes_per_token(element) for spec in attentions)
         self._sharing = SharedPrefixes(least_saved // token_bytes)
-        self._reads_inbox = False  # since the last ``settle``
+        self._reads_inbox = False  # whether a kernel has read an inbox since the last ``settle``
 
     def register_own(self, memory: memoryview) -> None:
-        """Make memory that peers write into quick to copy from. A GPU that polls copies from there by itself."""
+        """Register memory that peers write into for fast copies to the GPU. A GPU that polls copies by itself."""
         if self.polled is None:
             self._backend.register_upload(memory)
 
     def map_peer(self, peer: str, memory: memoryview) -> bool:
-        """Let kernels write into a peer's memory. False if they will not, and where the GPU polls: it answers by
-        itself."""
+        """Let kernels write into a peer's memory, and return whether they can.
+
+        False if the GPU polls: it then writes replies by itself.
+        """
         return self.polled is None and self._backend.register_download(peer, memory)
 
     def unmap_peer(self, peer: str) -> None:
@@ -171,7 +183,7 @@ class Gpu:
     def settle(self) -> None:
         self._backend.wait_for_uploads()
         if self._reads_inbox:
-            self._backend.download()  # nothing, but all that was launched has ended
+            self._backend.download()  # copies nothing, and returns once all launched kernels have ended
             self._reads_inbox = False
 
     def sent(self, array: Array) -> Any:
@@ -203,13 +215,13 @@ class Gpu:
         shared = self._sharing.find(pairs, slots) if self._cascading else []
         whole = cascade = None
         if not shared:
-            whole = self._begun(pairs, starts, [*self._cascading, *self._others])
-        elif self._others:
-            whole = self._begun(pairs, starts, self._others)
+            whole = self._plan_attention(pairs, starts, [*self._cascading, *self._not_cascading])
+        elif self._not_cascading:
+            whole = self._plan_attention(pairs, starts, self._not_cascading)
         if shared:
             (together, order), first = shared_of(pairs, shared), [starts[one.pairs[0]] for one in shared]
-            rest = self._begun(rest_of(pairs, shared), starts, self._cascading)
-            cascade = rest, self._begun(together, first, self._cascading, order, sum(pairs.rows))
+            rest = self._plan_attention(rest_of(pairs, shared), starts, self._cascading)
+            cascade = rest, self._plan_attention(together, first, self._cascading, order, sum(pairs.rows))
         table, reader = GpuTable(self, pages, whole, cascade), pages.tables.pin_tables()
         given_back, used = self._workspaces.give, [each for each in (whole, *(cascade or ())) if each is not None]
 
@@ -221,7 +233,7 @@ class Gpu:
         weakref.finalize(table, end).atexit = False
         return table
 
-    def _begun(
+    def _plan_attention(
         self,
         pairs: Pairs,
         starts: Sequence[int],
@@ -229,8 +241,13 @@ class Gpu:
         order: Slots | None = None,
         rows: int = 0,
     ) -> Attention:
-        """Return the attentions ``kinds`` of these pairs, whose segments' page tables begin at ``starts``; see
-        ``Attention.begin``. ``rows``: of the step, if not those of the pairs."""
+        """Return an ``Attention`` with the tables of ``pairs``, planned for the specs ``kinds``.
+
+        Args:
+            starts: First word of the page table of each pair's segment.
+            order: Order of query rows, where pairs do not have contiguous rows.
+            rows: Query rows of the step, if not the sum over ``pairs``.
+        """
         new = np.array(pairs.new, np.int32) if pairs.new else None
         words = pair_table(pairs.table(NO_SLOTS), np.add(starts, pairs.first), new)
         attention = self._workspaces.take(len(words), rows or sum(pairs.rows))
@@ -269,7 +286,7 @@ class Gpu:
         new: New | None,
         scratch: Scratch | None = None,
     ) -> None:
-        """Launch attention with ``out`` and ``lse`` on the GPU. ``scratch``: workspace of a stream of its own."""
+        """Launch attention that writes ``out`` and ``lse`` on the GPU. ``scratch``: For a stream of its own."""
         added = None if new is None else (self._backend.aligned(new.k), self._backend.aligned(new.v))
         operands = self._backend.aligned(q), self._slabs[layer], table.pages.words, spec, out, lse
         attention, shared = table.attentions(spec)
@@ -282,20 +299,22 @@ class Gpu:
 
     def read(self, layer: int, slots: Slots, content: memoryview) -> None:
         there = self.sent(slots)
-        self._backend.download(*((array[there], view) for array, view in parts(content, len(slots), self._held(layer))))
+        self._backend.download(
+            *((array[there], view) for array, view in parts(content, len(slots), self._arrays(layer)))
+        )
 
     def restore(self, layer: int, slots: Slots, content: memoryview) -> None:
         there = self.sent(slots)
-        for array, view in parts(content, len(slots), self._held(layer)):
+        for array, view in parts(content, len(slots), self._arrays(layer)):
             array[there] = self.sent(view)
 
-    def _held(self, layer: int) -> tuple[Any, ...]:
+    def _arrays(self, layer: int) -> tuple[Any, ...]:
         slab = self._slabs[layer]
         scales = () if slab.k_scales is None else (slab.k_scales, slab.v_scales)
         return (*scales, slab.k, slab.v)
 
     def _send_pages(self, pairs: Pairs, slots: SlotsOf) -> tuple["_Pages", list[int]]:
-        """Send what has changed of the pairs' page tables: where they are, and the first word of each."""
+        """Send changed words of the segments' page tables; return the tables and the first word of each segment's."""
         try:
             starts = self._pages.send(pairs.keys, slots)
         except CapacityError:  # many segments share slots, or have just been freed
@@ -307,8 +326,11 @@ class Gpu:
 def _slabs(
     backend: Backend, element: KvElement, attentions: Sequence[AttentionSpec], capacity: int, share: float
 ) -> list[KvSlab]:
-    """Return the slabs of all layers. If the GPU has no room for all, the last ones are in the host's memory, and
-    ``share`` of the GPU's is used."""
+    """Return the slabs of all layers, in GPU memory.
+
+    If they do not all fit, up to ``share`` of the GPU's memory is used, and the slabs of the last layers are allocated
+    in host memory, with a warning.
+    """
     sizes = [capacity * spec.slab_bytes_per_token(element) for spec in attentions]
     left, total = backend.memory()
     if sum(sizes) > left:
@@ -316,7 +338,7 @@ def _slabs(
     here = [end <= left for end in itertools.accumulate(sizes)]
     if not all(here):
         logger.warning(
-            "%s has room for the KV of %d of %d layers; it reads that of the others over its bus, much more slowly",
+            "%s has memory for the KV of %d of %d layers; the rest is in host memory, which it reads much more slowly",
             backend.name,
             sum(here),
             len(here),
@@ -326,12 +348,11 @@ def _slabs(
 
 
 class _Pages:
-    """The page tables of all segments, on the host and on the GPU. Larger ones replace them; tables of steps keep what
-    they have been made with.
+    """The page tables of all segments. When they are full, larger ones replace them; earlier steps keep the old ones.
 
     Attributes:
-        tables: on the host.
-        words: int32 on the GPU.
+        tables: Bookkeeping on the host.
+        words: The tables themselves, int32 on the GPU.
     """
 
     def __init__(self, backend: Backend, words: int) -> None:
@@ -340,7 +361,7 @@ class _Pages:
         self.words = backend.empty((words,), np.int32)
 
     def send(self, segments: Sequence[Hashable], slots: SlotsOf) -> list[int]:
-        """Send what has changed; the first word of each segment. Raises CapacityError."""
+        """Send changed words and return the first word of each segment's table. Raises CapacityError."""
         for segment in segments:
             self.tables.update(segment, slots(segment))
         write_words(self._backend, self.words, self.tables.changes())
@@ -349,9 +370,12 @@ class _Pages:
 
 @dataclass(eq=False)
 class GpuTable:
-    """A ``Table``: the step's pairs, which read ``pages``.
+    """Implements ``Table`` for one step.
 
-    ``whole`` holds them as they are; ``cascade``, if they share prefixes, without these, and then the prefixes.
+    Attributes:
+        pages: Page tables that the step reads.
+        whole: Attention over all tokens of each pair; None if no layer needs it.
+        cascade: Attention over what follows shared prefixes, and over the prefixes; None if no prefix is shared.
     """
 
     device: Gpu
@@ -360,7 +384,7 @@ class GpuTable:
     cascade: tuple[Attention, Attention] | None
 
     def attentions(self, spec: AttentionSpec) -> tuple[Attention, Attention | None]:
-        """Return what an attention runs, and what it adds to that."""
+        """Return the attention to run for ``spec``, and the one whose result is merged into it, if any."""
         if self.cascade is not None and sees_all(spec):
             return self.cascade
         assert self.whole is not None

@@ -1,6 +1,6 @@
-"""Whether a GPU waits for messages itself or the host does: as requested, or as measured, once for each kind of GPU.
+"""Decides whether a GPU polls for messages itself, or the host does: as requested, or whichever is faster.
 
-The measurement is kept (``lamina.kernels.tuning_cache``).
+The measurement is made once for each kind of GPU and cached (``lamina.kernels.tuning_cache``).
 """
 
 import logging
@@ -19,24 +19,30 @@ from lamina.transport.device.slots import HEADER_WORDS, SLOTS, Incoming, Outgoin
 
 logger = logging.getLogger(__name__)
 
-NBYTES = 128 << 10  # of a request, and of its answer: some tens of decoding sequences
-TRIPS, WARM = 40, 10
+NBYTES = 128 << 10  # bytes of a request and of its reply: some tens of decoding sequences
+TRIPS, WARM = 40, 10  # round trips made, and those at the start that are not measured
 TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class Trips:
-    """Seconds from a request in host memory to its answer there, without attention."""
+    """Seconds from a request in host memory to the reply in host memory, without attention.
+
+    Attributes:
+        device_s: If the GPU polls.
+        host_s: If the host copies to and from the GPU.
+    """
 
     device_s: float
     host_s: float
 
 
 def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) -> bool:
-    """Return whether the device of ``backend`` polls. Without a measurement that says something, the host does.
+    """Return whether the GPU of ``backend`` polls; False if "auto" cannot measure.
 
-    The first time on a kind of GPU, "auto" takes a moment. Nothing may run on the GPU meanwhile. Raises ConfigError if
-    it has to poll and its kernels must not run for long.
+    The first time on a kind of GPU, "auto" measures for a moment. Nothing else may run on the GPU meanwhile.
+
+    Raises ConfigError for "device" if the driver ends kernels that run for long.
     """
     if polling == "device" and backend.ends_long_kernels:
         raise ConfigError(
@@ -55,7 +61,7 @@ def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) 
         try:
             found = measure(backend, slots())
         except (DeadlineError, TransportError) as error:
-            logger.warning("the host waits for messages of %s: it cannot poll here: %s", backend.name, error)
+            logger.warning("%s cannot poll for messages, so the host does: %s", backend.name, error)
             return False
         logger.warning(
             "%s answers a message in %.1f us if it polls, in %.1f us if the host does",
@@ -68,12 +74,12 @@ def polls(polling: Polling, backend: Backend, slots: Callable[[], PolledSlots]) 
 
 
 def measure(backend: Backend, slots: PolledSlots) -> Trips:
-    """Median times of messages that this thread sends to itself. Raises DeadlineError if the device does not answer."""
+    """Return median round-trip times of messages that this thread sends. Raises DeadlineError if the GPU is silent."""
     return Trips(_device_trip(backend, slots), _host_trip(backend))
 
 
 def _device_trip(backend: Backend, slots: PolledSlots) -> float:
-    words = backend.pinned((SLOTS + 1, HEADER_WORDS + NBYTES // 8), np.uint64)  # a message in each slot, and an answer
+    words = backend.pinned((SLOTS + 1, HEADER_WORDS + NBYTES // 8), np.uint64)  # a request per slot, then the reply
     bells = backend.pinned((SLOTS + 1, HEADER_WORDS), np.uint64)  # one to a cache line
     words[:], bells[:] = 0, 0
     there = backend.empty((NBYTES,), np.uint8)
@@ -108,7 +114,7 @@ def _device_trip(backend: Backend, slots: PolledSlots) -> float:
 
 
 def _strides(*arrays: np.ndarray) -> list[tuple[int, int]]:
-    """Return where arrays begin, and bytes from one row to the next."""
+    """Return the address of each array, and its bytes from one row to the next."""
     return [(array.ctypes.data, array.strides[0]) for array in arrays]
 
 

@@ -125,6 +125,6 @@ EMULATED = ["local", "local, copies", "local, TP2, copies", "lamina, TP2, fixed"
 def test_a_line_on_gpus(name: str, workers: list[psutil.Process], expected: list[str]) -> None:
     pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
     way, line = ON_GPUS[name]
-    assert "h100:" in line and ("h20:" in line) == (way.kind is Kind.OFFLOADED)
+    assert f"--compute {way.compute.kind}:{way.compute_workers}" in line and way.compute.kind in ("h100", "h20")
     texts = serves(way, line, Target.GPU, workers, PROMPTS[:2], LAMINA_EMULATED_GPUS="h100:4,h20:2")
     assert texts == expected[:2]
