@@ -11,6 +11,7 @@ import numpy as np
 
 from lamina.compute.worker import ComputeWorker
 from lamina.memory.slab import Slab
+from lamina.memory.store import KvStore
 from lamina.memory.worker import MemoryWorker
 from tests.simulation.world import Broken
 
@@ -56,8 +57,16 @@ def check_turn(run: "Simulation") -> None:
         require(placement.idle[place] >= 0, f"{placement.idle[place]} slots of {place} are idle")
     require(run.processes.server.most_waiting < MOST_WAITING, "the engine has not read too many messages")
     for process in run.processes.living.values():
-        if isinstance(process.worker, MemoryWorker):
-            _check_slab(process.name, process.worker._store.slab)
+        if (store := _store(process.worker)) is not None:
+            _check_slab(process.name, store.slab)
+
+
+def _store(worker: object) -> KvStore | None:
+    """Return the KV of a worker, if it holds any."""
+    if isinstance(worker, MemoryWorker):
+        return worker._store
+    local = isinstance(worker, ComputeWorker) and worker._memory
+    return local.store if local else None
 
 
 def _check_slab(name: str, slab: Slab[Any]) -> None:
@@ -104,8 +113,12 @@ def check_quiet(run: "Simulation") -> None:
         require(
             leased <= workers.keys() | joining, f"{name} leases memory to {', '.join(sorted(leased - workers.keys()))}"
         )
+        if (store := _store(worker)) is not None:
+            idle, held = prefixes.idle(name)[0], store.used_tokens
+            require(held == idle, f"{name} holds {held} tokens; the engine knows of {idle} in cached prefixes")
         if isinstance(worker, MemoryWorker):
-            _check_memory(name, worker, prefixes, placement)
+            idles = all(lane.is_idle and not lane.steps for lane in worker._lanes)
+            require(idles, f"{name} has lanes that are not idle")
         if isinstance(worker, ComputeWorker):
             require(not any(lane.steps for lane in worker._lanes), f"{name} has steps")
             require(not worker._sequences, f"{name} knows {len(worker._sequences)} sequences that have ended")
@@ -119,10 +132,3 @@ def check_quiet(run: "Simulation") -> None:
 
 def _channels(worker: Any) -> dict[str, Any]:
     return worker._channels if isinstance(worker, MemoryWorker) else worker._mail.channels
-
-
-def _check_memory(name: str, worker: MemoryWorker, prefixes: Any, placement: Any) -> None:
-    require(all(lane.is_idle and not lane.steps for lane in worker._lanes), f"{name} has lanes that are not idle")
-    idle, _ = prefixes.idle(name)
-    held = worker._store.used_tokens
-    require(held == idle, f"{name} holds {held} tokens; the engine knows of {idle} in cached prefixes")

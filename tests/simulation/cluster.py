@@ -5,7 +5,7 @@ on, with its loop, links, channels, slab, attention kernels and sampler. Message
 
 Simulated: time, processes, the control plane's sockets, the transport (which behaves as TCP does), and the model.
 
-Left out: frontends, an engine that restarts, disks, replicas of several ranks or stages, local memory, GPUs. The clock
+Left out: frontends, an engine that restarts, disks, replicas of several ranks or stages, GPUs. The clock
 of the product is replaced in the module ``time``, not passed in.
 """
 
@@ -74,10 +74,11 @@ class Sent:
 
 @dataclass
 class Layout:
-    """The cluster of a run."""
+    """The cluster of a run. ``local``: compute workers hold KV."""
 
     computes: int
     memories: int
+    local: bool
     config: EngineConfig
 
 
@@ -87,9 +88,13 @@ def layout(seed: int) -> Layout:
     computes, memories = chance.choice([1, 1, 2, 3]), chance.choice([1, 2, 2, 3])
     partition: Partition = chance.choice(["auto", "auto", "token", "request", "head"])
     longest = chance.choice([None, None, 40])
+    local = chance.random() < 0.3
+    if local:
+        memories, partition = memories - 1, "auto" if partition == "head" else partition
+    pools = ["local"] * local + [f"cpu:{memories}"] * (memories > 0)
     config = EngineConfig(
         compute=f"cpu:{computes}",
-        memory=f"cpu:{memories}",
+        memory=",".join(pools),
         transport="tcp",
         threads=1,
         kv_cache_memory_bytes=chance.choice([150_000, 250_000, 500_000]),
@@ -106,7 +111,7 @@ def layout(seed: int) -> Layout:
         max_restarts=1000,
         generation_config="none",
     )
-    return Layout(computes, memories, config)
+    return Layout(computes, memories, local, config)
 
 
 KINDS: dict[str, float] = {
@@ -258,10 +263,17 @@ class Simulation:
                 self.processes.start(Start(role, "cpu", server.bootstraps[name]))
         greetings = greet(server, self.processes, names, 60.0)
         plan = sizing.cluster_plan(
-            config, MODEL, [*TOKENIZER.eos_token_ids], kinds, greetings, is_open=False, trace=False
+            config,
+            MODEL,
+            [*TOKENIZER.eos_token_ids],
+            kinds,
+            greetings,
+            is_open=False,
+            trace=False,
+            local=self.layout.local,
         )
         cluster = bring_up(server, self.processes, plan, lambda worker, progress: None)
-        limits = replace(plan.limits, max_model_len=min(LONGEST, sum(cluster.capacities.values())))
+        limits = replace(plan.limits, max_model_len=min(LONGEST, cluster.topology.most_tokens))
         self.world.tell(f"{self.layout.computes} + {self.layout.memories} workers, slots {dict(cluster.capacities)}")
         engine = Engine(
             config,

@@ -15,5 +15,5 @@ The cheapest way to serve Llama-3-8B on up to two H100 and two H20 under the def
 >>> server = Server(shape, workload.of_lengths(1155, 211), costs, prices.load("own"), Slo())
 >>> found = [capacity for way in ways(shape, *pools) if (capacity := server.evaluate(way)) is not None]
 >>> min(found, key=lambda capacity: capacity.usd_per_request).way.describe()
-'h100:2 alone, 2 x TP1'
+'h100:2 with local memory, 2 x TP1'
 """

@@ -95,3 +95,24 @@ def test_what_cannot_be_is_one_clear_error(trace: Path, arguments: tuple[str, ..
     done = run(*POOLS, "--trace", trace, *arguments)
     assert done.returncode == 2
     assert says in " ".join(done.stderr.split())
+
+
+def test_pools_as_launch_takes_them(trace: Path) -> None:
+    """Workers for prompts alone, and KV in the memory of several copies of the weights."""
+    apart = run(*POOLS, "--prefill", "h100:2", "--tensor-parallel", 2, "--trace", trace, "--json")
+    assert [(one["name"], one["kind"], one["workers"]) for one in json.loads(apart.stdout)["pools"]] == [
+        ("prefill", "h100", 2),
+        ("compute", "a100-80g", 2),
+        ("memory", "rtx3090", 2),
+    ]
+    local = run("--model", "Llama-2-7B", "--compute", "a100:4", "--memory", "local", "--trace", trace, "--json")
+    result = json.loads(local.stdout)
+    assert [one["workers"] for one in result["pools"]] == [4] and result["requests"]["finished"] == 60
+    for arguments, said in (
+        ((*POOLS, "--prefill", "h100:1", "--system", "disaggregated"), "--prefill is a pool of Lamina"),
+        (
+            ("--model", "Llama-2-7B", "--compute", "a100:1", "--memory", "local", "--prefill", "h100:1"),
+            "memory workers",
+        ),
+    ):
+        commands.assert_refused(run(*arguments, "--trace", trace), said)
