@@ -4,6 +4,7 @@ Only the model is small, as is the longest part of a sequence on one memory work
 """
 
 import shlex
+import subprocess
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
@@ -93,7 +94,7 @@ def serves(
         prepare(directory.find(MODEL), DType.FLOAT32, lambda: None, target, Rank(number, way.tensor_parallel))
     words = shlex.split(line)
     assert words[:2] == ["lamina", "launch"]
-    server = start(*words[2:], "--dtype", "float32", **variables)
+    server = start(*words[2:], "--dtype", "float32", stderr=subprocess.PIPE, **variables)
     workers += server.workers()
     try:
         commands = [" ".join(worker.cmdline()) for worker in workers]
