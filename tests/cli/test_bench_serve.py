@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,10 @@ from lamina.cli import app
 from lamina.cli.load import Answer, arrivals, figures
 from tests.support.http_server import serve
 from tests.support.scripted_engine import Running
+
+
+def text_of(prompt: Iterable[Any]) -> str:
+    return "".join(map(chr, prompt))
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def test_every_request_is_measured(server: Running, tmp_path: Path) -> None:
 
 def test_turns_follow_the_answers_before_them(server: Running) -> None:
     run("--url", server.url, "--requests", "3", "--rate", "inf", "--turns", "3", "--think-time", "0", "--prompt", "4")
-    prompts = sorted(("".join(chr(int(token)) for token in prompt) for prompt, _ in server.engine.submitted), key=len)
+    prompts = sorted((text_of(prompt) for prompt, _ in server.engine.submitted), key=len)
     assert len(prompts) == 9
     for number, prompt in enumerate(prompts):
         assert prompt.count("<assistant> one two three") == number // 3
@@ -115,10 +119,7 @@ def test_a_trace_gives_lengths_and_what_prompts_have_in_common(server: Running, 
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run("--url", server.url, "--trace", str(trace), "--speed", "2", "--requests", "3")
-    limits = {
-        params.max_tokens or 0: "".join(chr(int(token)) for token in prompt)
-        for prompt, params in server.engine.submitted
-    }
+    limits = {params.max_tokens or 0: text_of(prompt) for prompt, params in server.engine.submitted}
     assert sorted(limits) == [7, 8, 9]  # the fourth is not sent
     assert limits[8] == limits[9] + "  one two three"  # the answer that there was
     assert [len(limits[place].removeprefix("<user>").split()) for place in (9, 7)] == [30, 5]
@@ -126,10 +127,7 @@ def test_a_trace_gives_lengths_and_what_prompts_have_in_common(server: Running, 
     azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n")
     run("--url", server.url, "--trace", str(azure))
     prompt, params = server.engine.submitted[-1]
-    assert (
-        params.max_tokens == 44
-        and len("".join(chr(int(token)) for token in prompt).removeprefix("<user>").split()) == 374
-    )
+    assert params.max_tokens == 44 and len(text_of(prompt).removeprefix("<user>").split()) == 374
 
 
 def test_a_server_that_counts_nothing_and_refuses_half(plain: str) -> None:

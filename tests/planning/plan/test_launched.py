@@ -4,8 +4,8 @@ Only the model is small, as is the longest part of a sequence on one memory work
 """
 
 import shlex
-import subprocess
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
