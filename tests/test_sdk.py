@@ -211,7 +211,7 @@ def test_parameters_may_be_dicts(lamina: Lamina) -> None:
     assert tokens(lamina.generate(PROMPTS, [given, GREEDY] * 2)) == expected
     assert tokens([list(lamina.stream(PROMPTS[0], given))[-1]]) == expected[:1]
     assert tokens(asyncio.run(lamina.generate_async(PROMPTS, given))) == expected
-    with pytest.raises(RequestError, match="no field 'max_new_tokens'; its fields are n, temperature"):
+    with pytest.raises(RequestError, match="no field 'max_new_tokens'; its fields are n, best_of, temperature"):
         lamina.generate(PROMPTS, {"max_new_tokens": 2})
     with pytest.raises(RequestError, match="top_p is 2; give a number from 0"):
         lamina.generate(PROMPTS, {"top_p": 2})
