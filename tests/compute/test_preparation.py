@@ -365,14 +365,14 @@ def test_stages_load_their_own_weights_and_compute_together_what_the_whole_model
 ) -> None:
     slices = len(fresh.lowered.parts)
     spec, dtype = fresh.lowered.attentions[0], getattr(torch, fresh.lowered.dtype.value)
-    rows, attention = Rows(torch.arange(5), torch.arange(5)), torch.ones(5, spec.query_heads, spec.v_dim, dtype=dtype)
+    attention = torch.ones(5, spec.query_heads, spec.v_dim, dtype=dtype)
 
     def run(parts: list[range]) -> tuple[torch.Tensor, list[set[str]]]:
         context, found = tuple[torch.Tensor, ...](), []
         for own in parts:
             part = fresh.lowered.stage(own)
             weights = tensors.load(bundled, part.weights, fresh.weights)
-            runner = SliceRunner(part, weights)
+            runner, rows = SliceRunner(part, weights), Rows(torch.arange(5), torch.arange(5))  # rows of one runner
             found.append(set(weights))
             for index in own:
                 if index == slices - 1:
