@@ -37,7 +37,7 @@ CHEAP = 32  # KV of at most so many tokens is recomputed, not moved: it hardly l
 
 
 class Growth:
-    """Finds a memory worker with free slots for each growing sequence, or requests to preempt if there is none."""
+    """Finds a memory worker with free slots for each growing sequence, or requests to preempt if no worker has any."""
 
     def __init__(
         self,
@@ -139,7 +139,10 @@ class Growth:
             for group in running
             if group not in lane.dealt and not beyond.issuperset(group.workers)
         }
-        return victims(holders, AHEAD * needed[worker], self._rank)
+        chosen = victims(holders, AHEAD * needed[worker], self._rank)
+        if beyond and not chosen:  # it has outgrown its replica's memory: it goes on where more is local
+            return [group for group, _ in lane.decoding.on(worker)[:1]]
+        return chosen
 
     def drain(self, lane: Lane) -> Iterator[Group]:
         """Move KV off closed workers, as far as is possible in the plan being made for ``lane``.

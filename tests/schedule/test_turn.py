@@ -66,6 +66,22 @@ def test_each_request_ends_once_and_every_slot_comes_back(
     assert not any(scheduler.placement.reserved.values())
 
 
+def test_a_request_that_outgrows_the_memory_of_its_replica_ends_on_another() -> None:
+    """It begins on the smaller of two replicas, which has nothing else, and needs up to 44 of its 40 slots."""
+    preempted = 0
+    for seed in range(30):
+        driver = Driver(Pipeline(2, 2), 1, random.Random(seed), memories=("compute0", "compute1"))
+        for name, prompt, n in (("0", 5, 1), ("1", 20, 3)):
+            driver.live[name] = driver.turn.scheduler.submit(request(name, prompt, n=n, max_tokens=8))
+        for _ in range(ENOUGH):
+            if not driver.live and not driver.turn.in_flight:
+                break
+            driver.turn_once()
+        assert driver.ended == Counter(["0", "1"]), f"seed {seed}"
+        preempted += driver.turn.scheduler.dropped
+    assert preempted > 0
+
+
 def test_lanes_are_chosen_from_what_steps_took() -> None:
     """Slices alone take time: nothing overlaps, and every lane more reads the weights again."""
     pipeline = Pipeline(2, 1, choices=(Arrangement(2), Arrangement(1)))
