@@ -86,6 +86,9 @@ def forbid(scores: Tensor, rows: Sequence[int], constraints: Sequence[Constraint
     bits = np.zeros((len(rows), -(-width // 32)), dtype=np.int32)
     matchers = [(constraint.matcher, place) for place, constraint in enumerate(constraints)]
     _executor().unsafe_compute_mask_ptr(matchers, bits.ctypes.data, bits.shape[1] * 4, len(rows))
+    for matcher, place in matchers:
+        if matcher.stop_reason() == "InternalError":  # llguidance then allows the end of the answer
+            bits[place] = 0
     allowed = np.unpackbits(bits.view(np.uint8), axis=1, count=width, bitorder="little").view(np.bool_)
     forbidden = torch.from_numpy(~allowed).to(scores.device)
     for place, row in enumerate(rows):

@@ -32,9 +32,11 @@ def undisturbed(checkpoint: Path) -> list[list[CompletionOutput]]:
 
     engine = launch(config(checkpoint, 1, 1))
     try:
-        return Streams(engine, REQUESTS).results()
+        results = Streams(engine, REQUESTS).results()
     finally:
         engine.close()
+    assert all(part.token_ids for each in results for part in each), "an answer is empty, and shows nothing"
+    return results
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from tests.support.schedules import client
 from tests.support.sweep import sweep
 from tests.support.waiting import wait_until
 
+LETTERS = StructuredOutputs(regex="( ?[\u4e03-\u4e20]){20,40}")  # tokens of the test model begin with a space
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, logprobs=2),
     SamplingParams(n=3, seed=5, max_tokens=20, ignore_eos=True),
@@ -27,7 +28,7 @@ PARAMS = [
     SamplingParams(seed=7, max_tokens=30, frequency_penalty=0.8, logprobs=0, ignore_eos=True),
     SamplingParams(n=2, seed=8, max_tokens=30, stop=["e", "1"], min_tokens=3),
     SamplingParams(n=3, seed=9, max_tokens=30, stop_token_ids=list(range(3, 40)), min_tokens=6, temperature=1.5),
-    SamplingParams(n=2, seed=10, max_tokens=30, structured_outputs=StructuredOutputs(regex="[\u4e03-\u4e20]{20,40}")),
+    SamplingParams(n=2, seed=10, max_tokens=30, structured_outputs=LETTERS),
 ]
 SWITCHES: dict[str, dict[str, Any]] = {
     "one replica, two lanes": {"lanes": 2},
@@ -95,6 +96,8 @@ def test_what_is_dropped_and_computed_again_gives_the_same_tokens(model: Path, s
     finally:
         engine.close()
     assert [*map(comparable, disturbed)] == [*map(comparable, undisturbed)]
+    for part in undisturbed[-1].outputs:
+        assert len(part.token_ids) >= 20 and set(part.token_ids) <= set(range(1, 0x21)), "the grammar was not followed"
     assert len({output.outputs[0].finish_reason for output in undisturbed}) == 2  # stops were met, and lengths
     for after, before in zip(disturbed, undisturbed, strict=True):
         for one, other in zip(after.outputs, before.outputs, strict=True):

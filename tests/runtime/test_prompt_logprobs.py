@@ -1,7 +1,5 @@
 """Fields of vLLM over HTTP and in the SDK: logprobs of prompts, bad words, the best of several completions."""
 
-import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from openai.types import CompletionChoice
 from transformers import PreTrainedModel
 
 from lamina import Lamina, SamplingParams
-from lamina.serve.server import make_server
+from tests.support.http_server import openai_client
 from tests.support.random_models import served, write_checkpoint
 
 PROMPTS = [[5, 9, 2, 17, 33, 2, 8], [40, 41], [7]]
@@ -33,15 +31,8 @@ def lamina(model: tuple[Path, PreTrainedModel]) -> Iterator[Lamina]:
 
 @pytest.fixture(scope="module")
 def client(lamina: Lamina) -> Iterator[openai.OpenAI]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = make_server(lamina.engine, lambda: None)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
+    with openai_client(lamina.engine) as made:
         yield made
-    server.should_exit = server.force_exit = True
-    thread.join(60)
 
 
 def logprobs_of(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from lamina import FinishReason, Lamina, RequestError, SamplingParams, StructuredOutputs
-from lamina.serve.server import make_server
+from tests.support.http_server import openai_client
 
 PROMPT = "The answer is"
 
@@ -29,15 +27,8 @@ def lamina() -> Iterator[Lamina]:
 
 @pytest.fixture(scope="module")
 def client(lamina: Lamina) -> Iterator[openai.OpenAI]:
-    listener = socket.create_server(("127.0.0.1", 0))
-    server = make_server(lamina.engine, lambda: None)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as made:
+    with openai_client(lamina.engine) as made:
         yield made
-    server.should_exit = server.force_exit = True
-    thread.join(60)
 
 
 def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
@@ -221,6 +212,16 @@ def test_schemas_may_refer_to_themselves_within_a_part(lamina: Lamina) -> None:
     assert ended
     for text in ended:
         jsonschema.validate(json.loads(text), tree)
+
+
+def test_a_grammar_in_which_nothing_may_follow_ends_in_an_error(lamina: Lamina) -> None:
+    wanted = StructuredOutputs(grammar='start: "a" x\nx: x')
+    output, beside = lamina.generate(
+        [PROMPT] * 2, [SamplingParams(structured_outputs=wanted), SamplingParams(max_tokens=4, ignore_eos=True)]
+    )
+    assert output.error is not None and "rule out every token" in output.error
+    assert output.outputs[0].finish_reason is FinishReason.ERROR and output.outputs[0].text == "a"
+    assert len(beside.outputs[0].token_ids) == 4
 
 
 class Step(BaseModel, extra="forbid"):  # else keys of any length may follow

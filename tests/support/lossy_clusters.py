@@ -53,7 +53,7 @@ class Losing(Cluster):
             self.unservable.add(index)
 
     def plan(self, lane: int) -> None:
-        """As ever, but nothing that is held runs, and nothing new is placed on a worker that leaves."""
+        """Plan steps, and check that nothing that is held runs and nothing new is placed on a worker that leaves."""
         closed, before = set(self.scheduler.placement.closed), len(self._in_flight[lane])
         super().plan(lane)
         for plan in self._in_flight[lane][before:]:
@@ -121,7 +121,7 @@ class Losing(Cluster):
         return any(size >= 60 for other, size in capacities.items() if other != name and other not in closed)
 
     def leave(self) -> None:
-        """Those that leave do, once they are empty."""
+        """Let the workers that leave go, once they are empty."""
         for memory in [one for one in self.memories if one.name in self.scheduler.placement.closed]:
             if self.scheduler.is_drained(memory.name):
                 assert memory.slab.used == 0 and not memory.here
@@ -154,7 +154,7 @@ class Caching(Losing):
         self.hits = 0
 
     def prompt(self, index: int) -> list[int]:
-        """The same first tokens, then those of a completion, then others."""
+        """Return a prompt: the first tokens that all share, those of a completion, then others."""
         alike, generated, other, number = self.prompts[index]
         return [*range(alike), *range(generated), *(1000 + number for _ in range(other))]
 

@@ -42,6 +42,9 @@ def config(checkpoint: Path, compute: int, memory: int, **settings: object) -> E
     return dataclasses.replace(base, **settings)  # type: ignore[arg-type]
 
 
+PAIRS = StructuredOutputs(regex="( ?[\u4e03-\u4e20] ?[\u4e21-\u4e50])+")  # tokens of the test model begin with a space
+
+
 def prompts(count: int, seed: int) -> list[Prompt]:
     """Requests of every kind: greedy and seeded, several completions, penalties, logprobs, stops."""
     draw = random.Random(seed)
@@ -52,7 +55,7 @@ def prompts(count: int, seed: int) -> list[Prompt]:
         SamplingParams(temperature=0.0, frequency_penalty=0.7, n=2),
         SamplingParams(temperature=1.0, seed=9, top_p=0.9, stop_token_ids=[11, 12, 13]),
         SamplingParams(temperature=0.7, seed=10, logprobs=0, max_tokens=20, min_tokens=20),
-        SamplingParams(seed=11, n=2, structured_outputs=StructuredOutputs(regex="([\u4e03-\u4e20][\u4e21-\u4e50])+")),
+        SamplingParams(seed=11, n=2, structured_outputs=PAIRS),
     ]
     return [
         (
