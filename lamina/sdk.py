@@ -263,7 +263,7 @@ class Lamina:
 
 
 class AsyncLamina:
-    """The same model for an event loop, also one that runs already, as in a notebook.
+    """Runs a model for an event loop, also for one that runs already, as in a notebook.
 
     Takes the settings of :class:`Lamina`. Workers start in ``async with`` or at the first request, in a thread, and end
     with the block or with :meth:`close`. Requests of several tasks run together; cancelling a task cancels its request.

@@ -156,7 +156,7 @@ async def test_a_model_that_cannot_start_is_an_error_of_the_first_request() -> N
 
 
 def test_a_session_with_a_running_loop_needs_no_main_guard() -> None:
-    """As in a notebook: statements arrive one after another, with ``await`` at the top level."""
+    """Run statements as a notebook does: they arrive one after another, with ``await`` at the top level."""
     session = """
 from lamina import AsyncLamina, Lamina
 running = AsyncLamina(dtype="float32", threads=1)

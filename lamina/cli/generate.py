@@ -32,7 +32,7 @@ class Model(Protocol):
     name: str
 
     def answer(self, messages: Messages) -> Generator[str, None, None]:
-        """Yield the answer in pieces; closing the iterator cancels it. Raises RequestError if there is none."""
+        """Yield the answer in pieces; closing the iterator cancels it. Raises RequestError if the request fails."""
         ...
 
 

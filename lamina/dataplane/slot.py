@@ -94,7 +94,7 @@ class SlotCredits:
         return [slot for slot, used in enumerate(self.used) if used > self.given_back[slot]]
 
     def find(self, read: Callable[[], None]) -> int | None:
-        """Return a free slot, if possible one that no lane has booked; None if there is none. ``read`` reads what the
+        """Return a free slot, if possible one that no lane has booked; None if all are in use. ``read`` reads what the
         peer has rung; it is called only if no slot is known to be free."""
         for slot, used in enumerate(self.used):
             if used == self.given_back[slot] and slot not in self._booked:

@@ -53,7 +53,7 @@ def require_grammar(params: SamplingParams, eos_token_ids: Collection[int]) -> N
 
 
 def _compile_schema(schema: str) -> tuple[str, str]:
-    """Return the grammar of a JSON schema, and the compiler's error; empty if there is none."""
+    """Return the grammar of a JSON schema, and the compiler's error, which is empty if it compiles."""
     from llguidance import LLMatcher  # saves 30 ms of the time to import the SDK
 
     parsed = json.loads(schema)
@@ -72,7 +72,7 @@ def _compile_schema(schema: str) -> tuple[str, str]:
 
 
 def _self_reference(schema: Mapping[str, Any]) -> str | None:
-    """Return a ``$ref`` that leads back to itself without a step into an object or an array; None if there is none.
+    """Return a ``$ref`` that leads back to itself without a step into an object or an array; None if no reference does.
 
     llguidance compiles such a schema, and then allows only the end of the answer.
     """

@@ -93,7 +93,7 @@ def test_memory_is_shared_by_the_workers_of_a_machine_also_across_containers() -
 
 @pytest.mark.parametrize(("wanted", "fits"), [(200, True), (250, True), (251, False)])
 def test_what_cpu_workers_take_of_a_machine_its_gpus_cannot_have_as_well(wanted: int, fits: bool) -> None:
-    """Of 1000 bytes, two workers on CPUs take theirs; two GPUs with 125 each may have half of the rest besides."""
+    """Two workers on CPUs take their part of 1000 bytes; two GPUs with 125 each may have half of the rest besides."""
     config = EngineConfig(kv_cache_memory_bytes=wanted)
     found = {name: Resources(0, 0, 1000, 1000) for name in ("memory0", "memory1")}
     found |= {name: Resources(0, 0, 1000, 1000, 125, 500) for name in ("memory2", "memory3")}

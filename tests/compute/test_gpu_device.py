@@ -196,7 +196,7 @@ class Counting(Emulated):
 
 
 def test_no_step_records_what_was_reserved() -> None:
-    """Of any number of rows, whatever number of them draw a token."""
+    """Steps of any number of rows, whatever number of them draw a token."""
     kit, model = Counting(), random_model(variant("llama"))
     runner = OnGpu(split(variant("llama")), model.state_dict(), kit)._runner
     runner.reserve(12, draws=5, shards=2)

@@ -63,7 +63,7 @@ def lines(compute: Hardware, memory: Hardware) -> dict[str, tuple[Way, str]]:
 
 
 def line_of(way: Way) -> str:
-    """As `lamina plan` prints it for whole requests or, by heads, for decoding alone."""
+    """Return the line that `lamina plan` prints for whole requests or, by heads, for decoding alone."""
     if way.partition is Partition.HEAD:
         return launch_command(way, SHAPE, MODEL, "")
     (line,) = launching(SimpleNamespace(way=way), SHAPE, MODEL, 16)  # type: ignore[arg-type]
