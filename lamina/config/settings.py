@@ -151,7 +151,7 @@ def _setting(field: "dataclasses.Field[Any]", annotated: Any) -> Setting:
 
 
 def plain_values(config: Any) -> dict[str, Any]:
-    """Return the settings of ``config``, a dataclass, as values that msgspec encodes; ``Config(**values)`` restores it."""
+    """Return the settings of ``config``, a dataclass, by name, as values that msgspec can encode."""
     values = {setting.name: getattr(config, setting.name) for setting in settings(type(config))}
     return {
         name: value.value

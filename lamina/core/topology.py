@@ -139,13 +139,13 @@ class Topology(msgspec.Struct, frozen=True):
         return Topology(self.epoch.next, members, pipeline)
 
     def joined(self, member: Member, pipeline: Pipeline) -> "Topology":
-        """Return the topology with another member, in the same epoch. ``pipeline`` is for the new number of replicas."""
+        """Return the topology with another member, in the same epoch. ``pipeline`` has the new number of replicas."""
         if member.name in self.names:
             raise ValueError(f"{member.name} is a member already")
         return Topology(self.epoch, (*self.members, member), pipeline)
 
     def left(self, leaver: str, pipeline: Pipeline) -> "Topology":
-        """Return the topology without an idle member, in the same epoch. ``pipeline`` is for the replicas left.
+        """Return the topology without an idle member, in the same epoch. ``pipeline`` has the replicas left.
 
         Raises ValueError if a role would have no member.
         """
