@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lamina.core.types import ChatSettings
+from lamina.core.types import ChatSettings, StructuredOutputs
+from lamina.text.channels import MARKER, MARKERS, ChannelAnswer, answer_grammar
+from lamina.text.grammars import after_reasoning, as_rule
 from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, Event, PlainText, Reasoning, held_back
 
 _TOOL_MARKERS = {
@@ -26,14 +28,19 @@ class ChatFormat:
     Attributes:
         tools: Name of the parser of tool calls; None if the form is not known.
         tags: What is around reasoning; None if the model writes none.
+        channels: Answers are in the channels of gpt-oss, which hold reasoning, calls and content.
     """
 
     tools: str | None
     tags: tuple[str, str] | None
+    channels: bool = False
 
     @classmethod
     def choose(cls, settings: ChatSettings, template: str) -> "ChatFormat":
         """Return the format of a model with this chat template."""
+        named = {settings.tool_call_parser, settings.reasoning_parser}
+        if named & {"openai", "openai_gptoss"} or (named == {"auto"} and MARKER in template):
+            return cls("openai", None, channels=True)
         tools: str | None = settings.tool_call_parser
         if tools == "auto":
             tools = next((name for name, marker in _TOOL_MARKERS.items() if marker in template), None)
@@ -46,16 +53,26 @@ class ChatFormat:
         """Return whether the answer begins within reasoning, because the prompt ends with the opening tag."""
         return self.tags is not None and prompt.rstrip().endswith(self.tags[0])
 
+    def constrain(self, wanted: StructuredOutputs, prompt: str) -> StructuredOutputs:
+        """Return what the answer to ``prompt`` must match as a whole so that its content matches ``wanted``."""
+        if self.channels:
+            return StructuredOutputs(grammar=answer_grammar(as_rule(wanted), prompt))
+        if self.tags is not None and self.inside(prompt):
+            return after_reasoning(wanted, self.tags[1])
+        return wanted
+
     def needs_special(self, special_texts: Collection[str], with_tools: bool) -> bool:
         """Return whether special tokens must be in the text, because some are marks that the parsers look for."""
-        markers = list(self.tags or ())
-        if with_tools and self.tools is not None:
+        markers = list(MARKERS if self.channels else self.tags or ())
+        if with_tools and self.tools in TOOL_PARSERS:
             parser = TOOL_PARSERS[self.tools]
             markers += [parser.begin, *parser.noise]
         return any(marker in special_texts for marker in markers)
 
     def parser(self, prompt: str, calls: Callable[[], AnswerParser] | None) -> Callable[[], AnswerParser]:
         """Return what makes a parser for each choice. ``calls`` makes the parser of what follows reasoning."""
+        if self.channels:
+            return lambda: ChannelAnswer(prompt)
         rest = calls or PlainText
         tags, inside = self.tags, self.inside(prompt)
         return rest if tags is None else lambda: ReasoningParser(tags, inside, rest())

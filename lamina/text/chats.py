@@ -11,7 +11,6 @@ import msgspec
 
 from lamina.core.errors import RequestError
 from lamina.core.types import CompletionOutput, FinishReason, SamplingParams, StructuredOutputs, ToolCall
-from lamina.text.grammars import after_reasoning
 from lamina.text.prompts import Message, encode_chat
 from lamina.text.tokenizer import Tokenizer
 from lamina.text.tool_calls import AnswerParser, CallArguments, CallBegins, Content, Reasoning
@@ -104,14 +103,12 @@ def prepare_chat(
     if response_format is not None:
         if wanted is not None:
             raise RequestError("tool_choice and response_format both say what the answer must match; give one")
-        wanted = StructuredOutputs(json=response_format)
-        if form.tags is not None and form.inside(text):
-            wanted = after_reasoning(wanted, form.tags[1])
+        wanted = form.constrain(StructuredOutputs(json=response_format), text)
         read_object = getattr(response_format, "model_validate_json", json.loads)
     return Chat(
         encode_chat(tokenizer, text, max_model_len),
         wanted,
-        bool(shown) and form.needs_special(tokenizer.special_texts.values(), True),
+        form.needs_special(tokenizer.special_texts.values(), bool(shown)),
         form.parser(text, calls_parser(choice, form.tools) if shown else None),
         read_object,
     )

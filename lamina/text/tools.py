@@ -7,8 +7,9 @@ import msgspec
 
 from lamina.core.errors import RequestError
 from lamina.core.types import StructuredOutputs
+from lamina.text.channels import calls_grammar
 from lamina.text.chat_format import ChatFormat
-from lamina.text.grammars import after_reasoning
+from lamina.text.grammars import as_rule
 from lamina.text.tool_calls import TOOL_PARSERS, AnswerParser, JsonCalls, NamedCall, PlainText
 
 MOST_TOOLS = 1024
@@ -67,8 +68,13 @@ def forced_calls(
     schema = forced_schema(tools, choice, parallel)
     if schema is None:
         return None
-    wanted = StructuredOutputs(json=schema)
-    return after_reasoning(wanted, form.tags[1]) if form.tags is not None and form.inside(prompt) else wanted
+    if form.channels:
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+        schemas = {function["name"]: function.get("parameters") or {"type": "object"} for function in functions}
+        rules = {name: as_rule(StructuredOutputs(json=schema)) for name, schema in schemas.items()}
+        return StructuredOutputs(grammar=calls_grammar(rules))
+    return form.constrain(StructuredOutputs(json=schema), prompt)
 
 
 def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
@@ -141,4 +147,4 @@ def calls_parser(choice: ToolChoice, family: str | None) -> Callable[[], AnswerP
         return lambda: NamedCall(name)
     if choice == "required":
         return JsonCalls
-    return PlainText if family is None else TOOL_PARSERS[family]
+    return PlainText if family is None else TOOL_PARSERS.get(family, PlainText)
