@@ -13,7 +13,7 @@ import numpy as np
 from lamina.control.sockets import ControlClient
 from lamina.core.steps import StepPlan
 from lamina.memory.device.base import Array, New
-from lamina.memory.setup import UsageReports, make_store
+from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.splitter.parts import ONLY, Rank
 

@@ -36,7 +36,7 @@ from lamina.memory.disk_tier import Tier
 from lamina.memory.moving import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
 from lamina.memory.served_lanes import Door, Lane, Reply
-from lamina.memory.setup import UsageReports, make_store
+from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.transport.base import Target
 from lamina.worker.links import (

@@ -21,7 +21,7 @@ from lamina.launch import launch
 from lamina.memory import ahead, worker
 from lamina.memory.device import gpu, gpu_polls, polling_choice
 from lamina.memory.device.workspaces import Workspaces
-from lamina.memory.setup import polling_of
+from lamina.memory.slab_setup import polling_of
 from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from lamina.transport.device.slots import Outcome
 from lamina.transport.device.threads import ThreadSlots, ThreadStream
