@@ -105,7 +105,7 @@ def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pi
     units = replicas * stages
     may_rotate = stages == 1 and config.pipelining != "fixed" and not local
     if config.lanes is None and not shared and config.pipelining != "rotational":
-        most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.ahead
+        most = SLOTS if config.polling == "device" else LANES_PER_REPLICA  # see lamina.memory.device_steps
         choices = [Arrangement(each * units) for each in (2, 1, *range(3, most + 1))]
         if may_rotate and replicas > 1 and config.polling != "device":
             choices.append(Arrangement(replicas + 1, rotates=True))

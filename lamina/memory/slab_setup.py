@@ -12,9 +12,9 @@ from lamina.core.heads import HeadShards
 from lamina.core.types import AttentionSpec, KvElement, Polling
 from lamina.dataplane.leases import LANDING_NBYTES
 from lamina.dataplane.wire import NUMPY_DTYPE, reply_nbytes, request_nbytes
-from lamina.memory.ahead import MOST_LANES
 from lamina.memory.device import gpu_polls, reserve
 from lamina.memory.device.base import Largest
+from lamina.memory.device_steps import MOST_LANES
 from lamina.memory.disk_tier import Tier, open_tier
 from lamina.memory.store import KvStore
 

@@ -2,7 +2,7 @@
 
 One thread does everything. Doorbells drive it; between messages it pulls the K and V of prompt chunks and of segments
 that move. The attention of a long chunk is served in cuts of a few milliseconds, with messages of other lanes between
-them (``lamina.memory.cuts``). The device may serve decode steps itself (``lamina.memory.ahead``). Control messages are
+them (``lamina.memory.cuts``). The device may serve decode steps itself (``lamina.memory.device_steps``). Control messages are
 read when the worker is idle, between cuts, or when a message arrives before its plan. Slab changes happen in the order
 in which the engine sent the plans.
 """
@@ -30,8 +30,8 @@ from lamina.core.topology import Topology
 from lamina.dataplane.channel import Arrival
 from lamina.dataplane.leases import SLOTS, Lease
 from lamina.dataplane.wire import piece_nbytes
-from lamina.memory.ahead import Ahead
 from lamina.memory.device import gpu_memory
+from lamina.memory.device_steps import DeviceSteps
 from lamina.memory.disk_tier import Tier
 from lamina.memory.moving import Migrations
 from lamina.memory.pulls import MOST_IN_A_ROW, Puller
@@ -82,8 +82,8 @@ class MemoryWorker(WorkerLoop):
         self._lanes = [Lane(number) for number in range(connect.pipeline.lanes * connect.pipeline.ranks)]
         self._slots.register_channels(self._channels.values())
         self._doors = self._closed_doors()
-        self._ahead = Ahead(store, links, self._timeline)
-        self._ahead.use(self._channels, self._pipeline, self._computes)
+        self._device_steps = DeviceSteps(store, links, self._timeline)
+        self._device_steps.use(self._channels, self._pipeline, self._computes)
         self._busy_s = 0.0
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
@@ -91,10 +91,10 @@ class MemoryWorker(WorkerLoop):
 
     def close(self) -> None:
         """End what the device does for this worker."""
-        self._ahead.close()
+        self._device_steps.close()
 
     def _serve_once(self) -> None:
-        self._usage.tell(self._busy_s + self._ahead.busy_s)
+        self._usage.tell(self._busy_s + self._device_steps.busy_s)
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -104,8 +104,8 @@ class MemoryWorker(WorkerLoop):
             if (message := self._control.poll(timeout_s)) is not None:
                 self._handle(message)
             return
-        self._ahead.beat()
-        if self._ahead.advance(self._lanes):
+        self._device_steps.beat()
+        if self._device_steps.advance(self._lanes):
             self._read_control()
             return
         if self._open_early():
@@ -133,7 +133,7 @@ class MemoryWorker(WorkerLoop):
     @property
     def _patience_s(self) -> float:
         """How long to wait for messages of the data plane while no piece is at work."""
-        if self._copies or self._ahead.is_busy or self._early:
+        if self._copies or self._device_steps.is_busy or self._early:
             return 0.0
         timeout_s = MIGRATING_SLICE_S if self._migrations.active or self._copying else IDLE_SLICE_S
         return min(timeout_s, LINKING_SLICE_S) if self._newcomers.pending else timeout_s
@@ -156,7 +156,7 @@ class MemoryWorker(WorkerLoop):
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop every step, pull and migration, and what they have left in the slab."""
         topology = message.topology
-        self._ahead.drop()
+        self._device_steps.drop()
         for peer in set(self._links.peers) - topology.names:
             self._puller.forget(peer)
         self._puller.drop_all()
@@ -173,7 +173,7 @@ class MemoryWorker(WorkerLoop):
         self._doors = self._closed_doors()
         self._pipeline, self._computes = topology.pipeline, topology.computes
         self._fence.begin_epoch(topology)
-        self._ahead.use(self._channels, self._pipeline, self._computes)
+        self._device_steps.use(self._channels, self._pipeline, self._computes)
 
     def _change_members(self, topology: Topology) -> None:
         for peer in topology.names - {self._links.name}:
@@ -192,7 +192,7 @@ class MemoryWorker(WorkerLoop):
         self._pipeline, self._computes = topology.pipeline, topology.computes
         lanes = topology.pipeline.lanes * topology.pipeline.ranks
         self._lanes += [Lane(number) for number in range(len(self._lanes), lanes)]
-        self._ahead.use(self._channels, self._pipeline, self._computes)
+        self._device_steps.use(self._channels, self._pipeline, self._computes)
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
         """Return the leases of this worker and of the other memory workers to each other."""
@@ -212,7 +212,7 @@ class MemoryWorker(WorkerLoop):
 
     def _open(self, door: Door, waiting: int) -> None:
         """Serve the piece of a request that has arrived at a door."""
-        if self._ahead.is_used and door.request is None and self._leave(door):
+        if self._device_steps.is_used and door.request is None and self._leave(door):
             return
         self._doors.remove(door)
         self._doors.append(door)
@@ -244,14 +244,14 @@ class MemoryWorker(WorkerLoop):
     def _leave(self, door: Door) -> bool:
         """Return whether the message at this door is left alone: the device serves it or has served it, or its plan has
         not arrived."""
-        self._ahead.advance(self._lanes)  # it may have answered the one before in this slot
+        self._device_steps.advance(self._lanes)  # it may have answered the one before in this slot
         number = door.channel.lane_at(door.slot)
         if number is None:
             return True
         if not self._has_step(number):
             self._postpone(door)
             return True
-        return self._ahead.take(self._lanes[number], door.channel, door.slot)
+        return self._device_steps.take(self._lanes[number], door.channel, door.slot)
 
     def _postpone(self, door: Door) -> None:
         """Leave a request in its slot until its plan has arrived, and serve others meanwhile."""

@@ -78,7 +78,7 @@ def attend(
     lane.attend(layer, step.tables[0][0].table, q, out, lse, spec, new if step.appends else None)
 
 
-class Ahead:
+class DeviceSteps:
     """The steps of a memory worker that its device serves. The worker's thread owns it.
 
     Attributes:
