@@ -87,7 +87,7 @@ class Mail:
         """
         # The credit for a kept message may be in the header of a message that no lane waits for yet.
         peers = list(dict.fromkeys((*peers, *(channel.name for channel in self._hub.keeping))))
-        if lanes := self._take_in(peers):
+        if lanes := self._receive_from(peers):
             return lanes
         targets: list[Target] = []
         for peer in peers:
@@ -102,14 +102,14 @@ class Mail:
         for peer in peers:
             channel = self.channels[peer]
             if index < len(channel.awaited):
-                return self._take_in(peers[peers.index(peer) :])
+                return self._receive_from(peers[peers.index(peer) :])
             index -= len(channel.awaited)
         if index < len(coming):
             return self._keep(index)
         self._hub.go_on()
         return []
 
-    def _take_in(self, peers: Collection[str]) -> list[int]:
+    def _receive_from(self, peers: Collection[str]) -> list[int]:
         """Every message of these that has arrived: looking at a bell takes a small part of a call of ``wait``."""
         lanes: list[int] = []
         sequence = self._hub.sequence

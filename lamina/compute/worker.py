@@ -339,7 +339,7 @@ class ComputeWorker(WorkerLoop):
         """Send answers and read one control message; without one, wait for a message that a step needs."""
         self._answer()
         if self._memory is not None:
-            self._memory.usage.tell()
+            self._memory.usage.send_if_due()
         self._mail.flush()
         if any(len(lane.steps) < 2 for lane in self._lanes) and (message := self._control.poll()) is not None:
             self._handle(message)
