@@ -176,7 +176,7 @@ class Device(Mapper, Protocol):
         """Return once the device has read all arrays passed to ``sent``."""
 
     def results(self, rows: int, spec: AttentionSpec) -> tuple[Floats, Floats]:
-        """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in the host memory that the device writes fastest."""
+        """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in host memory that the device writes fast."""
 
     def made(self, rows: int, spec: AttentionSpec) -> tuple[Array, Array]:
         """Allocate out [rows, Hq, Dv] and lse [rows, Hq], float32, in device memory."""

@@ -30,7 +30,7 @@ TABLES = 64  # tables of the latest steps that are kept
 
 
 def most_rows(window: int, sequences: int, tokens: int) -> int:
-    """Return the most rows in use for ``sequences``, where steps of all lanes together have at most ``tokens`` tokens."""
+    """Return the most rows in use for ``sequences``, if steps of all lanes together have at most ``tokens`` tokens."""
     needed = sequences * (window + STEPS_KEPT) + STEPS_KEPT * tokens
     return FEWEST + with_spare(needed)
 

@@ -40,7 +40,7 @@ class Workspaces:
         self._unused = collections.deque[Attention]()  # least recently used first
 
     def take(self, pairs: int, rows: int) -> Attention:
-        """Return tables for a step of ``pairs`` pairs and ``rows`` query rows; the caller returns them with ``give``."""
+        """Return tables for a step of ``pairs`` pairs and ``rows`` query rows. Callers return them with ``give``."""
         capacity = StepCapacity(power_of_two(pairs), power_of_two(rows))
         found = next((each for each in reversed(self._unused) if each.capacity == capacity), None)
         if found is not None:
