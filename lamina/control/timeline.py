@@ -1,4 +1,4 @@
-"""Records what each worker did and when, and converts times of other machines' clocks."""
+"""``Timeline`` records what a worker did and when; ``Clock`` converts the times of another machine's clock."""
 
 import collections
 import time
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-READINGS = 8  # taken together: at least one is likely to have a short round trip
+READINGS = 8  # readings of a clock in one batch, of which at least one is likely to have a short round trip
 
 
 class ClockReading(NamedTuple):
