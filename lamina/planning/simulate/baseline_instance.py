@@ -90,7 +90,7 @@ class Prefixes:
         self.idle -= woken
         return woken
 
-    def let_go(self, keys: list[int]) -> int:
+    def release(self, keys: list[int]) -> int:
         """Let a sequence no longer hold ``keys``. Returns how many blocks become idle."""
         idle = 0
         for key in reversed(keys):  # the end of a prefix is evicted before its beginning
@@ -254,20 +254,20 @@ class Instance:
         self.free -= blocks
         self.prefixes.evict(self.free)
 
-    def let_go(self, sequence: Running) -> None:
+    def free_blocks(self, sequence: Running) -> None:
         """Free the blocks of a sequence."""
-        self.give_back(*self.hand_over(sequence))
+        self.free_detached(*self.detach_blocks(sequence))
 
-    def hand_over(self, sequence: Running) -> tuple[int, list[int]]:
-        """Return the blocks of a sequence, which loses them. They stay in use until ``give_back``."""
+    def detach_blocks(self, sequence: Running) -> tuple[int, list[int]]:
+        """Return the blocks of a sequence, which loses them. They stay in use until ``free_detached``."""
         held = sequence.blocks, sequence.shared
         sequence.blocks, sequence.shared = 0, []
         return held
 
-    def give_back(self, blocks: int, shared: list[int]) -> None:
-        """Free what ``hand_over`` returned."""
+    def free_detached(self, blocks: int, shared: list[int]) -> None:
+        """Free what ``detach_blocks`` returned."""
         own = blocks - self.prefixes.blocks(shared)
-        self.free += own + self.prefixes.let_go(shared)
+        self.free += own + self.prefixes.release(shared)
 
     def plan(self) -> Batch | None:
         """Return the next step; None if there is nothing to do."""
@@ -293,7 +293,7 @@ class Instance:
 
     def _preempt(self, victim: Running) -> None:
         self.running.remove(victim)
-        self.let_go(victim)
+        self.free_blocks(victim)
         victim.cached, victim.target = 0, victim.prompt + victim.drawn
         self.waiting.appendleft(victim)
         self.preempted += 1
@@ -390,4 +390,4 @@ class Instance:
         """Remove a running sequence that has ended."""
         self._publish(sequence)
         self.running.remove(sequence)
-        self.let_go(sequence)
+        self.free_blocks(sequence)

@@ -235,7 +235,7 @@ class BaselineSimulation:
         for instance in (source, target):
             instance.sent_until_s = end
             instance.sent_s += seconds
-        held = source.hand_over(sequence)
+        held = source.detach_blocks(sequence)
         target.allocate(sequence)
         target.coming.append(sequence)
         self._moving[sequence] = source, target
@@ -245,7 +245,7 @@ class BaselineSimulation:
         if sequence not in self._moving:  # one of its ends was lost
             return
         source, target = self._moving.pop(sequence)
-        source.give_back(*held)
+        source.free_detached(*held)
         target.coming.remove(sequence)
         target.running.append(sequence)
         self._begin(source, now)
@@ -265,7 +265,7 @@ class BaselineSimulation:
             if source.lost or target.lost:
                 del self._moving[sequence]
                 target.coming.remove(sequence)
-                target.let_go(sequence)
+                target.free_blocks(sequence)
                 ending.append(sequence)
         stranded = not _alive(self._decode)
         if self._decode:
