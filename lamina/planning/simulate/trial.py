@@ -187,7 +187,7 @@ class Course:
         """Run one simulation at an offered rate."""
         return simulate(self.deployment(capacity), self.arrivals(requests, rate), System(capacity.way.kind.system))
 
-    def holds(self, result: Result) -> bool:
+    def within_slos(self, result: Result) -> bool:
         """Return whether every request was served, the queue did not grow, and both percentiles are within the SLOs;
         also for requests that wait after their first token, on whose gaps the percentile of TBT does not depend."""
         log, gaps, slo = result.log, result.tbt_s.p99, self._slo
@@ -199,13 +199,13 @@ class Course:
             and (math.isnan(gaps) or gaps <= slo.tbt_s)
         )
 
-    def chance(self, requests: int) -> float:
+    def sampling_error(self, requests: int) -> float:
         """Return the share by which the load of so many random requests differs from its mean: of their times, and of
         their tokens. Ways are compared on the same requests, of which it is the same."""
         tokens = np.array([one.prompt + one.output for one in self._trace], np.float64)
         return float(math.sqrt((1 + (tokens.std() / tokens.mean()) ** 2) / requests))
 
-    def most(
+    def highest_load(
         self,
         capacity: Capacity,
         most_usd: float = math.inf,
@@ -222,7 +222,7 @@ class Course:
         for _ in range(min(rounds, self.rounds(capacity))):
             result = self.run(capacity, rate, requests)
             on_run()
-            if self.holds(result):
+            if self.within_slos(result):
                 low, kept = rate, result
             else:
                 high = rate
@@ -239,7 +239,7 @@ class Course:
         if kept is None or low < useless:
             return None
         bracket = high / low - 1 if high < math.inf else STEP_UP - 1
-        error = math.hypot(bracket, 0.0 if self.replays else self.chance(requests))
+        error = math.hypot(bracket, 0.0 if self.replays else self.sampling_error(requests))
         return Trial(capacity=capacity, rate=low, error=error, result=kept, requests=requests, workload=self._workload)
 
     def ranked(self, trials: Sequence[Trial]) -> list[Trial]:
