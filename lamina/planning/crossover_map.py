@@ -316,7 +316,10 @@ def simulate(cell: Cell, shape: ModelShape, prices: Prices, slo: Slo) -> Cell:
         name = side(one.way)
         rivals = [kept[other] for other in ((name,) if name == "alone" else ("offloaded", "apart")) if other in kept]
         most_usd = min((rival.usd_per_request for rival in rivals), default=math.inf)
-        if name in near and (trial := course.highest_load(one, most_usd, rounds=ROUNDS, tolerance=TOLERANCE)) is not None:
+        if (
+            name in near
+            and (trial := course.highest_load(one, most_usd, rounds=ROUNDS, tolerance=TOLERANCE)) is not None
+        ):
             found = replace(one, requests_s=trial.requests_s)
             if name not in kept or found.usd_per_request < kept[name].usd_per_request:
                 kept[name] = found

@@ -20,7 +20,7 @@ from lamina.planning.plan.ways import Kind, Way
 from lamina.planning.plan.workload import Workload
 
 
-def waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: float) -> tuple[Floats, Floats]:
+def queue_waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: float) -> tuple[Floats, Floats]:
     """Return the mean wait, and that at ``percentile``, in a queue before ``servers`` that are busy for a share of the
     time.
 
@@ -34,7 +34,7 @@ def waits(mean: Floats, second: Floats, busy: Floats, servers: int, percentile: 
     return waiting * if_waiting, late
 
 
-def sojourn(arrivals: Floats, seconds: Floats, servers: int, busy: float, percentile: float) -> float:
+def replayed_sojourn(arrivals: Floats, seconds: Floats, servers: int, busy: float, percentile: float) -> float:
     """Wait and service at ``percentile``, of requests that each join the server with fewest, which serves in order.
 
     ``arrivals``: times, in any unit: they are stretched until ``servers`` are busy for that share of the time until the
@@ -184,7 +184,7 @@ class Prompts:
         mean, second = mean / chunk, second / chunk**2  # in chunks; several short prompts share one
         if self._arrivals is not None:
             return np.asarray(self._replayed(found, busy, servers) * mean * step_s + 0.5 * longest_s)
-        wait, late = waits(mean, second, busy, servers, PERCENTILE)
+        wait, late = queue_waits(mean, second, busy, servers, PERCENTILE)
         last = np.ceil(longest / chunk)
         return np.asarray(np.maximum((late + np.ceil(mean) + 0.5) * step_s, wait * step_s + (last + 0.5) * longest_s))
 
@@ -195,7 +195,7 @@ class Prompts:
             computed = [self._computed(each) for each in self._grid]
             self._played[servers] = np.array(
                 [
-                    [sojourn(self._arrivals, own, servers, share, PERCENTILE) / own.mean() for share in BUSY]
+                    [replayed_sojourn(self._arrivals, own, servers, share, PERCENTILE) / own.mean() for share in BUSY]
                     for own in computed
                 ]
             )
@@ -205,7 +205,7 @@ class Prompts:
 
     # -- prefill on workers of its own -----------------------------------------------------------------------------
 
-    def whole(
+    def prefill_pool(
         self, model: CostModel, degree: int, replicas: int, budget: int, found: float
     ) -> tuple[float, Callable[[Floats], Floats]]:
         """Return prompts per second of ``replicas`` that compute whole prompts, as many in a step as ``budget`` tokens
@@ -227,9 +227,13 @@ class Prompts:
         def first_s(loads: Floats) -> Floats:
             if self._arrivals is not None:
                 packing = mean / float(alone.mean())
-                played = [sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE) for load in BUSY]
+                played = [
+                    replayed_sojourn(self._arrivals, alone * packing, replicas, load, PERCENTILE) for load in BUSY
+                ]
                 return np.interp(loads, BUSY, played)
-            wait, late = waits(np.full_like(loads, mean), np.full_like(loads, second), loads, replicas, PERCENTILE)
+            wait, late = queue_waits(
+                np.full_like(loads, mean), np.full_like(loads, second), loads, replicas, PERCENTILE
+            )
             return np.asarray(np.maximum(late + float(alone.mean()), wait + longest))
 
         return replicas / mean, first_s
@@ -298,15 +302,15 @@ class OffloadedSteps:
         )
         spread = np.clip(own / tokens, 1 / way.memory_workers, 1.0)
         kept, query = self._row_bytes
-        out_s = tokens * self._here_s(kept + asked * query)
+        out_s = tokens * self._compute_nic_s(kept + asked * query)
         one = np.minimum(asked, 1.0)  # a worker is asked by a row once, though several may be
-        in_s, back_s = (tokens * spread * self._there_s(nbytes) for nbytes in (kept + one * query, one * query))
+        in_s, back_s = (tokens * spread * self._memory_nic_s(nbytes) for nbytes in (kept + one * query, one * query))
         here_s, there_s = self._decoding_wire_s
         latency_s = self.compute.shape.layers * self.memory.fits.runtime.round_trip_s
         path = self.dense_s + here_s + there_s + latency_s + self.attention_s
         path = path + min(having, 1) * (added_s + out_s + in_s + tokens * spread * prefix_s + back_s)
         load = (self.together * self.dense_s + having * added_s) / self.replicas
-        arriving_s = tokens * self._there_s(kept + asked * query) / way.memory_workers
+        arriving_s = tokens * self._memory_nic_s(kept + asked * query) / way.memory_workers
         wire = np.maximum(
             (self.together * here_s + having * out_s) / self.replicas,
             way.lanes * there_s + (having + elsewhere) * arriving_s,
@@ -359,10 +363,10 @@ class OffloadedSteps:
         _, query = self._row_bytes
         sent = self.compute.shape.layers * self.compute.exchange_bytes(self.rows)
         sent = sent + (self.parts - 1) * 2 * self.rows * query
-        return self._here_s(sent), self._there_s(sent / self.way.memory_workers)
+        return self._compute_nic_s(sent), self._memory_nic_s(sent / self.way.memory_workers)
 
-    def _here_s(self, nbytes: Floats) -> Floats:
+    def _compute_nic_s(self, nbytes: Floats) -> Floats:
         return self.compute.wire_seconds(nbytes / self.way.tensor_parallel)
 
-    def _there_s(self, nbytes: Floats) -> Floats:
+    def _memory_nic_s(self, nbytes: Floats) -> Floats:
         return self.memory.wire_seconds(nbytes)

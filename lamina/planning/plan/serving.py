@@ -185,7 +185,7 @@ class Server:
         room = way.replicas * self._free(way.compute, degree, way.chunk)
         found = float(self.workload.reuse.found(np.array([room]), np.array([rows.max() * groups]))[0])
         found = min(found, self.workload.prompt - 1)
-        limit, first_s = self._prompts.whole(prefill, degree, way.replicas, way.chunk, found)
+        limit, first_s = self._prompts.prefill_pool(prefill, degree, way.replicas, way.chunk, found)
         loads = np.linspace(LEAST_LOAD, 1.0, 46)
         kept = loads[first_s(loads) <= self.slo.ttft_s]
         if not len(kept):

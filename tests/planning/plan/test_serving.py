@@ -139,7 +139,10 @@ def test_the_load_of_a_way_that_the_closed_form_overrates_is_found() -> None:
     served, slo = workload.of_lengths(800, 100), Slo(tbt_s=0.1, ttft_s=2.0)
     best = shortlist([one for way in ways(SMALL, *pools(1, 1)) if (one := server(served, slo).evaluate(way))])[0]
     course = Course(SMALL, served, [], RENTS, slo, turnovers=4)
-    trial, found = course.highest_load(best), course.highest_load(dataclasses.replace(best, requests_s=10 * best.requests_s))
+    trial, found = (
+        course.highest_load(best),
+        course.highest_load(dataclasses.replace(best, requests_s=10 * best.requests_s)),
+    )
     assert trial is not None and found is not None and found.requests_s == pytest.approx(trial.requests_s, rel=0.1)
 
 
