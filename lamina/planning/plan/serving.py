@@ -183,7 +183,7 @@ class Server:
             return None
         # Prompts are cached where they are computed, and nothing else is kept there.
         room = way.replicas * self._free(way.compute, degree, way.chunk)
-        found = float(self.workload.reuse.found(np.array([room]), np.array([rows.max() * groups]))[0])
+        found = float(self.workload.reuse.found_tokens(np.array([room]), np.array([rows.max() * groups]))[0])
         found = min(found, self.workload.prompt - 1)
         limit, first_s = self._prompts.prefill_pool(prefill, degree, way.replicas, way.chunk, found)
         loads = np.linspace(LEAST_LOAD, 1.0, 46)
@@ -261,7 +261,7 @@ class Server:
         full = np.arange(128, most, 128)  # these fill the tiles of matrix products
         rows = np.union1d(np.geomspace(min(most, 0.25), most, POINTS), full)
         left = room - common - rows * lanes * each
-        return rows, np.minimum(reuse.found(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
+        return rows, np.minimum(reuse.found_tokens(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
 
     def _chunks(self, rows: Floats, chunk: int, found: Floats) -> tuple[Floats, Floats]:
         """Return the prompt tokens of a step that has some, and the share of steps that do."""

@@ -29,7 +29,7 @@ Content = tuple[tuple[int, int], ...]
 class Reuse(Protocol):
     """What a cache beside the running requests finds."""
 
-    def found(self, room: Floats, active: Floats) -> Floats:
+    def found_tokens(self, room: Floats, active: Floats) -> Floats:
         """Return tokens of a prompt, on average, found by a cache of ``room`` tokens while ``active`` sequences
         decode."""
 
@@ -65,7 +65,7 @@ class Sessions:
     def most(self) -> float:
         return float(self.shared + self.resumed)
 
-    def found(self, room: Floats, active: Floats) -> Floats:
+    def found_tokens(self, room: Floats, active: Floats) -> Floats:
         waiting = active * self.idle / (1 - self.idle) * self.resumed
         kept = np.clip((room - self.shared) / np.maximum(waiting, 1e-9), 0.0, 1.0)
         return np.asarray(np.where(room >= 0, self.shared, 0.0) + self.resumed * kept)
@@ -115,7 +115,7 @@ class FromTrace:
     def most(self) -> float:
         return self.tokens[-1]
 
-    def found(self, room: Floats, active: Floats) -> Floats:
+    def found_tokens(self, room: Floats, active: Floats) -> Floats:
         return np.asarray(np.interp(room, self.sizes, self.tokens))
 
     def each(self, found: float, prompts: Floats) -> Floats:

@@ -230,7 +230,7 @@ class Instance:
         seats = len(self.running) + len(self.coming) < self._seats
         return seats and blocks_of(tokens) - held <= self.left - self._watermark
 
-    def found(self, sequence: Running) -> list[int]:
+    def cached_prefix(self, sequence: Running) -> list[int]:
         """Return keys of the longest prefix of a waiting request that is kept here; its last token is computed in any
         case."""
         return self.prefixes.find_prefix(sequence.content, sequence.target - 1) if sequence.content else []
@@ -303,7 +303,7 @@ class Instance:
         budget = self._rows
         while self._next_has_room():
             first = self.waiting[0]
-            if chunks and first.target - BLOCK * self.prefixes.blocks(self.found(first)) > budget:
+            if chunks and first.target - BLOCK * self.prefixes.blocks(self.cached_prefix(first)) > budget:
                 break
             sequence = self._admit()
             chunks.append(Chunk(sequence, sequence.cached, sequence.target - sequence.cached))
@@ -312,7 +312,7 @@ class Instance:
 
     def _next_has_room(self) -> bool:
         return bool(self.waiting) and self.has_room(
-            self.waiting[0].target, self.prefixes.held(self.found(self.waiting[0]))
+            self.waiting[0].target, self.prefixes.held(self.cached_prefix(self.waiting[0]))
         )
 
     def _chunks(self, budget: int) -> list[Chunk]:
@@ -328,7 +328,7 @@ class Instance:
 
     def _admit(self) -> Running:
         sequence = self.waiting.popleft()
-        sequence.shared = self.found(sequence)
+        sequence.shared = self.cached_prefix(sequence)
         sequence.blocks = self.prefixes.blocks(sequence.shared)
         sequence.cached = BLOCK * sequence.blocks
         self.free -= self.prefixes.acquire(sequence.shared)

@@ -311,7 +311,7 @@ def _chosen(able: Sequence[Instance], request: Running) -> Instance:
     least = min(able, key=lambda instance: instance.load)
     if not request.content:
         return least
-    hits = {id(one): BLOCK * one.prefixes.blocks(one.found(request)) for one in able}
+    hits = {id(one): BLOCK * one.prefixes.blocks(one.cached_prefix(request)) for one in able}
     best = max(able, key=lambda one: (hits[id(one)], -one.load))
     near = hits[id(best)] > request.prompt / 2 and best.load <= AFFINITY * least.load + SLACK
     return best if near else least
