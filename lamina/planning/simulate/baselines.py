@@ -1,8 +1,8 @@
 """Simulates the systems that Lamina is compared with, on the same cost model and arrivals.
 
-* Tensor parallel and chunked prefill: every group of ``tensor_parallel`` compute workers is an ``Instance`` that does
-  everything; a request goes to the instance with the fewest requests, or to one with more than half of its prompt
-  cached, unless that has far more of them.
+* Tensor parallel and chunked prefill: every group of ``tensor_parallel`` compute workers is an ``Instance`` for whole
+  requests; a request goes to the instance with the fewest requests, or to one with more than half of its prompt
+  cached, unless that one has far more requests.
 * Disaggregated: instances on the compute pool prefill, those on the memory pool decode. A request's KV stays on the
   prefill instance until a decode instance has room, and then moves over both NICs, as in DistServe.
 
@@ -149,14 +149,14 @@ class BaselineSimulation:
         self._begin(instance, now)
 
     def _content(self, index: int, output: int) -> Content:
-        """Return what a request's KV says in the end: its prompt, and its answer if later prompts may repeat that."""
+        """Return a request's content: its prompt, and its answer if later prompts may repeat it."""
         if not self._deployment.prefix_cache or not len(self._arrivals.contents):
             return ()
         prompt, answer = self._arrivals.contents[index], self._arrivals.answers[index]
         return prompt if answer is None or not prompt else (*prompt, (answer, output))
 
     def _held(self, prompt: int, output: int) -> int:
-        """Return the most tokens that the first instance will hold for a request."""
+        """Return the most tokens with KV of a request on its first instance."""
         return prompt if self._decode else prompt + output
 
     # -- steps --------------------------------------------------------------------------------------------------
@@ -174,8 +174,7 @@ class BaselineSimulation:
         self._at(now + seconds, partial(self._end, instance, batch, seconds))
 
     def _repeat(self, instance: Instance, batch: Batch, now: float) -> tuple[float, float]:
-        """Run all steps of a batch but the last of those that nothing can interrupt. Returns when that begins, and the
-        seconds that it takes."""
+        """Run all but the last of a batch's uninterruptible steps; return the last step's start and length."""
         until = min(self._next_arrival_s(now), self._events[0][0] if self._events else math.inf)
         steps = instance.steps_alike(batch)
         if until <= now or steps <= 1:
@@ -213,7 +212,7 @@ class BaselineSimulation:
     # -- moving KV from prefill to decode -----------------------------------------------------------------------
 
     def _pull(self, now: float) -> None:
-        """Move finished prompts to decode instances, first come first served, while those have room."""
+        """Move finished prompts to decode instances, first come first served, while these have free blocks."""
         while self._prefilled:
             source, sequence = self._prefilled[0]
             able = [
@@ -307,7 +306,7 @@ def _alive(instances: Sequence[Instance]) -> list[Instance]:
 
 
 def _chosen(able: Sequence[Instance], request: Running) -> Instance:
-    """Return the instance that a router sends a request to: as SGLang's, by what is cached while loads are balanced."""
+    """Return the instance for a request: like SGLang's router, by cached prefix while loads are balanced."""
     least = min(able, key=lambda instance: instance.load)
     if not request.content:
         return least
