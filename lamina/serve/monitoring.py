@@ -5,6 +5,7 @@ The pages load nothing from elsewhere.
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, JSONResponse, Response
 
 import lamina
+from lamina.control.timeline import Span
 from lamina.engine.stats import EngineStats, imbalance
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
@@ -31,6 +33,7 @@ FILES = {  # by path: the file, and its media type
 # Pages run only scripts of this server, and no other site may embed them. uPlot sizes its elements by inline styles.
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 STATE_PATH = "/dashboard/state"
+LANES_PATH = "/dashboard/lanes"
 FULL = 0.9  # of all token slots in use: new requests then wait for slots rather than for compute workers
 
 
@@ -84,6 +87,11 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
         stats = await asyncio.to_thread(engine.stats)
         totals = await asyncio.to_thread(metrics.totals)
         return JSONResponse(state_of(stats, totals, engine), headers={"Cache-Control": "no-store"})
+
+    @app.get(LANES_PATH, include_in_schema=False)
+    async def lanes() -> Response:
+        spans = await asyncio.to_thread(engine.timeline)
+        return JSONResponse(lanes_of(spans), headers={"Cache-Control": "no-store"})
 
     for path, (name, media_type) in FILES.items():
         app.add_api_route(path, _sender(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
@@ -150,6 +158,22 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
         "placement": placement_of(stats),
         "limit": {"what": what, "remedy": remedy},
         **totals,
+    }
+
+
+def lanes_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+    """Return a window of the workers' timelines as JSON: spans by worker, as [stage, lane, begin, length] in us."""
+    own = [span for each in spans.values() for span in each]
+    begin, end = min((span.begin_ns for span in own), default=0), max((span.end_ns for span in own), default=0)
+    return {
+        "length_us": (end - begin) // 1000,
+        "workers": {
+            worker: [
+                [span.stage, span.lane, (span.begin_ns - begin) // 1000, (span.end_ns - span.begin_ns) // 1000]
+                for span in each
+            ]
+            for worker, each in sorted(spans.items())
+        },
     }
 
 
