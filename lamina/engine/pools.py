@@ -1,4 +1,4 @@
-"""The pools while the engine serves: workers join, leave, and are replaced when they are lost."""
+"""Changes the pools while the engine serves: adds, removes and replaces workers."""
 
 import logging
 from collections import Counter
@@ -21,7 +21,7 @@ from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
 
-AWAIT_S = 600.0  # for another machine's worker to take the place of the last one of a pool
+AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
 
 Kinds = tuple[str, ...]
 """The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
@@ -32,11 +32,12 @@ Adopt = Callable[[Topology], int]
 
 @dataclass(eq=False)
 class Resize:
-    """Workers that are to join or leave together. ``future`` has their names once all have.
+    """Workers that join or leave on one request.
 
     Attributes:
-        left: how many have not yet.
-        done: those that have.
+        future: Has their names once all have joined or left.
+        left: Number of workers that have not.
+        done: Names of workers that have.
     """
 
     future: "Future[list[str]]" = field(default_factory=Future)
@@ -44,7 +45,7 @@ class Resize:
     done: list[str] = field(default_factory=list)
 
     def on_member_change(self, name: str) -> None:
-        """Count a worker that has joined or left."""
+        """Record that a worker has joined or left."""
         self.left -= 1
         self.done.append(name)
         if not self.left and not self.future.done():
@@ -59,7 +60,7 @@ class Resize:
 
 
 class Pools:
-    """Changes the members at boundaries of steps. The engine's thread owns it."""
+    """Changes the members between steps. The engine's thread owns it."""
 
     def __init__(
         self,
@@ -73,8 +74,10 @@ class Pools:
         max_restarts: int,
         wanted: Mapping[Role, int],
     ) -> None:
-        """``unused``: token slots of a host's memory workers that hold nothing. ``max_restarts``: see
-        ``EngineConfig``. ``wanted``: how many workers the pools are to have; those that are missing are started."""
+        """``wanted``: target size of each pool; missing workers are started.
+
+        ``unused``: returns the unused token slots of a host's memory workers. ``max_restarts``: see ``EngineConfig``.
+        """
         self.topology = topology
         self.wanted = dict(wanted)
         self._workers = workers
@@ -110,8 +113,10 @@ class Pools:
     # -- what callers ask for
 
     def resize(self, changes: Mapping[Role, PoolChange], resize: Resize) -> None:
-        """Let workers join, or leave where a count is negative. Raises ConfigError, having changed nothing, if that is
-        impossible."""
+        """Start workers, or begin to remove them where a count is negative.
+
+        Raises ConfigError, with nothing changed, if a change is impossible.
+        """
         if "compute" in changes:
             self._require_single_workers()
         leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
@@ -151,7 +156,7 @@ class Pools:
             )
 
     def _leavers(self, role: Role, change: PoolChange) -> list[str]:
-        """Return the workers to let go: of memory workers those that hold least, of compute workers the latest."""
+        """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
         count = -change.count
         members = [one for one in self.topology.members if one.role == role and one.name not in self._leaves.names]
         least = 0 if role == "memory" and self.topology.local else 1
@@ -198,7 +203,7 @@ class Pools:
         return self._joins.count(role) + sum(len(kinds) for _, one, kinds in self._due if one == role)
 
     def leaving(self, role: Role) -> int:
-        """Return how many members of this role are about to leave."""
+        """Return how many members of a role are leaving."""
         return sum(member.role == role and member.name in self._leaves.names for member in self.topology.members)
 
     # -- losses
@@ -208,16 +213,16 @@ class Pools:
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way, or may still come from another machine."""
+        """Return whether a worker of a role is joining, or may still join from another machine."""
         now = self._control.liveness.awake_s
         return self.starts(role) or any(self._awaited.get(one, 0.0) > now for one in self._bringing(role))
 
     def starts(self, role: Role) -> bool:
-        """True if another worker of this role has been started here, or is about to be."""
+        """Return whether this engine has started or will start a worker of a role that has not joined."""
         return any(self.coming(one) for one in self._bringing(role))
 
     def _bringing(self, role: Role) -> Sequence[Role]:
-        """Return the roles of workers that bring this one; a compute worker may bring memory too."""
+        """Return the roles whose workers add to ``role``: a compute worker with local memory adds to both."""
         return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
@@ -275,7 +280,7 @@ class Pools:
             self._vacant.append(kinds)
 
     def _grant_wishes(self) -> None:
-        """Let workers of other machines join and leave."""
+        """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
                 if wish.leaver and wish.role == "compute":
@@ -297,16 +302,16 @@ class Pools:
     # -- every turn of the engine
 
     def handle_member_message(self, worker: str, message: ToEngine) -> bool:
-        """Handle what a worker says of joins and changes; False if it is about something else."""
+        """Handle a worker's message about joins and topology changes; return False for other messages."""
         if isinstance(message, Changed):
             self._leaves.note_changed(worker, message.number)
             return True
         return self._joins.handle_join_message(worker, message)
 
     def turn(self, steady: bool) -> None:
-        """Admit joiners that are ready, and release leavers that hold nothing any more. ``steady``: no epoch is ending.
+        """Admit linked joiners, and release leavers that hold no KV. ``steady``: no epoch is ending.
 
-        Raises the reason if the cluster has no worker of a role and none is on its way.
+        Raises the reason if a role has no worker and none is joining.
         """
         now = self._control.liveness.awake_s
         for due in [due for due in self._due if due[0] <= now]:
@@ -338,7 +343,7 @@ class Pools:
                 self._fabric.keep_members(others)
 
     def _may_adopt(self, following: Topology) -> bool:
-        """False while steps in flight depend on the replicas: no more are planned until they have completed."""
+        """Return False while steps in flight depend on the replicas; no steps are planned until they complete."""
         if following.pipeline == self.topology.pipeline or not self._turn.in_flight:
             return True
         self._turn.pause()
@@ -352,7 +357,7 @@ class Pools:
             self._note(name)
 
     def _note(self, name: str) -> None:
-        """A worker has joined or left."""
+        """Record in its resize that a worker has joined or left."""
         self._moving.discard(name)
         if (resize := self._resizes.pop(name, None)) is not None:
             resize.on_member_change(name)
@@ -387,5 +392,5 @@ class Pools:
 
     @property
     def strangers(self) -> Collection[str]:
-        """Workers with a process that are not members."""
+        """Names of workers with a process that are not members."""
         return [*self._joins.stages, *self._leaves.parted]
