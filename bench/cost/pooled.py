@@ -72,7 +72,7 @@ class Lender(Instance):
             blocks -= taken
             self.away.setdefault(sequence, Counter())[lender] += taken
 
-    def let_go(self, sequence: Running) -> None:
+    def free_blocks(self, sequence: Running) -> None:
         """Every engine gets back its blocks."""
         away = self.away.pop(sequence, Counter[Lender]())
         for lender, blocks in away.items():

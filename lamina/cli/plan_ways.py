@@ -49,7 +49,7 @@ def show(
     # Ways that cost far more by the closed form, which is off by a third at most where it was compared, are given up.
     most_usd = WORSE * min(one.usd_per_request for one in chosen)
     with in_processes("Ways simulated") as run:
-        trials = [trial for trial in run(partial(course.most, most_usd=most_usd), chosen) if trial is not None]
+        trials = [trial for trial in run(partial(course.highest_load, most_usd=most_usd), chosen) if trial is not None]
     if not trials:
         raise ConfigError(
             f"none of the {len(chosen)} best ways keeps p99 TTFT {server.slo.ttft_s:g} s and p99 TBT "

@@ -5,6 +5,7 @@ The pages load nothing from elsewhere.
 
 import asyncio
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fastapi import FastAPI
 from starlette.responses import FileResponse, JSONResponse, Response
 
 import lamina
+from lamina.control.timeline import Span
 from lamina.engine.stats import EngineStats, imbalance
 from lamina.engine.streams import Runtime
 from lamina.observe.metrics import CONTENT_TYPE, Metrics
@@ -31,6 +33,9 @@ FILES = {  # by path: the file, and its media type
 # Pages run only scripts of this server, and no other site may embed them. uPlot sizes its elements by inline styles.
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 STATE_PATH = "/dashboard/state"
+LANES_PATH = "/dashboard/lanes"
+MOST_SHOWN = 120
+"""Spans of a worker in one window of the lanes."""
 FULL = 0.9  # of all token slots in use: new requests then wait for slots rather than for compute workers
 
 
@@ -84,6 +89,11 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
         stats = await asyncio.to_thread(engine.stats)
         totals = await asyncio.to_thread(metrics.totals)
         return JSONResponse(state_of(stats, totals, engine), headers={"Cache-Control": "no-store"})
+
+    @app.get(LANES_PATH, include_in_schema=False)
+    async def lanes() -> Response:
+        spans = await asyncio.to_thread(engine.timeline)
+        return JSONResponse(lanes_of(spans), headers={"Cache-Control": "no-store"})
 
     for path, (name, media_type) in FILES.items():
         app.add_api_route(path, _sender(name, media_type), methods=["GET", "HEAD"], include_in_schema=False)
@@ -150,6 +160,28 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
         "placement": placement_of(stats),
         "limit": {"what": what, "remedy": remedy},
         **totals,
+    }
+
+
+def lanes_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+    """Return a window of the workers' timelines as JSON: spans by worker, as [stage, lane, begin, length] in us.
+
+    The window ends with the last span, and has at most ``MOST_SHOWN`` of each worker, so that they can be told apart.
+    """
+    latest = [each[-MOST_SHOWN:] for each in spans.values() if each]
+    begin = min((each[0].begin_ns for each in latest), default=0)
+    begin = max((each[0].begin_ns for each in latest if len(each) == MOST_SHOWN), default=begin)
+    end = max((each[-1].end_ns for each in latest), default=0)
+    return {
+        "length_us": (end - begin) // 1000,
+        "workers": {
+            worker: [
+                [span.stage, span.lane, (span.begin_ns - begin) // 1000, (span.end_ns - span.begin_ns) // 1000]
+                for span in each
+                if span.begin_ns >= begin
+            ]
+            for worker, each in sorted(spans.items())
+        },
     }
 
 

@@ -128,6 +128,9 @@ def chat_generation(engine: Runtime, body: ChatBody, clamped: bool = False) -> G
         skips = body.sampling.pop("skip_special_tokens", False)
         given["skip_special_tokens"] = False if isinstance(skips, bool) else skips
     params = _sampling_params(body, defaults, {"logprobs": "top_logprobs"}, calls, **given)
+    if params.structured_outputs is not None and calls is None:
+        params = replace(params, structured_outputs=form.constrain(params.structured_outputs, text))
+        _require_grammar(params, "response_format")
     if params.truncate_prompt_tokens is None:
         prompt = encode_chat(engine.tokenizer, text, engine.max_model_len)
     else:
