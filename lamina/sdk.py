@@ -232,11 +232,12 @@ class Lamina:
                 whole.append_update(update)
                 yield whole.output()
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> list[str]:
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> list[str]:
         """Let workers join the pools, or leave where a number is negative, while requests run.
 
         A text names their kind: "rtx3090:+2". Without one, workers of the pool's first kind join on a Ray cluster, else
-        workers on CPUs; those that leave are of any kind.
+        workers on CPUs; those that leave are of any kind. Workers of ``prefill`` only run prompts; with prefill=1 and
+        compute=-1, one that decodes does so from the next step on, without loading weights.
 
         Returns their names once all have. What a memory worker holds moves to others before it leaves.
 
@@ -244,7 +245,7 @@ class Lamina:
             ConfigError: so many workers cannot join or leave; says why, with the figures.
             WorkerError: a worker did not start. EngineDeadError: the engine has stopped.
         """
-        return self.engine.scale(compute=compute, memory=memory).result()
+        return self.engine.scale(compute=compute, memory=memory, prefill=prefill).result()
 
     @property
     def tokenizer(self) -> Tokenizer:

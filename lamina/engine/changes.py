@@ -16,7 +16,7 @@ from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, Stop, ToEngine, ToWorker
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
-from lamina.core.topology import Member, Role, Topology
+from lamina.core.topology import Member, Pool, Role, Topology, role_of
 from lamina.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Joiner:
     """
 
     name: str
-    role: Role
+    pool: Pool
     started_at: float
     conversation: Conversation[Any]
     on_failed: Callable[[LaminaError, bool], None]
@@ -89,11 +89,12 @@ class Joins:
     def stages(self) -> Mapping[str, str]:
         return {joiner.name: joiner.stage.name.lower() for joiner in list(self._joiners.values())}
 
-    def count(self, role: Role) -> int:
-        return sum(joiner.role == role for joiner in self._joiners.values())
+    def count(self, pool: Pool) -> int:
+        return sum(joiner.pool == pool for joiner in self._joiners.values())
 
-    def start(self, role: Role, kind: str, on_failed: Callable[[LaminaError, bool], None]) -> str:
+    def start(self, pool: Pool, kind: str, on_failed: Callable[[LaminaError, bool], None]) -> str:
         """Start another worker under a new name and return the name. Raises LaminaError if it cannot be started."""
+        role = role_of(pool)
         name = f"{role}{next(self._numbers[role])}"
         bootstrap = self._control.admit(name)
         try:
@@ -102,7 +103,7 @@ class Joins:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error
         conversation = prepare_worker(self._control, self._fabric, name, role, kind, self._promised)
-        joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
+        joiner = Joiner(name, pool, time.monotonic(), conversation, on_failed)
         self._joiners[name] = joiner
         self._advance(joiner, None)
         return name
@@ -139,10 +140,10 @@ class Joins:
         except LaminaError as error:
             self._fail(joiner, error)
 
-    def turn(self, topology: Topology, joined: Callable[[Member], Topology] | None) -> None:
+    def turn(self, topology: Topology, joined: Callable[[Member, Pool], Topology] | None) -> None:
         """Detect failed joiners, and begin to link the next one.
 
-        ``joined``: returns the topology with another member; None if none may be linked now.
+        ``joined``: returns the topology with another member in a pool; None if none may be linked now.
         """
         self._members = topology.names
         if not self._joiners:
@@ -155,7 +156,9 @@ class Joins:
         for joiner in self._joiners.values():
             if joiner.stage is JoinStage.PREPARED and joiner.member is not None:
                 joiner.stage = JoinStage.LINKING
-                joiner.conversation = enter(self._control, self._fabric, joined(joiner.member), joiner.member)
+                joiner.conversation = enter(
+                    self._control, self._fabric, joined(joiner.member, joiner.pool), joiner.member
+                )
                 self._advance(joiner, None)
                 return
 
