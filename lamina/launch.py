@@ -264,7 +264,6 @@ def _assigned(config: EngineConfig, memory: tuple[pool.PoolEntry, ...]) -> Pools
 
 
 def _ray_kinds(config: EngineConfig) -> dict[Role, list[str]]:
-    """Return the kind of each worker on a Ray cluster. Raises ConfigError."""
     known = _known_to_ray(config)
     memory = pool.parse(config.memory or pool.CPU, known)
     return {"compute": pool.kinds(pool.parse_computes(config, known)), "memory": pool.kinds(memory)}
@@ -303,7 +302,6 @@ def join_ray(config: EngineConfig) -> tuple[str, dict[str, str]]:
 
 
 def _where(config: EngineConfig, host: str) -> Where:
-    """Return the addresses of this machine. Raises ConfigError."""
     if config.ray is not None:
         if config.listen is not None:
             raise ConfigError("ray places all workers: leave out listen, or ray")
@@ -330,7 +328,6 @@ def _launcher(
     where: Where,
     control: ControlServer,
 ) -> Launcher:
-    """Return what starts the workers: this machine, other machines too, or Ray."""
     if where.port is None:
         return local
     remote = RemoteWorkers(where.bind, where.port, control.secret, control.keys)
@@ -344,7 +341,6 @@ def _launcher(
 
 
 def _workers(config: EngineConfig, pools: Pools, control: ControlServer) -> list[Start]:
-    """Return the workers to start, the workers of this machine first."""
     cores = {role: _cores(config, role, each) for role, each in pools.items()}
     used = [frozenset[int]().union(*each.values()) for each in cores.values()]
     shared = bool(frozenset.intersection(*used))

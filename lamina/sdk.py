@@ -359,7 +359,6 @@ def _one(given: str | Iterable[int]) -> Prompt:
 def _params_of(
     given: Params | Sequence[Params] | None, prompts: int, defaults: Mapping[str, Any]
 ) -> list[SamplingParams]:
-    """Return the parameters of each prompt; what a dict lacks has its default."""
     if given is None or isinstance(given, SamplingParams | Mapping):
         return [_filled(given or {}, defaults)] * prompts
     if len(given) != prompts:

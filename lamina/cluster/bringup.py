@@ -180,7 +180,6 @@ def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
-    """Return what the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
     first = plan.computes[0]
     for name in plan.computes[1:]:
         check_same_model(plan, loaded[first], loaded[name], name, plan.greetings[name].machine)
@@ -204,7 +203,6 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
 
 
 def _links(plan: ClusterPlan) -> int:
-    """Return the most links that a worker has at the start."""
     return max(1, len(plan.greetings) - 1)
 
 
@@ -335,7 +333,6 @@ def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Top
 
 
 def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
-    """Send a message to workers; return those that have not connected yet."""
     try:
         control.send(sorted(workers), message)
     except UnreachableError as error:
