@@ -34,6 +34,8 @@ FILES = {  # by path: the file, and its media type
 POLICY = "default-src 'self'; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'; base-uri 'none'"
 STATE_PATH = "/dashboard/state"
 LANES_PATH = "/dashboard/lanes"
+MOST_SHOWN = 120
+"""Spans of a worker in one window of the lanes."""
 FULL = 0.9  # of all token slots in use: new requests then wait for slots rather than for compute workers
 
 
@@ -162,15 +164,21 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
 
 
 def lanes_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
-    """Return a window of the workers' timelines as JSON: spans by worker, as [stage, lane, begin, length] in us."""
-    own = [span for each in spans.values() for span in each]
-    begin, end = min((span.begin_ns for span in own), default=0), max((span.end_ns for span in own), default=0)
+    """Return a window of the workers' timelines as JSON: spans by worker, as [stage, lane, begin, length] in us.
+
+    The window ends with the last span, and has at most ``MOST_SHOWN`` of each worker, so that they can be told apart.
+    """
+    latest = [each[-MOST_SHOWN:] for each in spans.values() if each]
+    begin = min((each[0].begin_ns for each in latest), default=0)
+    begin = max((each[0].begin_ns for each in latest if len(each) == MOST_SHOWN), default=begin)
+    end = max((each[-1].end_ns for each in latest), default=0)
     return {
         "length_us": (end - begin) // 1000,
         "workers": {
             worker: [
                 [span.stage, span.lane, (span.begin_ns - begin) // 1000, (span.end_ns - span.begin_ns) // 1000]
                 for span in each
+                if span.begin_ns >= begin
             ]
             for worker, each in sorted(spans.items())
         },
