@@ -18,6 +18,9 @@ from lamina.core.errors import ConfigError, LaminaError
 HISTORY = 300
 """States kept, which are those of five minutes at one a second."""
 
+PRINTED_COLUMNS = 120
+"""Width of a view that does not go to a terminal."""
+
 Json = dict[str, Any]
 
 
@@ -37,7 +40,9 @@ def top(
         first, _ = look(url)
         time.sleep(every)  # rates are differences between two states
         state, lanes = look(url)
-        output().print(draw([first, state], lanes), soft_wrap=True)
+        console = output()
+        console.width = PRINTED_COLUMNS
+        console.print(draw([first, state], lanes, PRINTED_COLUMNS))
         return
     try:
         from lamina.cli.top_screen import TopScreen

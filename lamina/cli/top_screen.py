@@ -15,6 +15,9 @@ from lamina.core.errors import LaminaError
 
 Json = dict[str, Any]
 
+MARGIN = 6
+"""Columns of the screen beside the view."""
+
 
 class TopScreen(App[None]):
     """Asks a server for its state again and again, in a thread, and shows it."""
@@ -69,7 +72,7 @@ class TopScreen(App[None]):
         self._states.append(state)
         if not self._halted:
             self.sub_title = str(state["model"])
-            self.query_one("#view", Static).update(draw(list(self._states), lanes))
+            self.query_one("#view", Static).update(draw(list(self._states), lanes, self.size.width - MARGIN))
 
     def _show_error(self, error: str) -> None:
         self.sub_title = f"{error.partition(';')[0]}; trying again"

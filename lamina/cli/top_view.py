@@ -15,15 +15,13 @@ Json = Mapping[str, Any]
 LATENCY_S = 10.0
 """Seconds that a latency's quantiles look back."""
 
-LANE_CELLS = 60
-BAR_CELLS = 24
 SPARKS = "▁▂▃▄▅▆▇█"
 SLICES, ATTENTION, OTHER, IDLE = "blue", "green", "cyan", "bright_black"
 STYLES = {"slice": SLICES, "attention": ATTENTION, "chunk attention": ATTENTION}
 
 
-def draw(states: Sequence[Json], lanes: Json) -> RenderableType:
-    """Return the view of a server.
+def draw(states: Sequence[Json], lanes: Json, width: int) -> RenderableType:
+    """Return the view of a server for a terminal of ``width`` columns; bars take what texts leave.
 
     Args:
         states: Answers of ``/dashboard/state``, oldest first; at least one.
@@ -36,11 +34,11 @@ def draw(states: Sequence[Json], lanes: Json) -> RenderableType:
     return Group(
         _limit(now),
         Text(),
-        _figures(states),
+        _figures(states, max(10, min(100, width - 60))),
         Text(),
-        _lanes(lanes),
+        _lanes(lanes, max(10, min(100, width - 55))),
         Text(),
-        _memory(now),
+        _memory(now, max(6, min(40, width - 80))),
         Text(),
         _workers(now),
         Text(
@@ -74,18 +72,18 @@ def _limit(now: Json) -> Text:
     return text.append(f"  {now['limit']['remedy']}", style="not bold") if now["limit"]["remedy"] else text
 
 
-def _figures(states: Sequence[Json]) -> Table:
+def _figures(states: Sequence[Json], cells: int) -> Table:
     now = states[-1]
     since = next((state for state in reversed(states) if state["time"] <= now["time"] - LATENCY_S), states[0])
     rates = [_rate(sooner, later) for sooner, later in itertools.pairwise(states)]
     cache, counts = now["placement"]["prefix_cache"], now["counts"]
     table = Table.grid(padding=(0, 2))
-    table.add_row("Tokens per second", f"{rates[-1] if rates else 0:,.0f}", Text(_spark(rates), style=SLICES))
+    table.add_row("Tokens per second", f"{rates[-1] if rates else 0:,.0f}", Text(_spark(rates, cells), style=SLICES))
     waiting = [state["requests"]["waiting"] for state in states]
     table.add_row(
         "Requests",
         f"{now['requests']['running']:,} running, {now['requests']['waiting']:,} waiting",
-        Text(_spark(waiting), style="yellow"),
+        Text(_spark(waiting, cells), style="yellow"),
     )
     for name, label in (("time_to_first_token", "Time to first token"), ("time_between_tokens", "Time between tokens")):
         middle, high = (quantile(now["latency"][name], since["latency"][name], share) for share in (0.5, 0.99))
@@ -108,17 +106,17 @@ def _seconds(value: float | None) -> str:
     return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
-def _spark(values: Sequence[float]) -> str:
-    shown = values[-LANE_CELLS:]
+def _spark(values: Sequence[float], cells: int) -> str:
+    shown = values[-cells:]
     most = max(shown, default=0)
     return "".join(SPARKS[round((len(SPARKS) - 1) * value / most)] for value in shown) if most else ""
 
 
-def _lanes(lanes: Json) -> Table:
+def _lanes(lanes: Json, cells: int) -> Table:
     length = max(lanes["length_us"], 1)
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     heading = Text.assemble(("█ slices ", SLICES), ("█ attention ", ATTENTION), ("█ other", OTHER))
-    table.add_column("Lane")
+    table.add_column("Lane", no_wrap=True)
     table.add_column("Worker", no_wrap=True)
     table.add_column(heading, no_wrap=True)
     table.add_column(f"of {length / 1000:.0f} ms", no_wrap=True)
@@ -127,7 +125,7 @@ def _lanes(lanes: Json) -> Table:
             sum(each[3] for each in spans if each[0].endswith(stage)) / length for stage in ("slice", "attention")
         )
         shares = [f"{share:.0%} {name}" for share, name in ((slices, "slices"), (attention, "attention")) if share]
-        table.add_row("all" if lane < 0 else str(lane), worker, _bar(spans, length), ", ".join(shares))
+        table.add_row("all" if lane < 0 else str(lane), worker, _bar(spans, length, cells), ", ".join(shares))
     if not table.row_count:
         table.add_row("", "", Text("nothing runs", style=IDLE), "")
     return table
@@ -139,13 +137,13 @@ def _rows(lanes: Json) -> Iterator[tuple[int, str, list[list[Any]]]]:
             yield lane, worker, [span for span in spans if span[1] == lane]
 
 
-def _bar(spans: Sequence[Sequence[Any]], length: int) -> Text:
+def _bar(spans: Sequence[Sequence[Any]], length: int, count: int) -> Text:
     """Return a bar of cells, each in the colour of what took most of its time."""
-    cells: list[dict[str, float]] = [{} for _ in range(LANE_CELLS)]
-    width = length / LANE_CELLS
+    cells: list[dict[str, float]] = [{} for _ in range(count)]
+    width = length / count
     for stage, _, begin, took in spans:
         style = STYLES.get(stage, OTHER)
-        for cell in range(int(begin / width), min(LANE_CELLS, int((begin + took) / width) + 1)):
+        for cell in range(int(begin / width), min(count, int((begin + took) / width) + 1)):
             inside = min(begin + took, (cell + 1) * width) - max(begin, cell * width)
             cells[cell][style] = cells[cell].get(style, 0.0) + max(inside, 0.0)
     text = Text()
@@ -155,17 +153,15 @@ def _bar(spans: Sequence[Sequence[Any]], length: int) -> Text:
     return text
 
 
-def _memory(now: Json) -> Table:
+def _memory(now: Json, cells: int) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for heading in ("Memory worker", "State", "KV", "Used", "Cached", "Slots", "Moved here"):
         table.add_column(heading, justify="right" if heading in ("Used", "Cached", "Slots", "Moved here") else "left")
     for name, worker in now["placement"]["workers"].items():
         capacity = max(worker["capacity"], 1)
-        used = -(-BAR_CELLS * worker["used"] // capacity)
-        cached = min(BAR_CELLS - used, -(-BAR_CELLS * worker["cached"] // capacity))
-        bar = Text.assemble(
-            ("█" * used, ATTENTION), ("▒" * cached, ATTENTION), ("·" * (BAR_CELLS - used - cached), IDLE)
-        )
+        used = -(-cells * worker["used"] // capacity)
+        cached = min(cells - used, -(-cells * worker["cached"] // capacity))
+        bar = Text.assemble(("█" * used, ATTENTION), ("▒" * cached, ATTENTION), ("·" * (cells - used - cached), IDLE))
         figures = (f"{worker[key]:,}" for key in ("used", "cached", "capacity"))
         table.add_row(name, _state(now, name), bar, *figures, show_size(worker["moved_bytes"]))
     return table

@@ -83,6 +83,12 @@ class Topology(msgspec.Struct, frozen=True):
         return tuple(member.name for member in self.members if member.role == "compute")
 
     @property
+    def replicas(self) -> tuple[tuple[str, ...], ...]:
+        """The compute workers of each replica, by their numbers in the pipeline."""
+        computes, count = self.computes, self.pipeline.workers
+        return tuple(computes[first : first + count] for first in range(0, len(computes), count))
+
+    @property
     def capacities(self) -> dict[str, int]:
         """Token slots by worker that holds KV."""
         return {member.name: member.capacity for member in self.members if "memory" in member.roles}
@@ -106,10 +112,9 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a request: it can use all memory workers, and the local memory of one replica."""
-        ranks, computes, capacities = self.pipeline.workers, self.computes, self.capacities
-        replicas = (computes[first : first + ranks] for first in range(0, len(computes), ranks))
-        own = max((sum(capacities.get(name, 0) for name in each) for each in replicas), default=0)
+        """The most tokens that a request may have: of local memory, that of one replica."""
+        capacities = self.capacities
+        own = max((sum(capacities.get(name, 0) for name in each) for each in self.replicas), default=0)
         return own + sum(capacities[name] for name in self.memories)
 
     @property
@@ -152,10 +157,8 @@ class Topology(msgspec.Struct, frozen=True):
         return self.computes[first : first + ranks]
 
     def whole_replicas(self, names: Collection[str]) -> frozenset[str]:
-        """Return ``names`` and all compute workers that share a replica with one of them."""
-        computes, count = self.computes, self.pipeline.workers
-        replicas = (computes[first : first + count] for first in range(0, len(computes), count))
-        return frozenset(names).union(*(each for each in replicas if not set(each).isdisjoint(names)))
+        """Return these members, and the compute workers that share a replica with any of them."""
+        return frozenset(names).union(*(each for each in self.replicas if not set(each).isdisjoint(names)))
 
     def without(self, lost: Collection[str]) -> "Topology":
         """Return the topology of the next epoch, without ``lost``, a result of ``whole_replicas``.
@@ -167,18 +170,22 @@ class Topology(msgspec.Struct, frozen=True):
         prefill = sum(name not in lost for name in self.prefills) // self.pipeline.workers
         return Topology(self.epoch.next, members, self.pipeline.with_replicas(replicas, prefill))
 
-    def joined(self, member: Member, pipeline: Pipeline) -> "Topology":
-        """Return the topology with another member, in the same epoch.
+    def joined(self, joiners: Sequence[Member], pipeline: Pipeline) -> "Topology":
+        """Return the topology with more members, in the same epoch.
 
         Args:
-            pipeline: For the replicas that there are then. If it has more replicas that only run prompts, the member is
-                one of them.
+            joiners: A memory worker, or all compute workers of a replica.
+            pipeline: The pipeline with the replicas that there are then. If more of them only run prompts, the joiners
+                do; else they come last.
+
+        Raises ValueError if a joiner is a member already.
         """
-        if member.name in self.names:
-            raise ValueError(f"{member.name} is a member already")
+        if again := self.names & {joiner.name for joiner in joiners}:
+            raise ValueError(f"{', '.join(sorted(again))} is a member already")
+        members = (*self.members, *joiners)
         if pipeline.prefill > self.pipeline.prefill:
-            return self._with_prefills((*self.prefills, member.name), (*self.members, member), pipeline)
-        return Topology(self.epoch, (*self.members, member), pipeline)
+            return self._with_prefills((*self.prefills, *(joiner.name for joiner in joiners)), members, pipeline)
+        return Topology(self.epoch, members, pipeline)
 
     def turned(self, names: Collection[str], pipeline: Pipeline) -> "Topology":
         """Return the topology in which a replica has the other role, in the same epoch: it only runs prompts if it did

@@ -203,7 +203,6 @@ class Engine:
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
     def _validate(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served."""
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
         check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
@@ -355,7 +354,6 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        """Run one turn: handle messages of workers, commands, new plans; then call callers back."""
         messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
@@ -412,7 +410,6 @@ class Engine:
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
 
     def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, draw: Draw) -> None:
-        """Record a beam's continuations; once those of all beams are known, choose the surviving beams."""
         choice = tracked.compare(group, beam, draw)
         if choice is not None:
             self._scheduler.beams.choose(group, choice)
@@ -507,7 +504,6 @@ class Engine:
                 log.exception("a part of the engine's shutdown failed; the rest continues")
 
     def _end_requests(self) -> None:
-        """End all requests without the scheduler, which may have failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
             tracked.end_all(FinishReason.ERROR, reason)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE, PoolChange
+from lamina.cluster.pool import REMOTE, PoolChange, parse_computes, size
+from lamina.cluster.pool import kinds as kinds_of
 from lamina.control.liveness import Restarts
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
@@ -22,6 +23,9 @@ log = logging.getLogger(__name__)
 
 COMPUTE_POOLS: tuple[Pool, Pool] = ("prefill", "compute")
 AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
+
+Kinds = tuple[str, ...]
+"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -84,15 +88,32 @@ class Pools:
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
-        self._due: list[tuple[float, Pool, str]] = []  # replacements: when to start them, pool, kind
+        self._due: list[tuple[float, Pool, Kinds]] = []  # replacements: when to start them
         self._turning: dict[str, Pool] = {}  # members that change their role, and the pool that they are to be in
+        self._offers = 0  # compute workers of other machines that wait for the rest of a replica
+        self._vacant: list[tuple[Pool, Kinds]] = []  # lost replicas that workers of other machines belonged to
         self._moving = set[str]()  # leaving members whose replacements were started
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
-        for pool, count in topology.sizes.items():
-            for _ in range(wanted[pool] - count):
-                kind = fabric.launcher.default_kind(pool)
-                self._replace(pool, kind, WorkerError(pool, "it was lost with an earlier engine"))
+        for pool in topology.sizes:
+            for kinds in self._missing(pool):
+                self._replace(pool, kinds, WorkerError(pool, "it was lost with an earlier engine"))
+
+    def _missing(self, pool: Pool) -> list[Kinds]:
+        """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
+        each = 1 if pool == "memory" else self._pipeline.workers
+        count = (self.wanted[pool] - self.topology.sizes[pool]) // each
+        default: Kinds = (self._fabric.launcher.default_kind(pool),) * each
+        if count <= 0 or each == 1:
+            return [default] * count
+        config, topology = self._fabric.plan.config, self.topology
+        all_planned, prefills = kinds_of(parse_computes(config)), size(config.prefill)
+        planned = all_planned[:prefills] if pool == "prefill" else all_planned[prefills:]
+        lost = Counter(tuple(planned[first : first + each]) for first in range(0, len(planned), each))
+        kind_by_name = {member.name: member.kind for member in topology.members}
+        present = [replica for replica in topology.replicas if topology.pool_of(replica[0]) == pool]
+        lost.subtract(tuple(kind_by_name[name] for name in replica) for replica in present)
+        return [*lost.elements(), *[default] * count][:count]
 
     # -- what callers ask for
 
@@ -125,7 +146,7 @@ class Pools:
             self._leaves.begin_leave(name, self.topology)
         for pool, count in joiners.items():
             for _ in range(count):
-                self._start(pool, kinds[pool], resize)
+                self._start(pool, (kinds[pool],), resize)
 
     def _require_roles(self, change: PoolChange) -> None:
         """Raises ConfigError if prompts cannot be kept apart from decoding here."""
@@ -206,39 +227,40 @@ class Pools:
             )
         candidates = [one.name for one in members if change.kind in ("", one.kind)]
         if count > len(candidates):
-            kinds = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
-            raise ConfigError(f"the {pool} pool has {kinds}: {count} of kind {change.kind} cannot leave")
+            found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
+            raise ConfigError(f"the {pool} pool has {found}: {count} of kind {change.kind} cannot leave")
         if pool != "memory":
             return candidates[-count:]
         placement = self._turn.scheduler.placement
         return sorted(candidates, key=lambda name: placement.held([name]))[:count]
 
-    def _start(self, pool: Pool, kind: str, resize: Resize | None) -> None:
-        """Start another worker for ``resize``, or as a replacement (None)."""
+    def _start(self, pool: Pool, kinds: Kinds, resize: Resize | None) -> None:
+        """Start workers that enter together, for ``resize``, or as a replacement (None)."""
 
         def on_failed(error: LaminaError, again: bool) -> None:
-            if kind == REMOTE:
+            if REMOTE in kinds:
                 log.warning("a %s worker of another machine does not join: %s", pool, error)
+                self._await(pool, kinds)
             elif again:
-                self._start(pool, kind, resize)
+                self._start(pool, kinds, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", pool, error)
                 self.wanted[pool] -= 1
                 resize.fail(error)
             else:
-                self._replace(pool, kind, error)
+                self._replace(pool, kinds, error)
 
         try:
-            name = self._joins.start(pool, kind, on_failed)
+            names = self._joins.start(pool, kinds, on_failed)
         except LaminaError as error:
             on_failed(error, False)
         else:
             if resize is not None:
-                self._resizes[name] = resize
+                self._resizes.update(dict.fromkeys(names, resize))
 
     def coming(self, pool: Pool) -> int:
         """Return how many workers of a pool are joining or will be started."""
-        return self._joins.count(pool) + sum(one == pool for _, one, _ in self._due)
+        return self._joins.count(pool) + sum(len(kinds) for _, one, kinds in self._due if one == pool)
 
     def leaving(self, pool: Pool) -> int:
         """Return how many members of a pool are leaving."""
@@ -250,9 +272,7 @@ class Pools:
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """Return whether lost workers of a role are replaced; ranks and stages of a replica are not."""
-        if role == "compute" and self._pipeline.workers > 1:
-            return False
+        """Return whether lost workers of this role are ever replaced."""
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
@@ -271,13 +291,13 @@ class Pools:
         return ("memory", "compute") if self._fabric.plan.compute_setup.local else ("memory",)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
-        """Start workers of the same kind for lost members. ``topology``: members of the next epoch.
-
-        ``free``: start them at once and do not count them as restarts, during the search for a request that makes
-        workers die.
-        """
+        """Members are lost, whole replicas of them, and the epoch of ``topology`` begins. Workers of the same kinds are
+        started for them; if ``free``, at once and not counted: the search for a request that makes workers die is going
+        on."""
         members = {member.name: member for member in self.topology.members}
         pools = {name: self._turning.get(name) or self.topology.pool_of(name) for name in members}
+        replicas = {name: replica for replica in self.topology.replicas for name in replica}
+        replaced = set[str]()
         self._fabric.keep_members(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
@@ -289,40 +309,58 @@ class Pools:
                 self._note(name)
             elif name in self._moving:
                 self._note(name)
-            else:
-                self._replace(pools[name], members[name].kind, reason, free)
+            elif name not in replaced:
+                together = replicas.get(name, (name,))
+                replaced.update(together)
+                kinds = tuple(members[one].kind for one in together)
+                self._replace(pools[name], kinds, reason, free)
         for name in self._leaves.apply_topology(topology):  # they have to stay
             self.wanted[pools[name]] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
-    def _replace(self, pool: Pool, kind: str, reason: LaminaError, free: bool = False) -> None:
+    def _replace(self, pool: Pool, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
         role = role_of(pool)
         self._reasons[role] = reason
-        if role == "compute" and self._pipeline.workers > 1:
-            self.wanted[pool] -= 1
-            return
         now, restarts = self._control.liveness.awake_s, self._restarts[role]
-        if kind == REMOTE:
+        if REMOTE in kinds:
             self._awaited[role] = now + AWAIT_S
-            log.warning("%s; another takes its place once it comes", reason)
+            self._await(pool, kinds)
+            log.warning("%s; another takes its place once enough workers of other machines come", reason)
             return
         at = now if free and restarts.most else restarts.next(now)
         if at is not None:
-            self._due.append((at, pool, kind))
+            self._due.append((at, pool, kinds))
+
+    def _start_offered(self, role: Role, kind: str) -> None:
+        """Start a worker of another machine that has offered itself, once enough have for a whole replica."""
+        if role == "memory":
+            self._start(role, (kind,), None)
+            return
+        self._offers += 1
+        pool, kinds = self._vacant[0] if self._vacant else (role, (kind,) * self._pipeline.workers)
+        if self._offers >= kinds.count(REMOTE):
+            self._offers -= kinds.count(REMOTE)
+            del self._vacant[:1]
+            self._start(pool, kinds, None)
+
+    def _await(self, pool: Pool, kinds: Kinds) -> None:
+        """Remember the kinds of a replica that starts once enough workers of other machines have offered themselves."""
+        if pool != "memory":
+            self._vacant.append((pool, kinds))
 
     def _grant_wishes(self) -> None:
         """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
-                if wish.role == "compute":
+                if wish.leaver and wish.role == "compute":
                     self._require_single_workers()
                 if not wish.leaver:
-                    self._start(wish.role, wish.kind, None)
+                    self._start_offered(wish.role, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
                     if wish.moves and wish.leaver not in self._moving:
                         log.warning("the machine of %s is to end: it moves to another one", wish.leaver)
                         self._moving.add(wish.leaver)
-                        self._start(self.topology.pool_of(wish.leaver), wish.kind, None)
+                        self._start(self.topology.pool_of(wish.leaver), (wish.kind,), None)
                     if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
                         raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
                     self._leaves.validate_leave([wish.leaver], self.topology)
@@ -347,7 +385,8 @@ class Pools:
         now = self._control.liveness.awake_s
         for due in [due for due in self._due if due[0] <= now]:
             self._due.remove(due)
-            self._start(due[1], due[2], None)
+            _, pool, kinds = due
+            self._start(pool, kinds, None)
         self._grant_wishes()
         self._joins.turn(self.topology, self._joined if steady else None)
         if steady:
@@ -359,9 +398,8 @@ class Pools:
 
     def _change(self) -> None:
         """Make the topology changes that are possible before the next step is planned."""
-        joiner = self._joins.linked
-        if joiner is not None and joiner.member is not None:
-            following = self._joined(joiner.member, joiner.pool)
+        if (joiner := self._joins.linked) is not None:
+            following = self._joined(joiner.members, joiner.pool)
             if self._may_adopt(following):
                 self._enter(joiner, following)
         for name in [] if self._joins.is_linking else list(self._turning):
@@ -389,7 +427,8 @@ class Pools:
         self._joins.entered(joiner)
         self.topology = following
         self._adopt(following)
-        self._note(joiner.name)
+        for name in joiner.names:
+            self._note(name)
 
     def _turn_role(self, name: str, following: Topology) -> None:
         """Change the role of the replica of ``name``."""
@@ -407,8 +446,8 @@ class Pools:
         if (resize := self._resizes.pop(name, None)) is not None:
             resize.on_member_change(name)
 
-    def _joined(self, member: Member, pool: Pool) -> Topology:
-        return self.topology.joined(member, self._pipeline_with({pool: 1}))
+    def _joined(self, joiners: Sequence[Member], pool: Pool) -> Topology:
+        return self.topology.joined(joiners, self._pipeline_with({pool: len(joiners)}))
 
     def _left(self, name: str) -> Topology:
         return self.topology.left(name, self._pipeline_with({self.topology.pool_of(name): -1}))

@@ -34,11 +34,11 @@ def test_a_worker_stays_in_its_pool_until_its_replica_changes_the_role(data: st.
         elif what == "lose":
             topology = topology.without(replica)
             expected = {one: pool for one, pool in expected.items() if one not in replica}
-        elif workers == 1 and len(computes) < MOST:
+        elif len(computes) < MOST * workers:
             into = data.draw(st.sampled_from(["prefill", "compute"]))
-            member = Member(f"later{number}", "compute", "cpu", "")
-            topology = topology.joined(member, pipeline(into == "prefill", into == "compute"))
-            expected[member.name] = into
+            joiners = [Member(f"later{number}-{rank}", "compute", "cpu", "") for rank in range(workers)]
+            topology = topology.joined(joiners, pipeline(into == "prefill", into == "compute"))
+            expected |= {joiner.name: into for joiner in joiners}
         assert {one: topology.pool_of(one) for one in topology.names} == expected
         assert topology.prefills == topology.computes[: len(topology.prefills)]
         assert topology.sizes == {pool: [*expected.values()].count(pool) for pool in ("prefill", "compute", "memory")}

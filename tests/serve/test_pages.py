@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lamina.control.timeline import Span
 from lamina.engine.stats import EngineStats, MemoryStats
-from lamina.serve.monitoring import FILES, LANES_PATH, STATE_PATH, WEB, lanes_of, limit_of
+from lamina.serve.monitoring import FILES, LANES_PATH, MOST_SHOWN, STATE_PATH, WEB, lanes_of, limit_of
 from tests.support.scripted_engine import FakeEngine, Running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -61,6 +62,10 @@ def test_lanes_are_told_by_worker_in_microseconds(server: Running) -> None:
     told = httpx.get(server.url + LANES_PATH).json()
     assert told["workers"]["compute0"][:2] == [["slice", 0, 0, 600], ["slice", 0, 1000, 600]]
     assert told["workers"]["memory0"][0] == ["attention", 0, 600, 300] and told["length_us"] == 98_900
+    many = [Span("slice", 0, 1_000 * start, 1_000 * start + 900) for start in range(2 * MOST_SHOWN)]
+    few = [Span("attention", 0, 5, 10), Span("attention", 0, 1_000 * MOST_SHOWN + 900, 1_000 * MOST_SHOWN + 1_000)]
+    window = lanes_of({"compute0": many, "memory0": few})["workers"]
+    assert len(window["compute0"]) == MOST_SHOWN and len(window["memory0"]) == 1 and window["compute0"][0][2] == 0
     assert lanes_of({}) == {"length_us": 0, "workers": {}}
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lamina.cli import top
-from lamina.cli.top_view import LANE_CELLS, draw, quantile
+from lamina.cli.top_view import draw, quantile
 from lamina.control.timeline import Span
 from lamina.core.errors import ConfigError
 from lamina.observe.metrics import Metrics
@@ -25,7 +25,7 @@ def state(generated: float = 0, time: float = 0.0, **changes: Any) -> dict[str, 
 
 def shown(states: list[dict[str, Any]], lanes: Any = None, width: int = 130) -> str:
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(draw(states, lanes or lanes_of({})))
+    console.print(draw(states, lanes or lanes_of({}), width))
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     assert max(map(len, printed.splitlines())) <= width
     return str(printed)
@@ -41,13 +41,13 @@ def test_the_view_has_rates_pools_moves_and_links() -> None:
 def test_lanes_are_bars_of_what_took_most_of_each_part() -> None:
     spans = {
         "compute0": [Span("slice", 0, 0, 40_000_000), Span("draw", 0, 40_000_000, 60_000_000)],
-        "memory0": [Span("attention", 0, 60_000_000, 120_000_000), Span("slice", 1, 0, 1_000)],
+        "memory0": [Span("slice", 1, 0, 1_000), Span("attention", 0, 60_000_000, 120_000_000)],
     }
     lines = shown([state()], lanes_of(spans)).splitlines()
     compute = next(line for line in lines if "compute0" in line and "slices" in line)
-    assert compute.count("█") == LANE_CELLS // 2 and compute.count("·") == LANE_CELLS // 2 and "33% slices" in compute
+    assert compute.count("█") == 75 // 2 and compute.count("·") == 75 // 2 and "33% slices" in compute
     memory = next(line for line in lines if "memory0" in line and "attention" in line)
-    assert memory.count("█") == LANE_CELLS // 2 and "50% attention" in memory
+    assert memory.count("█") == 75 // 2 and "50% attention" in memory
 
 
 def test_quantiles_are_of_what_has_come_since() -> None:
