@@ -84,6 +84,20 @@ class Device(Mapper, Protocol):
         says. ``reduce``: how the ranks of a replica add up what each has computed, if there are several."""
 
 
+class WholeSteps(Protocol):
+    """Runs whole decode steps over KV in the device's own memory, without the host between their slices."""
+
+    def reserve(self, rows: int) -> None:
+        """Prepare for steps of up to ``rows`` rows."""
+
+    def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
+        """Append k and v, and return logits [rows, vocab] of a step whose rows attend to ``table``, in order; None if
+        this step has to run slice by slice. The next step that runs here may overwrite them.
+
+        Args:
+            table: Of the memory's device (``memory.device.base.Table``)."""
+
+
 class Carrier(Protocol):
     """Where the rows of slices are.
 
@@ -135,6 +149,10 @@ class Runner(Carrier, Protocol):
 
         Raises torch.OutOfMemoryError if there is too little.
         """
+
+    def recorded_steps(self, memory: Any) -> WholeSteps | None:
+        """Return what runs whole steps over ``memory``, a ``memory.device.base.Device`` of this device; None if
+        they always run slice by slice here."""
 
     def padded(self, rows: int) -> int:
         """Return the number of rows that ``rows`` are padded to."""
