@@ -10,13 +10,13 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install trito
 
 from lamina.compute.device.emulated import Emulated
 from lamina.compute.device.kit import Replay
-from lamina.memory.device.gpu import Gpu
+from lamina.memory.device.gpu import Gpu, _Pages
 from tests.support.late_backend import LateBackend, LateKit
 from tests.support.local_steps import LocalWorker, check_steps, plans
 from tests.support.sweep import sweep
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "bloom")
-CAPACITY = 300
+CAPACITY = 60
 
 
 @pytest.mark.parametrize("family", sweep(FAMILIES, ("gemma2", "gpt_oss")))
@@ -24,9 +24,12 @@ def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
     """For changing lengths, batches that grow and shrink, and page tables that move to larger memory."""
     recorded = LocalWorker(family, Emulated(), "emulated", CAPACITY)
     usual = LocalWorker(family, Emulated(), "emulated", CAPACITY, records=False)
-    assert recorded.steps is not None
-    recorded.steps.reserve(4)
-    check_steps(recorded, usual, seed=1, steps=24, most=5, longest=60)
+    device = recorded.store.device
+    assert recorded.steps is not None and isinstance(device, Gpu)
+    device._pages = pages = _Pages(device._backend, 64)  # for one sequence
+    recorded.steps.reserve(2)
+    check_steps(recorded, usual, seed=1, steps=12, most=3, longest=8)
+    assert device._pages is not pages
 
 
 def test_a_replay_waits_for_what_was_given_to_the_gpu_before() -> None:
@@ -37,7 +40,7 @@ def test_a_replay_waits_for_what_was_given_to_the_gpu_before() -> None:
     specs, element = usual.store.attentions, usual.store.element
     with kit.mode:
         recorded = LocalWorker("llama", kit, "emulated", CAPACITY, Gpu(backend, specs, element, CAPACITY))
-        check_steps(recorded, usual, seed=2, steps=12, most=4, longest=12)
+        check_steps(recorded, usual, seed=2, steps=8, most=2, longest=8)
 
 
 class Counting(Emulated):
@@ -54,18 +57,18 @@ def test_steps_of_any_lengths_replay_what_was_recorded_at_the_start() -> None:
     kit = Counting()
     worker = LocalWorker("llama", kit, "emulated", CAPACITY)
     assert worker.steps is not None
-    worker.runner.reserve(16, 4, 1)
-    worker.steps.reserve(4)
+    worker.runner.reserve(8, 2, 1)
+    worker.steps.reserve(2)
     reserved = kit.recorded
-    for plan in plans(seed=3, steps=12, most=4, longest=9, heads=worker.store.shards.heads):
+    for plan in plans(seed=3, steps=8, most=2, longest=8, heads=worker.store.shards.heads):
         worker.run(plan)
-    assert worker.whole > 4 and kit.recorded == reserved
+    assert worker.whole > 2 and kit.recorded == reserved
 
 
 def test_padding_rows_append_nothing() -> None:
     """A step of three rows replays a recording of four: no slot of the slab changes but those of its tokens."""
     worker = LocalWorker("llama", Emulated(), "emulated", CAPACITY)
-    steps = list(plans(seed=5, steps=16, most=3, longest=3, heads=worker.store.shards.heads))
+    steps = list(plans(seed=5, steps=8, most=3, longest=3, heads=worker.store.shards.heads))
     device = worker.store.device
     assert isinstance(device, Gpu)
     for plan in steps:
@@ -78,7 +81,7 @@ def test_padding_rows_append_nothing() -> None:
             for old, slab in zip(before, device._slabs, strict=True):
                 changed = np.flatnonzero((old.view(np.int32) != slab.k.view(np.int32)).any(axis=(1, 2)))
                 assert set(changed.tolist()) <= used
-    assert worker.whole > 4
+    assert worker.whole > 2
 
 
 class Refusing(Emulated):
@@ -94,7 +97,7 @@ def test_a_step_that_cannot_be_recorded_runs_by_slices_with_one_warning(caplog: 
     caplog.set_level(logging.WARNING)
     worker = LocalWorker("llama", Refusing(), "emulated", CAPACITY)
     usual = LocalWorker("llama", Emulated(), "emulated", CAPACITY, records=False)
-    for plan in plans(seed=4, steps=8, most=3, longest=5, heads=worker.store.shards.heads):
+    for plan in plans(seed=4, steps=6, most=2, longest=5, heads=worker.store.shards.heads):
         torch.testing.assert_close(worker.run(plan), usual.run(plan))
     assert worker.whole == 0
     assert [record.message for record in caplog.records if "stream is capturing" in record.message] == [
