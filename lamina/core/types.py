@@ -66,8 +66,8 @@ Partition = Literal["auto", "request", "head", "token"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
 """Setting of the type to which weights of linear layers are quantised while loaded; none: they are not."""
 
-ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3"]
-ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral"]
+ToolCallParser = Literal["auto", "none", "hermes", "mistral", "llama3_json", "deepseek_v3", "openai"]
+ReasoningParserName = Literal["auto", "none", "deepseek_r1", "mistral", "openai_gptoss"]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from lamina.dataplane.leases import LANDINGS, ArenaPlan
 from lamina.transport.base import Arena, Fetch, Target
 
 FetchFrom = Callable[[str, Fetch], None]
-"""Starts a fetch from a peer, with the arguments of ``Links.fetch``."""
+"""Starts a fetch from the named peer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ class Fetcher:
         return piece.lane if piece.lane >= 0 else None
 
     def forget(self, peer: str) -> None:
-        """Drop the pieces of a peer that is disconnected: they cannot arrive."""
+        """Drop the pieces of a disconnected peer."""
         for queue in (self._urgent, self._waiting):
             for piece in [piece for piece in queue if piece.peer == peer]:
                 queue.remove(piece)

@@ -1,4 +1,4 @@
-"""The pools while the engine serves: workers join, leave, and are replaced when they are lost."""
+"""Changes the pools while the engine serves: adds, removes and replaces workers."""
 
 import logging
 from collections import Counter
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE, PoolChange
+from lamina.cluster.pool import REMOTE, PoolChange, parse_computes
+from lamina.cluster.pool import kinds as kinds_of
 from lamina.control.liveness import Restarts
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
@@ -20,7 +21,10 @@ from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
 
-AWAIT_S = 600.0  # for another machine's worker to take the place of the last one of a pool
+AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
+
+Kinds = tuple[str, ...]
+"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -28,11 +32,12 @@ Adopt = Callable[[Topology], int]
 
 @dataclass(eq=False)
 class Resize:
-    """Workers that are to join or leave together. ``future`` has their names once all have.
+    """Workers that join or leave on one request.
 
     Attributes:
-        left: how many have not yet.
-        done: those that have.
+        future: Has their names once all have joined or left.
+        left: Number of workers that have not.
+        done: Names of workers that have.
     """
 
     future: "Future[list[str]]" = field(default_factory=Future)
@@ -40,7 +45,7 @@ class Resize:
     done: list[str] = field(default_factory=list)
 
     def on_member_change(self, name: str) -> None:
-        """Count a worker that has joined or left."""
+        """Record that a worker has joined or left."""
         self.left -= 1
         self.done.append(name)
         if not self.left and not self.future.done():
@@ -55,7 +60,7 @@ class Resize:
 
 
 class Pools:
-    """Changes the members at boundaries of steps. The engine's thread owns it."""
+    """Changes the members between steps. The engine's thread owns it."""
 
     def __init__(
         self,
@@ -69,8 +74,10 @@ class Pools:
         max_restarts: int,
         wanted: Mapping[Role, int],
     ) -> None:
-        """``unused``: token slots of a host's memory workers that hold nothing. ``max_restarts``: see
-        ``EngineConfig``. ``wanted``: how many workers the pools are to have; those that are missing are started."""
+        """``wanted``: target size of each pool; missing workers are started.
+
+        ``unused``: returns the unused token slots of a host's memory workers. ``max_restarts``: see ``EngineConfig``.
+        """
         self.topology = topology
         self.wanted = dict(wanted)
         self._workers = workers
@@ -80,27 +87,43 @@ class Pools:
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
-        self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
+        self._due: list[tuple[float, Role, Kinds]] = []  # replacements: when to start them
+        self._offers = 0  # compute workers of other machines that wait for the rest of a replica
+        self._vacant: list[Kinds] = []  # lost replicas that workers of other machines belonged to
         self._moving = set[str]()  # members in whose place others were started, and that leave
         self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
-        for role, count in topology.sizes.items():
-            for _ in range(wanted[role] - count):
-                kind = fabric.launcher.default_kind(role)
-                self._replace(role, kind, WorkerError(role, "it was lost with an earlier engine"))
+        for role in topology.sizes:
+            for kinds in self._missing(role):
+                self._replace(role, kinds, WorkerError(role, "it was lost with an earlier engine"))
+
+    def _missing(self, role: Role) -> list[Kinds]:
+        """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
+        each = self._pipeline.workers if role == "compute" else 1
+        count = (self.wanted[role] - self.topology.sizes[role]) // each
+        default: Kinds = (self._fabric.launcher.default_kind(role),) * each
+        if count <= 0 or each == 1:
+            return [default] * count
+        planned = kinds_of(parse_computes(self._fabric.plan.config))
+        lost = Counter(tuple(planned[first : first + each]) for first in range(0, len(planned), each))
+        kind_by_name = {member.name: member.kind for member in self.topology.members}
+        lost.subtract(tuple(kind_by_name[name] for name in replica) for replica in self.topology.replicas)
+        return [*lost.elements(), *[default] * count][:count]
 
     # -- what callers ask for
 
     def resize(self, changes: Mapping[Role, PoolChange], resize: Resize) -> None:
-        """Let workers join, or leave where a count is negative. Raises ConfigError, having changed nothing, if that is
-        impossible."""
+        """Start workers, or begin to remove them where a count is negative.
+
+        Raises ConfigError, with nothing changed, if a change is impossible.
+        """
         if "compute" in changes:
             self._require_single_workers()
         leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
-        kinds = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
+        added = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
         for role, change in changes.items():
             if change.count > 0:
-                self._check_growth(role, kinds[role], change.count)
+                self._check_growth(role, added[role], change.count)
         self._leaves.validate_leave(leavers, self.topology)
         resize.left = sum(abs(change.count) for change in changes.values())
         for role, change in changes.items():
@@ -110,7 +133,7 @@ class Pools:
             self._leaves.begin_leave(name, self.topology)
         for role, change in changes.items():
             for _ in range(change.count):
-                self._start(role, kinds[role], resize)
+                self._start(role, (added[role],), resize)
 
     def _require_single_workers(self) -> None:
         if self._pipeline.workers > 1:
@@ -133,7 +156,7 @@ class Pools:
             )
 
     def _leavers(self, role: Role, change: PoolChange) -> list[str]:
-        """Return the workers to let go: of memory workers those that hold least, of compute workers the latest."""
+        """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
         count = -change.count
         members = [one for one in self.topology.members if one.role == role and one.name not in self._leaves.names]
         least = 0 if role == "memory" and self.topology.local else 1
@@ -144,69 +167,71 @@ class Pools:
             )
         candidates = [one.name for one in members if change.kind in ("", one.kind)]
         if count > len(candidates):
-            kinds = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
-            raise ConfigError(f"the {role} pool has {kinds}: {count} of kind {change.kind} cannot leave")
+            found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
+            raise ConfigError(f"the {role} pool has {found}: {count} of kind {change.kind} cannot leave")
         if role == "compute":
             return candidates[-count:]
         placement = self._turn.scheduler.placement
         return sorted(candidates, key=lambda name: placement.held([name]))[:count]
 
-    def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
-        """Start another worker, on behalf of ``resize`` or as a replacement."""
+    def _start(self, role: Role, kinds: Kinds, resize: Resize | None) -> None:
+        """Start workers that enter together, on behalf of ``resize`` or as a replacement."""
 
         def on_failed(error: LaminaError, again: bool) -> None:
-            if kind == REMOTE:
+            if REMOTE in kinds:
                 log.warning("a %s worker of another machine does not join: %s", role, error)
+                self._await(role, kinds)
             elif again:
-                self._start(role, kind, resize)
+                self._start(role, kinds, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", role, error)
                 self.wanted[role] -= 1
                 resize.fail(error)
             else:
-                self._replace(role, kind, error)
+                self._replace(role, kinds, error)
 
         try:
-            name = self._joins.start(role, kind, on_failed)
+            names = self._joins.start(role, kinds, on_failed)
         except LaminaError as error:
             on_failed(error, False)
         else:
             if resize is not None:
-                self._resizes[name] = resize
+                self._resizes.update(dict.fromkeys(names, resize))
 
     def coming(self, role: Role) -> int:
         """Return how many workers of this role are on their way, or are to be started."""
-        return self._joins.count(role) + sum(one == role for _, one, _ in self._due)
+        return self._joins.count(role) + sum(len(kinds) for _, one, kinds in self._due if one == role)
 
     def leaving(self, role: Role) -> int:
-        """Return how many members of this role are about to leave."""
+        """Return how many members of a role are leaving."""
         return sum(member.role == role and member.name in self._leaves.names for member in self.topology.members)
 
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """Return whether lost workers of this role are ever replaced; parts of a replica are not."""
-        if role == "compute" and self._pipeline.workers > 1:
-            return False
+        """Return whether lost workers of this role are ever replaced."""
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way, or may still come from another machine."""
+        """Return whether a worker of a role is joining, or may still join from another machine."""
         now = self._control.liveness.awake_s
         return self.starts(role) or any(self._awaited.get(one, 0.0) > now for one in self._bringing(role))
 
     def starts(self, role: Role) -> bool:
-        """True if another worker of this role has been started here, or is about to be."""
+        """Return whether this engine has started or will start a worker of a role that has not joined."""
         return any(self.coming(one) for one in self._bringing(role))
 
     def _bringing(self, role: Role) -> Sequence[Role]:
-        """Return the roles of workers that bring this one; a compute worker may bring memory too."""
+        """Return the roles whose workers add to ``role``: a compute worker with local memory adds to both."""
         return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
-        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
-        ``free``, at once and not counted: the search for a request that makes workers die is going on."""
+        """Members are lost, whole replicas of them, and the epoch of ``topology`` begins. Workers of the same kinds are
+        started for them; if ``free``, at once and not counted: the search for a request that makes workers die is going
+        on."""
         members = {member.name: member for member in self.topology.members}
+        replicas = {name: replica for replica in self.topology.replicas for name in replica}
+        replaced = set[str]()
         self._fabric.keep_members(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
@@ -216,39 +241,57 @@ class Pools:
                 self._note(name)
             elif name in self._moving:
                 self._note(name)
-            else:
-                self._replace(members[name].role, members[name].kind, reason, free)
+            elif name not in replaced:
+                together = replicas.get(name, (name,))
+                replaced.update(together)
+                kinds = tuple(members[one].kind for one in together)
+                self._replace(members[name].role, kinds, reason, free)
         for name in self._leaves.apply_topology(topology):  # they have to stay
             self.wanted[members[name].role] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
-    def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:
+    def _replace(self, role: Role, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
         self._reasons[role] = reason
-        if role == "compute" and self._pipeline.workers > 1:
-            self.wanted[role] -= 1
-            return
         now, restarts = self._control.liveness.awake_s, self._restarts[role]
-        if kind == REMOTE:
+        if REMOTE in kinds:
             self._awaited[role] = now + AWAIT_S
-            log.warning("%s; another takes its place once it comes", reason)
+            self._await(role, kinds)
+            log.warning("%s; another takes its place once enough workers of other machines come", reason)
             return
         at = now if free and restarts.most else restarts.next(now)
         if at is not None:
-            self._due.append((at, role, kind))
+            self._due.append((at, role, kinds))
+
+    def _start_offered(self, role: Role, kind: str) -> None:
+        """Start a worker of another machine that has offered itself, once enough have for a whole replica."""
+        if role == "memory":
+            self._start(role, (kind,), None)
+            return
+        self._offers += 1
+        kinds = self._vacant[0] if self._vacant else (kind,) * self._pipeline.workers
+        if self._offers >= kinds.count(REMOTE):
+            self._offers -= kinds.count(REMOTE)
+            del self._vacant[:1]
+            self._start(role, kinds, None)
+
+    def _await(self, role: Role, kinds: Kinds) -> None:
+        """Remember the kinds of a replica that starts once enough workers of other machines have offered themselves."""
+        if role == "compute":
+            self._vacant.append(kinds)
 
     def _grant_wishes(self) -> None:
-        """Let workers of other machines join and leave."""
+        """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
-                if wish.role == "compute":
+                if wish.leaver and wish.role == "compute":
                     self._require_single_workers()
                 if not wish.leaver:
-                    self._start(wish.role, wish.kind, None)
+                    self._start_offered(wish.role, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
                     if wish.moves and wish.leaver not in self._moving:
                         log.warning("the machine of %s is to end: it moves to another one", wish.leaver)
                         self._moving.add(wish.leaver)
-                        self._start(wish.role, wish.kind, None)
+                        self._start(wish.role, (wish.kind,), None)
                     if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
                         raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
                     self._leaves.validate_leave([wish.leaver], self.topology)
@@ -259,21 +302,22 @@ class Pools:
     # -- every turn of the engine
 
     def handle_member_message(self, worker: str, message: ToEngine) -> bool:
-        """Handle what a worker says of joins and changes; False if it is about something else."""
+        """Handle a worker's message about joins and topology changes; return False for other messages."""
         if isinstance(message, Changed):
             self._leaves.note_changed(worker, message.number)
             return True
         return self._joins.handle_join_message(worker, message)
 
     def turn(self, steady: bool) -> None:
-        """Admit joiners that are ready, and release leavers that hold nothing any more. ``steady``: no epoch is ending.
+        """Admit linked joiners, and release leavers that hold no KV. ``steady``: no epoch is ending.
 
-        Raises the reason if the cluster has no worker of a role and none is on its way.
+        Raises the reason if a role has no worker and none is joining.
         """
         now = self._control.liveness.awake_s
         for due in [due for due in self._due if due[0] <= now]:
             self._due.remove(due)
-            self._start(due[1], due[2], None)
+            _, role, kinds = due
+            self._start(role, kinds, None)
         self._grant_wishes()
         self._joins.turn(self.topology, self._joined if steady else None)
         if steady:
@@ -285,9 +329,8 @@ class Pools:
 
     def _change(self) -> None:
         """Make the changes that can be made between the steps planned so far and the next ones."""
-        joiner = self._joins.linked
-        if joiner is not None and joiner.member is not None:
-            following = self._joined(joiner.member)
+        if (joiner := self._joins.linked) is not None:
+            following = self._joined(joiner.members)
             if self._may_adopt(following):
                 self._enter(joiner, following)
         # While a pool has no worker, those of the other one stay: a topology has members of both roles when one leaves.
@@ -300,7 +343,7 @@ class Pools:
                 self._fabric.keep_members(others)
 
     def _may_adopt(self, following: Topology) -> bool:
-        """False while steps in flight depend on the replicas: no more are planned until they have completed."""
+        """Return False while steps in flight depend on the replicas; no steps are planned until they complete."""
         if following.pipeline == self.topology.pipeline or not self._turn.in_flight:
             return True
         self._turn.pause()
@@ -310,25 +353,26 @@ class Pools:
         self._joins.entered(joiner)
         self.topology = following
         self._adopt(following)
-        self._note(joiner.name)
+        for name in joiner.names:
+            self._note(name)
 
     def _note(self, name: str) -> None:
-        """A worker has joined or left."""
+        """Record in its resize that a worker has joined or left."""
         self._moving.discard(name)
         if (resize := self._resizes.pop(name, None)) is not None:
             resize.on_member_change(name)
 
-    def _joined(self, member: Member) -> Topology:
-        replicas = len(self.topology.computes) + (member.role == "compute")
-        return self.topology.joined(member, self._pipeline_of(replicas))
+    def _joined(self, joiners: Sequence[Member]) -> Topology:
+        computes = len(self.topology.computes) + sum(joiner.role == "compute" for joiner in joiners)
+        return self.topology.joined(joiners, self._pipeline_of(computes // self._pipeline.workers))
 
     def _left(self, name: str) -> Topology:
-        replicas = len(self.topology.computes) - (name in self.topology.computes)
+        replicas = len(self.topology.replicas) - (name in self.topology.computes)
         return self.topology.left(name, self._pipeline_of(replicas))
 
     def _pipeline_of(self, replicas: int) -> Pipeline:
         """Return the pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
-        if replicas == len(self.topology.computes):
+        if replicas == len(self.topology.replicas):
             return self.topology.pipeline
         pipeline = self._pipeline.with_replicas(max(1, replicas))
         slices = len(self._fabric.memory_setup.attentions) + 1
@@ -348,5 +392,5 @@ class Pools:
 
     @property
     def strangers(self) -> Collection[str]:
-        """Workers with a process that are not members."""
+        """Names of workers with a process that are not members."""
         return [*self._joins.stages, *self._leaves.parted]

@@ -14,9 +14,7 @@ from lamina.transport.endpoint import Wait
 from lamina.worker.links import Links
 
 SLICE_S = 0.05  # between two polls for control messages while a worker waits for rings
-_INCARNATION_BITS = (
-    32  # the ring's value holds the incarnation above the epoch's number; it exceeds all values of ``Links.link``
-)
+_INCARNATION_BITS = 32  # the ring's value holds the incarnation above the epoch's number
 
 
 class Fence:
@@ -57,7 +55,7 @@ class Fence:
         self._control.send(PeerLost(error.peer, str(error)))
 
     def begin_epoch(self, topology: Topology) -> None:
-        """Begin the epoch of ``topology`` and ring all peers. The caller has dropped its steps before."""
+        """Begin the epoch of ``topology`` and ring all peers. The caller has dropped its steps in flight."""
         self.epoch, self._lost = topology.epoch, False
         self._links.apply_topology(topology)
         self._missing = list(self._links.peers)
@@ -66,7 +64,7 @@ class Fence:
         self._report()
 
     def stand_by(self, wait: Wait) -> ToWorker | None:
-        """Wait shortly for a ring or a control message, while not ``open``. Returns the message, or None.
+        """Wait up to ``SLICE_S`` for a ring or a control message, while not ``open``. Returns the message, or None.
 
         Raises PeerLostError.
         """

@@ -111,6 +111,35 @@ def test_a_forced_call_may_follow_reasoning(server: Running, monkeypatch: pytest
     assert params.structured_outputs is not None and params.structured_outputs.grammar is not None
 
 
+def test_a_schema_holds_for_what_follows_reasoning(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("<think>\n", {}))
+    say(monkeypatch, "So.</think>{}")
+    message = server.post(CHAT, messages=USER, response_format={"type": "json_object"}).json()["choices"][0]["message"]
+    assert message["reasoning_content"] == "So." and message["content"] == "{}"
+    ((_, params),) = server.engine.submitted
+    assert params.structured_outputs is not None and "</think>" in (params.structured_outputs.grammar or "")
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_channels_of_gpt_oss(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch, choice: Any
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "chat_format", ChatFormat("openai", None, channels=True))
+    monkeypatch.setattr(scripted_engine, "TEMPLATE", ChatTemplate("{{ tools }}<|start|>assistant", {}))
+    thought = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+    say(monkeypatch, thought + '<|channel|>commentary to=functions.look <|constrain|>json<|message|>{"city": "x"}')
+    with client.chat.completions.stream(model="fake", messages=USER, tools=TOOLS, tool_choice=choice) as stream:
+        message = stream.get_final_completion().choices[0].message
+    call: Any
+    (call,) = message.tool_calls or [None]
+    assert (call.function.name, call.function.arguments) == ("look", '{"city": "x"}') and not message.content
+    ((_, params),) = server.engine.submitted
+    assert (params.structured_outputs is not None) is (choice == "required")
+    say(monkeypatch, thought + "<|channel|>final<|message|>Yes.")
+    answer = client.responses.create(model="fake", input="a")
+    assert answer.output_text == "Yes." and [item.type for item in answer.output] == ["reasoning", "message"]
+
+
 def test_without_a_choice_tools_are_not_shown(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     say(monkeypatch, TEXT)
     message = server.post(CHAT, messages=USER, tools=TOOLS, tool_choice="none").json()["choices"][0]["message"]

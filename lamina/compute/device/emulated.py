@@ -1,4 +1,4 @@
-"""A GPU emulated on the CPU, for tests: runs the code for GPUs, and replays recorded operators instead of graphs."""
+"""Implements ``Kit`` on the CPU, for tests: runs the GPU code, and replays recorded operators instead of graphs."""
 
 import ctypes
 import time
@@ -29,8 +29,8 @@ class Emulated:
         self._recorder: _Recorder | None = None
 
     def capture(self, work: Callable[[], object]) -> Replay:
-        """Record the work. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they
-        used, and kernels in Triton's interpreter."""
+        """Record the work. As with a CUDA graph, replay runs only torch's operators, on the recorded memory, and
+        kernels in Triton's interpreter."""
         recorder = _Recorder()
         work()
         self._recorder = recorder
@@ -42,7 +42,7 @@ class Emulated:
         return recorder.replay
 
     def compiled(self, graph: Main) -> Main | None:
-        """Return None: only operators can be recorded here, not a compiled graph."""
+        """Return None: a compiled graph cannot be recorded operator by operator."""
         return None
 
     def time_replay(self, replay: Replay) -> float:
@@ -115,8 +115,6 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Replay] = []
@@ -127,7 +125,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call()
 
     def record_call(self, call: Replay) -> None:
-        """Record what is no operator of torch."""
+        """Record a call that is not a torch operator."""
         self._calls.append(call)
 
     def record_launch(self, launch: Replay) -> None:
@@ -139,7 +137,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and record it. Rejects operators whose results the host needs: a graph cannot have them."""
+        """Run an operator and record it. Rejects operators that synchronise with the host, as CUDA graphs do."""
         by_number = func is torch.ops.aten.index.Tensor and not any(
             each is not None and each.dtype == torch.bool for each in args[1]
         )
@@ -153,6 +151,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(results: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of an operator's result: one, several, or none."""
     every = results if isinstance(results, list | tuple) else (results,)
     return tuple(each for each in every if isinstance(each, Tensor))
