@@ -150,8 +150,9 @@ class StepRun:
         return self._replica.names[self._stages[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
-        """Run the next slice; return logits [rows that draw, vocab] after the last slice. The first slice of a step that
-        needs no peer may run with all others.
+        """Run the next slice; return logits [rows that draw, vocab] after the last slice.
+
+        The first slice of a step that needs no peer may run together with all others.
 
         ``drawn``: tokens that the lane's last step drew, by sequence. Raises PeerLostError.
         """
