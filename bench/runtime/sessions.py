@@ -151,7 +151,6 @@ def agents_table(model: str, figures: Mapping[str, Mapping[str, float]]) -> Tabl
 
 
 def table(model: str, figures: Mapping[str, float]) -> Table:
-    """The figures."""
     made = Table(title=f"Idle chats: {model}, {figures['chats']:.0f} of {figures['tokens']:.0f} tokens")
     made.add_column("what")
     made.add_column("value", justify="right")
@@ -186,7 +185,6 @@ def run(config: EngineConfig, measured: Callable[[Engine], dict[str, float]]) ->
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--agents", action="store_true", help="agents that call tools")
     parser.add_argument("--model", choices=MODELS, default="60m")
