@@ -244,7 +244,6 @@ def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[R
 
 
 def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
-    """Run ``batch`` requests of ``prompt`` random tokens; return the window in which all of them decode."""
     from lamina.observe.decoding import decode_batch, decode_window
 
     draw = random.Random(batch)
@@ -348,7 +347,6 @@ def fit_runtime(
 
 
 def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
-    """Return seconds of all slices of a step and of the output head, run back to back."""
     head = float(curve.predict_slice(rows, shape.vocabulary * shape.hidden))
     return shape.layers * float(curve.predict_slice(rows, shape.layer_parameters)) + head
 
