@@ -1,11 +1,11 @@
-"""What the split costs: a model whose KV is on the compute worker's own device, and the same with a memory worker.
+"""Measures the overhead of the split: the same model with local memory and with a memory worker.
 
     python -m bench.gpu.split [--model 8b] [--compute cuda:1] [--memory cuda:1] [--cells 1x1024 ...] [--picture FILE]
 
-Slices and attention kernels are the same in both; with two workers, q, k, v and results travel between them for every
-layer, and on a single GPU the two take turns. ``overhead`` is the time that a step takes longer, for each layer. The
-model has random weights. Where vLLM is installed, its steps are timed as well (``vllm_peer``). ``--picture`` draws what
-both workers do in some steps of the last cell, which runs once more.
+Slices and attention kernels are the same in both; with two workers, q, k, v and results are sent in every layer, and on
+a single GPU the workers run in turn. ``overhead`` is the additional time of a step, per layer. The model has random
+weights. If vLLM is installed, its steps are timed as well (``vllm_peer``). ``--picture`` draws both workers' activity
+in some steps of the last cell, which runs once more.
 Without a GPU: ``--model 60m --compute cpu:1 --memory cpu:1 --cells 4x256``.
 """
 

@@ -1,4 +1,4 @@
-"""How long a stream stands still while a megabyte of prompt comes in, against the same stream alone.
+"""Measures the longest pause of a stream while a megabyte of prompt arrives, against the same stream alone.
 
     python -m bench.runtime.intake [--megabytes 1]   # as text, chat and token ids; gaps in milliseconds
 

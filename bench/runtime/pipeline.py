@@ -1,4 +1,4 @@
-"""What staggered pipelining and each overlap gain; one compute worker on one core, one memory worker on another.
+"""Measures the gain by staggered pipelining and overlaps; one compute worker and one memory worker on a core each.
 
     python -m bench.runtime.pipeline [--batch 64] [--rounds 3] [--model 60m] [--json FILE]
 

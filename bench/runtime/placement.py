@@ -1,4 +1,4 @@
-"""One long request among many short ones: what balancing the memory workers gains, and what splitting a request costs.
+"""Measures one long request among short ones: the gain by balancing memory workers, the cost of splitting a request.
 
     python -m bench.runtime.placement [--model 3m] [--tokens 8192] [--short 24] [--answer 400] [--rounds 3]
 

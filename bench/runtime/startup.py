@@ -1,4 +1,4 @@
-"""How long the command line takes to answer and the bundled model to be ready, and where that time goes.
+"""Measures the start: `lamina --help`, the bundled model until it is ready, and the stages of a compute worker.
 
     python -m bench.runtime.startup [--rounds 3] [--json FILE]
 
