@@ -221,7 +221,7 @@ def scale(
     compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove.")] = None,
     url: Url = LOCAL_URL,
 ) -> None:
-    """Let workers join a running server, or leave it, while it answers requests.
+    """Add workers to a running server, or remove some, while it answers requests.
 
     Returns once they have. A memory worker that leaves is emptied first: what it holds moves to others, or is computed
     again. On a Ray cluster, Ray finds a place for those that join, for which its autoscaler may start nodes. The server

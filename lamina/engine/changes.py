@@ -25,7 +25,7 @@ LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arr
 
 
 class JoinStage(enum.Enum):
-    """How far a joiner is. One joiner at a time is linked, and enters before the next one is linked."""
+    """Progress of a joiner. One joiner at a time is linked; it becomes a member before the next one is linked."""
 
     PREPARING = enum.auto()
     PREPARED = enum.auto()
