@@ -223,9 +223,9 @@ def scale(
 ) -> None:
     """Add workers to a running server, or remove some, while it answers requests.
 
-    Returns once they have. A memory worker that leaves is emptied first: what it holds moves to others, or is computed
-    again. On a Ray cluster, Ray finds a place for those that join, for which its autoscaler may start nodes. The server
-    and this command need the same key in LAMINA_ADMIN_KEY.
+    Returns once all have joined or left. The KV of a memory worker that leaves moves to others first, or is computed
+    again. On a Ray cluster, Ray places the workers that join, for which its autoscaler may start nodes. The server and
+    this command need the same key in LAMINA_ADMIN_KEY.
     """
     from lamina.cli.console import print_text
     from lamina.observe.progress import waiting
