@@ -27,7 +27,7 @@ from bench.models import COMMON, MODELS, model_directory
 from lamina.config.engine_config import EngineConfig
 from lamina.control.timeline import Span
 from lamina.launch import launch
-from lamina.observe.decoding import decode_batch, decode_window
+from lamina.observe.decode_timing import decode_batch, decode_window
 from lamina.observe.step_trace import IDLE, shares
 
 TIMEOUT_S = 600.0
