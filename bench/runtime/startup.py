@@ -34,7 +34,7 @@ FIRST = {
     "import transformers": "import transformers.modeling_utils",
     "import the compute worker": "import lamina.compute.worker",
     "split and lower": """
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.compute.runner import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find(None)
