@@ -1,7 +1,7 @@
 """Derives which part of its inputs an operator of a captured graph needs to compute a part of its result.
 
-There is one rule for each kind of operator. An operator is computed whole on every rank if it has no rule, or if it
-mixes indices of a dimension of which only a part is wanted (MixesError).
+There is one rule for each kind of operator. An operator is computed whole on every rank (MixesError) if it has no rule,
+or if each wanted element depends on all indices of a dimension.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 VIEWS = ("view", "_unsafe_view", "reshape")
 
 Needs = Mapping[fx.Node, Part]
-"""The part of each tensor input that is needed. Inputs that are missing here are needed whole."""
+"""The part of each tensor input that is needed. An input without an entry is needed whole."""
 
 
 def needs(node: fx.Node, part: Part) -> Needs:

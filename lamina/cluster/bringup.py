@@ -1,8 +1,8 @@
-"""Brings started worker processes up to a cluster that can run steps, over the control plane alone.
+"""Makes a cluster of started worker processes: models loaded, slabs allocated, all links tested.
 
-A cluster may also consist of the workers of an engine that has ended: they keep weights and links, and forget all
-requests. Whenever the members change, the engine saves the state that its successor needs. Only members that are linked
-to all others are saved: a worker that was joining or leaving when the engine ended is ended too.
+An engine that replaces one that has ended takes over the workers, which keep weights and links and forget all requests.
+For this, the engine saves its state whenever the members change. Only members that are linked to all others are saved;
+the next engine ends workers that were joining or leaving.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the engine needs to know about a running cluster.
+    """A running cluster, as ``bring_up`` or ``take_over`` returns it to the engine.
 
     Attributes:
         topology: The members at the start.
@@ -64,7 +64,7 @@ class Cluster:
         memory_setup: How workers with a slab were set up.
         links: The transport of each pair of workers.
         fabric: How further workers are set up; None: no worker can join.
-        wanted: How many workers the pools are to have; None: as many as there are.
+        wanted: Target size of each pool; None: the present size.
     """
 
     topology: Topology
@@ -89,23 +89,23 @@ class Cluster:
 
     @property
     def missing(self) -> int:
-        """Memory workers that were lost with the last engine and are to be started again."""
+        """Number of memory workers that were lost with the last engine and will be started again."""
         return 0 if self.wanted is None else max(0, self.wanted["memory"] - len(self.topology.memories))
 
     @property
     def whole(self) -> Mapping[str, int]:
-        """Token slots by worker once those that are missing have been started again."""
+        """Token slots by worker once the missing workers have been started again."""
         most = max(self.capacities.values())
         return {**self.capacities, **{f"missing{number}": most for number in range(self.missing)}}
 
     @property
     def shards(self) -> HeadShards:
-        """How the heads of the model are cut."""
+        """How the model's heads are sharded."""
         return HeadShards(max(spec.kv_heads for spec in self.loaded.attentions), self.memory_setup.head_shards)
 
     @property
     def window(self) -> int:
-        """The largest window of layers that forget; 0 if none do."""
+        """The largest window, in tokens, of layers that drop older tokens; 0 if no layer does."""
         setup = self.memory_setup
         return max(spec.window for spec in setup.attentions) if setup.forgets else 0
 
@@ -113,7 +113,7 @@ class Cluster:
 def greet(control: ControlServer, workers: Launcher, names: Sequence[str], timeout_s: float) -> dict[str, Hello]:
     """Wait for the first message of each worker.
 
-    Raises ConfigError if one is of another release, WorkerError or DeadlineError if one does not come.
+    Raises ConfigError if a worker is of another release, WorkerError or DeadlineError if a message does not arrive.
     """
     greetings = Gather(control, workers, lambda worker, progress: None).all(Hello, names, timeout_s)
     for name, hello in greetings.items():
@@ -163,7 +163,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
-    """How heads are cut. Raises ConfigError if they are to be on several memory workers, and cannot."""
+    """Return how heads are sharded. Raises ConfigError if memory workers must share heads and cannot."""
     shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
     if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.ranks)) > 1:
         raise ConfigError(
@@ -188,10 +188,10 @@ def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
 
 
 def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
-    """``plan`` without arrangements that a model of so many slices cannot run.
+    """Return ``plan`` without lanes that rotate, if the model has fewer ``slices`` than replicas.
 
-    Where lanes rotate, every replica runs at least one slice of every step, so there must be enough slices. Raises
-    ConfigError if the configured order is rotational and there are too few.
+    Where lanes rotate, every replica runs at least one slice of every step. Raises ConfigError if the configured order
+    is rotational and the model has too few slices.
     """
     if plan.pipeline.replicas <= slices:
         return plan
@@ -209,7 +209,7 @@ def _links(plan: ClusterPlan) -> int:
 
 
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
-    """Return how to link the workers of a plan, of which only the greetings are known yet."""
+    """Return the fabric of a plan whose workers have sent their greetings."""
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
     may_move = any(one.rotates for one in (pipeline.start, *pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
@@ -221,7 +221,7 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
 
 
 def _between_ranks(fabric: Fabric) -> dict[Pair, SlotSizes]:
-    """Return the slots that the ranks of each stage have for each other's sums."""
+    """Return the slots, by pair of ranks of a stage, for all-reduces."""
     computes, ranks, size = fabric.plan.computes, fabric.plan.pipeline.ranks, fabric.sizes.sums
     stages = [computes[first : first + ranks] for first in range(0, len(computes), ranks)]
     return {pair: SlotSizes(size, size) for stage in stages for pair in itertools.combinations(stage, 2)}
@@ -230,7 +230,7 @@ def _between_ranks(fabric: Fabric) -> dict[Pair, SlotSizes]:
 def _connect(control: ControlServer, gather: Gather, fabric: Fabric, members: Sequence[Member], epoch: Epoch) -> None:
     plan, roles = fabric.plan, {member.name: member.role for member in members}
     computes, memories, order = plan.computes, plan.memories, plan.pipeline
-    near = {  # the compute workers to which another one may send something besides sums, or get it from
+    near = {  # pairs of compute workers that exchange something besides all-reduces
         name: [far for other, far in enumerate(computes) if order.exchanges(number, other)]
         for number, name in enumerate(computes)
     }
@@ -247,7 +247,7 @@ def _connect(control: ControlServer, gather: Gather, fabric: Fabric, members: Se
     between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
     used = {pair: each for pair, each in slots.items() if pair not in between}
     fabric.links.update(converse(gather, link(control, plan.config.transport, fabric.offers, used)))
-    if between:  # these prefer transports that are used already
+    if between:  # links between ranks prefer transports that are used already
         fabric.links.update(
             converse(gather, link(control, plan.config.transport, fabric.offers, between, fabric.links))
         )
@@ -256,7 +256,7 @@ def _connect(control: ControlServer, gather: Gather, fabric: Fabric, members: Se
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """The state of a running cluster that another engine cannot find out from its workers."""
+    """The state of a running cluster that the next engine cannot ask its workers for."""
 
     topology: Topology
     loaded: ModelLoaded
@@ -291,9 +291,9 @@ class Saved(msgspec.Struct, frozen=True):
 
 
 def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterPlan, saved: Saved) -> Cluster:
-    """Return the cluster of the remaining workers, which have forgotten all requests.
+    """Return the cluster of the last engine's remaining workers, which have forgotten all requests.
 
-    Raises TransportError if a role has no worker any more, or workers do not answer.
+    Raises TransportError if a role has no worker left, or workers do not answer.
     """
     plan = with_turns(plan, len(saved.loaded.attentions) + 1)
     fabric = fabric_of(workers, plan, saved.loaded, saved.memory_setup)
@@ -314,7 +314,7 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
 
 
 def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Topology) -> bool:
-    """Let all members drop the last engine's steps. Returns False if one of them exits meanwhile.
+    """Let all members drop the last engine's steps. Returns False if a member exits meanwhile.
 
     Raises DeadlineError.
     """
@@ -335,7 +335,7 @@ def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Top
 
 
 def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
-    """Returns the workers that have not connected yet."""
+    """Send a message to workers; return those that have not connected yet."""
     try:
         control.send(sorted(workers), message)
     except UnreachableError as error:

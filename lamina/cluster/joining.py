@@ -1,4 +1,4 @@
-"""Brings one more worker into a cluster that serves, as conversations with it and with those that serve."""
+"""Adds a worker to a serving cluster: sets it up, checks its model and links it with all members."""
 
 import functools
 import time
@@ -55,9 +55,11 @@ class Fabric:
         loaded: The model as the first compute worker has loaded it.
         memory_setup: The message to workers with a slab; capacities and threads may differ.
         sizes: Sizes of messages.
-        offers, links, greetings: Those of the workers so far, by name and by pair.
+        offers: Transports that each worker offers, by name.
+        greetings: First message of each worker, by name.
+        links: Transport of each linked pair.
         clocks: The clocks of other machines, by host, where a timeline is recorded.
-        pinned: Workers whose arenas RDMA may pin: they have no room for links beyond those at the start.
+        pinned: Workers whose arenas RDMA may pin, which have no space for links beyond those at the start.
     """
 
     launcher: Launcher
@@ -82,24 +84,24 @@ class Fabric:
         return candidates(self.plan.config.transport, {hello.host for hello in self.plan.greetings.values()})
 
     def on_hello(self, name: str, hello: Hello) -> None:
-        """A worker has greeted."""
+        """Record a worker's first message."""
         self.greetings[name] = hello
         if hello.rdma and Transport.RDMA in self.transports and not self.plan.config.tls:
             self.pinned.add(name)
 
     def register(self, member: Member, computes: int, memories: int) -> Register:
-        """Return the arena of a worker of a cluster with so many of each role, itself included."""
+        """Return the message that sizes a worker's arena, for a cluster of ``computes`` and ``memories`` workers."""
         arena = self.sizes.compute_arena if member.role == "compute" else self.sizes.memory_arena
         size, plan = arena(computes, memories, 0 if member.name in self.pinned else SPARE_LINKS), self.plan
         spin_s = plan.machines.spins_s().get(boot(member.host), SPIN_S)
         return Register(size, list(self.transports), spin_s, plan.config.tls, plan.is_open)
 
     def clock_of(self, name: str) -> Clock | None:
-        """Return the clock of a worker's machine; None: that of this process, as far as is known."""
+        """Return the clock of a worker's machine; None if it is this process's clock or unknown."""
         return self.clocks.get(self.greetings[name].host) if name in self.greetings else None
 
     def keep_members(self, members: Collection[str]) -> None:
-        """Forget the offers and links of all but these."""
+        """Forget offers and links of all workers but ``members``."""
         for name in self.offers.keys() - set(members):
             del self.offers[name], self.greetings[name]
         for pair in [pair for pair in self.links if not set(pair) <= set(members)]:
@@ -119,7 +121,7 @@ class Fabric:
 
 
 def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversation[None]:
-    """Read the clock of a worker's machine, if that is another one and a timeline is recorded."""
+    """Read the clock of a worker on another machine, if a timeline is recorded."""
     there = fabric.greetings[name].host
     if not fabric.plan.compute_setup.trace or there == host():
         return
@@ -133,7 +135,7 @@ def read_clock(control: ControlServer, fabric: Fabric, name: str) -> Conversatio
 
 
 def check_version(name: str, hello: Hello) -> None:
-    """Raises ConfigError if a worker is of another release than this process."""
+    """Raise ConfigError if a worker is of another release than this process."""
     if hello.version != __version__:
         raise ConfigError(
             f"{name} on {hello.machine} runs lamina {hello.version or 'of an unknown release'}, the engine "
@@ -158,10 +160,10 @@ def check_same_model(plan: ClusterPlan, first: ModelLoaded, other: ModelLoaded, 
 def prepare_worker(
     control: ControlServer, fabric: Fabric, name: str, role: Role, kind: str, promised: Callable[[str], int]
 ) -> Conversation[Member]:
-    """Wait for a worker that was started and have it load the model, if it computes, and make its slab, if it has one.
+    """Wait for a started worker; have it load the model, if it computes, and allocate its slab, if it has one.
 
     Args:
-        promised: Returns the bytes of KV that memory workers on a host have and have not used.
+        promised: Returns the unused bytes of KV slabs on a host.
 
     Raises ConfigError for another release or model, or for too little memory.
     """
@@ -191,21 +193,21 @@ def prepare_worker(
 
 
 def reservation(plan: ClusterPlan, setup: MemorySetup, slot_rows: int) -> Reserve:
-    """Return what a worker with a slab reserves before its capacity is computed."""
+    """Return the memory that a worker with a slab reserves before its capacity is computed."""
     limits, lanes = plan.limits, plan.pipeline.lanes
     return Reserve(setup, limits.max_num_batched_tokens, limits.max_sequences, DEPTH * lanes, slot_rows, lanes)
 
 
 def local_setup(setup: MemorySetup) -> MemorySetup:
-    """Return the slab of a compute worker, like that of memory workers. There are no messages whose pieces could
-    overlap, and it has no disk: nothing reads that between the steps."""
+    """Return the setup of a compute worker's own slab: without mini-batches, since it receives no messages, and without
+    a disk, which nothing would read between steps."""
     return msgspec.structs.replace(setup, overlap=Overlap(), overcommit=1.0, polling="host")
 
 
 def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiner: Member) -> Conversation[None]:
     """Link a prepared worker with the members of ``topology``, which includes it.
 
-    Raises TransportError if it cannot be linked with one of them.
+    Raises TransportError if it cannot be linked with every member.
     """
     name, roles = joiner.name, {member.name: member.role for member in topology.members}
     computes, memories = list(topology.computes), list(topology.memories)

@@ -1,6 +1,6 @@
-"""Which settings of a runtime exclude each other, and why: one table, looked up before any worker starts. Pure.
+"""Lists which settings of a runtime exclude each other, and why; checked before any worker starts. Pure.
 
-Ranges of single settings are in ``lamina.config.engine_config``; what depends on the model is found once it is loaded.
+Ranges of single settings are in ``lamina.config.engine_config``; the model's own limits are checked once it is loaded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +16,9 @@ class Refusal:
     """Settings that do not work together.
 
     Attributes:
-        what: the settings with their values.
-        why: the reason.
-        remedy: what to give instead.
+        what: The settings with their values.
+        why: The reason.
+        remedy: Settings to give instead.
     """
 
     what: str
@@ -30,17 +30,18 @@ class Refusal:
 
 
 def require_allowed(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> None:
-    """Raises ConfigError for the first refusal of ``refusals``."""
+    """Raise ConfigError for the first refusal of ``refusals``."""
     if found := next(refusals(config, computes, memories), None):
         raise ConfigError(str(found))
 
 
 def refusals(config: EngineConfig, computes: Sequence[str], memories: Sequence[str]) -> Iterator[Refusal]:
-    """Yield everything that keeps a runtime from starting as configured.
+    """Yield all combinations of settings that keep a runtime from starting.
 
     Args:
-        computes: kind of each compute worker.
-        memories: kind of each memory worker, with ``local`` for memory of the compute workers.
+        config: The settings.
+        computes: Kind of each compute worker.
+        memories: Kind of each memory worker, with ``local`` for memory of the compute workers.
     """
     yield from _of_replicas(config, computes)
     yield from _of_lanes(config, len(computes))

@@ -99,7 +99,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
 def _check_quantization(
     place: ModelDirectory, prepared: Prepared, to: Quantization, names: Collection[str], device: str
 ) -> None:
-    """Raise ConfigError if the model cannot be quantised: it is already, or its experts would stay dense.
+    """Raise ConfigError if the model is quantised already, or its experts cannot be quantised.
 
     ``names``: Weights that are quantised to ``to``.
     """
@@ -119,7 +119,7 @@ def _check_quantization(
 
 
 def _describe_weights(place: ModelDirectory, loaded: Mapping[str, Weight], to: Quantization, prepared: Prepared) -> str:
-    """Return in words how weights are held; "" if the checkpoint's tensors are not quantised.
+    """Return a description of the weights' form; "" if the checkpoint's tensors are not quantised.
 
     Logs a warning that gives the bytes of quantised weights that had to be dequantised.
     """

@@ -1,8 +1,8 @@
 """All-reduce between the tensor-parallel ranks of a stage on CPUs, and the common order in which ranks run slices.
 
-Every rank writes its tensor into an arena slot of every other rank, and adds the tensors in its own slots in the order
-of the ranks, so that all get the same bits. Each peer has two slots, used alternately: a peer that has sent tensor n
-has read all tensors up to n - 2, so that no slot needs to be freed. A tensor larger than a slot is reduced in pieces.
+Every rank writes its tensor into an arena slot of every other rank, and adds the received tensors in the order of the
+ranks, so that all ranks get the same bits. Each peer has two slots, used alternately: a peer that has sent tensor n has
+read tensor n - 2, so that no slot needs to be freed. A tensor larger than a slot is reduced in pieces.
 
 If several lanes run on the stage, their messages may reach the ranks in different orders. So rank 0 announces each
 slice before it runs the slice, and the other ranks run it next, once its messages have arrived.
@@ -27,8 +27,8 @@ from lamina.transport.base import Arena, Target
 from lamina.transport.endpoint import Wait
 from lamina.worker.links import Links
 
-TIMEOUT_S = 300.0  # to wait for another rank, whose memory workers may be attending to a long prompt
-SLICE_S = 0.05  # between two checks for an EndEpoch message while a rank waits for another
+TIMEOUT_S = 300.0  # for another rank, which may wait for the attention of a long prompt
+SLICE_S = 0.05  # between two checks for EndEpoch while a rank waits for another
 _LANE = struct.Struct("<Q")  # format of an announcement
 ANNOUNCED = ORDER_NBYTES // _LANE.size  # most unread announcements
 

@@ -1,4 +1,4 @@
-"""One step of one lane on one replica, or on one stage of it: its own slices, one at a time, in order."""
+"""Runs one step of one lane on a compute worker: the slices of its replica or stage, one at a time, in order."""
 
 import dataclasses
 import itertools
@@ -26,12 +26,15 @@ from lamina.splitter import Crossing, as_numpy
 
 @dataclass(frozen=True)
 class Replica:
-    """What all steps that a compute worker runs in one epoch share.
+    """Context of all steps that a compute worker runs in one epoch.
 
     Attributes:
-        number: of this worker's stage, see ``Pipeline.stage``.
-        names: by stage, the compute worker whose rank is this worker's.
-        sums: over the ranks of the stage.
+        number: Number of this worker's stage, see ``Pipeline.stage``.
+        names: By stage, the compute worker with the same rank as this worker.
+        pipeline: Order in which stages run slices.
+        runner: Runs this worker's slices.
+        timeline: Records spans.
+        sums: All-reduce over the ranks of the stage.
     """
 
     number: int
@@ -42,21 +45,21 @@ class Replica:
     sums: Sums
 
     def within(self, topology: Topology, own: str) -> "Replica":
-        """Return this for other members, of which ``own`` is this worker."""
+        """Return a copy for the members of ``topology``. ``own``: this worker's name."""
         names, ranks = topology.computes, topology.pipeline.ranks
         number, rank = divmod(names.index(own), ranks)
         return dataclasses.replace(self, number=number, names=names[rank::ranks], pipeline=topology.pipeline)
 
     def begins(self, plan: StepPlan) -> bool:
-        """True if the first slice of the plan's step runs here."""
+        """Return whether this worker runs the first slice of the plan's step."""
         return self.pipeline.stage(plan.lane, plan.turn, 0, plan.rotates) == self.number
 
 
 class StepRun:
-    """Planned when the plan arrives; ``run`` is called once per own slice, when ``awaited`` has been rung.
+    """Runs this worker's slices of one step: call ``run`` once per slice, when messages of ``awaited`` have arrived.
 
     Attributes:
-        tokens: the step's token ids, known once its first own slice has run.
+        tokens: The step's token ids, known once this worker's first slice has run.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class StepRun:
         workspace: Workspace,
         follows: bool = False,
     ) -> None:
-        """``workspace`` has the exchange's rows; steps of one lane may share it, since they run one after another.
-        ``follows``: the lane has had a step before this one in the epoch."""
+        """``workspace`` has memory for the exchange's rows, shared by steps of one lane, which run one after another.
+
+        ``follows``: whether the lane has had an earlier step in the epoch.
+        """
         self.plan = plan
         self.tokens: list[int] = []
         self._replica = replica
@@ -94,22 +99,22 @@ class StepRun:
 
     @property
     def index(self) -> int:
-        """The slice to run next, -1 after the last one here."""
+        """Index of this worker's next slice, -1 after its last one."""
         return self._own[self._next] if self._next < len(self._own) else -1
 
     @property
     def tick(self) -> int:
-        """When the next slice is due, see ``Pipeline.tick``."""
+        """Tick at which the next slice is due, see ``Pipeline.tick``."""
         return self._replica.pipeline.tick(self.plan.lane, self.plan.turn + self.index)
 
     @property
     def ends_here(self) -> bool:
-        """True if the last slice runs here."""
+        """Whether this worker runs the last slice."""
         return self._own[-1:] == [len(self._runner.attentions)]
 
     @property
     def shares(self) -> float:
-        """How many times as long as here slices take in all: stages have about as many bytes of weights each."""
+        """Estimated time of all the step's slices over the time of this worker's; stages have about equal weights."""
         stages = self._replica.pipeline.stages
         return stages if stages > 1 else len(self._stages) / len(self._own)
 
@@ -122,25 +127,27 @@ class StepRun:
         return [*self._exchange.peers, *([self._former] if self.moved_here else [])]
 
     def take_news(self) -> bool:
-        """True once, after ``tokens`` has become known."""
+        """Return True at the first call after ``tokens`` has become known, else False."""
         news, self._news = self._news, False
         return news
 
     @property
     def moved_here(self) -> bool:
-        """True if another replica or stage ran the slice before the next one: for slice 0, the last of the step before,
-        unless lanes rotate."""
+        """Whether another replica or stage ran the slice before the next one.
+
+        For slice 0, that is the last slice of the lane's last step, unless lanes rotate.
+        """
         return self._stages[self.index - 1] != self._replica.number
 
     @property
     def _former(self) -> str:
-        """The worker that ran the slice before the next one."""
+        """Name of the worker that ran the slice before the next one."""
         return self._replica.names[self._stages[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
-        """Run the next slice; logits [rows that draw, vocab] after the last one.
+        """Run the next slice; return logits [rows that draw, vocab] after the last slice.
 
-        ``drawn`` holds the tokens that the lane's step before drew, by sequence. Raises PeerLostError.
+        ``drawn``: tokens that the lane's last step drew, by sequence. Raises PeerLostError.
         """
         index = self.index
         if index == 0:
@@ -168,8 +175,8 @@ class StepRun:
     def _run_last(self, attention: torch.Tensor) -> torch.Tensor | None:
         self._exchange.return_slots()
         if not len(self._chosen):
-            # Otherwise the sum of the logits does the same: where a step ends on one rank, all have had their replies,
-            # so that memory workers have everything that the next step attends to, and nothing is still to come.
+            # A barrier: when a step ends on one rank, all ranks have received their replies, so that memory workers
+            # have stored all K and V. With logits, their all-reduce is the barrier.
             self._replica.sums.meet()
             return None
         begun = self._timeline.now()
@@ -198,7 +205,7 @@ class StepRun:
             self._send_context(self._replica.names[following], self.plan.turn + index + 1)
 
     def _begin(self, drawn: Mapping[int, int]) -> None:
-        # A sequence without a last draw had no finite logits: its request is ending, so that any token will do.
+        # A sequence without a last draw had no finite logits: its request is ending, and its token does not matter.
         tokens = [
             drawn.get(step.sequence, 0) if token == LAST_DRAWN else token
             for step in self.plan.sequences
@@ -211,7 +218,7 @@ class StepRun:
         self._rows.ids[: self._count] = ids
 
     def _send_context(self, peer: str, turn: int) -> None:
-        """Ids, partials of prompt chunks and context, for the worker that runs slice ``turn``."""
+        """Send ids, partials of prompt chunks and context to the worker that runs the next slice."""
         parts: list[Array] = [np.asarray(self.tokens, np.int64)]
         parts += [as_numpy(tensor) for tensor in self._chunks or ()]
         parts += [as_numpy(tensor) for tensor in self._context]
@@ -219,8 +226,10 @@ class StepRun:
         self._mail.channels[peer].begin(self.plan.lane, turn, nbytes).send_piece(parts)
 
     def finish_last_slice(self, draws: Sequence[Draw]) -> None:
-        """The last slice has run here, and these tokens were drawn: tell the first stage, if there are stages. It waits
-        for this before it begins the lane's next step, whose plan may have ``LAST_DRAWN`` for them."""
+        """Send the tokens drawn after the last slice to the first stage, if there are several stages.
+
+        The first stage waits for them before the lane's next step, whose plan may have ``LAST_DRAWN`` in their place.
+        """
         if self._replica.pipeline.stages == 1:
             return
         parts = [np.array([(draw.sequence, draw.token) for draw in draws], np.int64)] if draws else []
@@ -229,7 +238,7 @@ class StepRun:
         channel.send_message(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
 
     def _receive_draws(self) -> dict[int, int]:
-        """Return the tokens that the lane's step before drew, by sequence."""
+        """Return the tokens that the lane's last step drew, by sequence."""
         message = self._mail.pop_message(self.plan.lane, self._former)
         drawn: list[list[int]] = np.frombuffer(message.whole, np.int64).reshape(-1, 2).tolist()
         message.free()
@@ -252,14 +261,14 @@ class StepRun:
 
 
 class _Reader:
-    """Reads tensors that lie one after another in a message."""
+    """Reads consecutive tensors of a message."""
 
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self._offset = 0
 
     def copy_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy of the next tensor: the message's slot is freed before the step ends."""
+        """Return a copy of the next tensor, which outlives the message's slot."""
         count = math.prod(shape)
         tensor = torch.frombuffer(self._buffer, dtype=dtype, count=count, offset=self._offset).reshape(shape).clone()
         self._offset += count * dtype.itemsize
@@ -267,7 +276,7 @@ class _Reader:
 
 
 def context_nbytes_per_token(attentions: tuple[AttentionSpec, ...], contexts: tuple[tuple[Crossing, ...], ...]) -> int:
-    """Largest number of bytes per row of a context message: id, partial of a prompt chunk, context."""
+    """Return the most bytes per row of a context message: id, partial of a prompt chunk, context."""
     return 8 + max(
         spec.query_heads * (spec.v_dim + 1) * 4 + sum(part.bytes_per_token for part in crossings)
         for spec, crossings in zip(attentions, contexts, strict=True)

@@ -1,4 +1,4 @@
-"""The pools while the engine serves: workers join, leave, and are replaced when they are lost."""
+"""Changes the pools while the engine serves: adds, removes and replaces workers."""
 
 import logging
 from collections import Counter
@@ -20,7 +20,7 @@ from lamina.schedule.turn import Turn
 
 log = logging.getLogger(__name__)
 
-AWAIT_S = 600.0  # for another machine's worker to take the place of the last one of a pool
+AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -28,11 +28,12 @@ Adopt = Callable[[Topology], int]
 
 @dataclass(eq=False)
 class Resize:
-    """Workers that are to join or leave together. ``future`` has their names once all have.
+    """Workers that join or leave on one request.
 
     Attributes:
-        left: how many have not yet.
-        done: those that have.
+        future: Has their names once all have joined or left.
+        left: Number of workers that have not.
+        done: Names of workers that have.
     """
 
     future: "Future[list[str]]" = field(default_factory=Future)
@@ -40,7 +41,7 @@ class Resize:
     done: list[str] = field(default_factory=list)
 
     def on_member_change(self, name: str) -> None:
-        """Count a worker that has joined or left."""
+        """Record that a worker has joined or left."""
         self.left -= 1
         self.done.append(name)
         if not self.left and not self.future.done():
@@ -55,7 +56,7 @@ class Resize:
 
 
 class Pools:
-    """Changes the members at boundaries of steps. The engine's thread owns it."""
+    """Changes the members between steps. The engine's thread owns it."""
 
     def __init__(
         self,
@@ -69,8 +70,10 @@ class Pools:
         max_restarts: int,
         wanted: Mapping[Role, int],
     ) -> None:
-        """``unused``: token slots of a host's memory workers that hold nothing. ``max_restarts``: see
-        ``EngineConfig``. ``wanted``: how many workers the pools are to have; those that are missing are started."""
+        """``wanted``: target size of each pool; missing workers are started.
+
+        ``unused``: returns the unused token slots of a host's memory workers. ``max_restarts``: see ``EngineConfig``.
+        """
         self.topology = topology
         self.wanted = dict(wanted)
         self._workers = workers
@@ -81,8 +84,8 @@ class Pools:
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
         self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
-        self._moving = set[str]()  # members in whose place others were started, and that leave
-        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
+        self._moving = set[str]()  # leaving members whose replacements were started
+        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
         for role, count in topology.sizes.items():
             for _ in range(wanted[role] - count):
@@ -92,8 +95,10 @@ class Pools:
     # -- what callers ask for
 
     def resize(self, changes: Mapping[Role, PoolChange], resize: Resize) -> None:
-        """Let workers join, or leave where a count is negative. Raises ConfigError, having changed nothing, if that is
-        impossible."""
+        """Start workers, or begin to remove them where a count is negative.
+
+        Raises ConfigError, with nothing changed, if a change is impossible.
+        """
         if "compute" in changes:
             self._require_single_workers()
         leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
@@ -133,7 +138,7 @@ class Pools:
             )
 
     def _leavers(self, role: Role, change: PoolChange) -> list[str]:
-        """Return the workers to let go: of memory workers those that hold least, of compute workers the latest."""
+        """Return the workers to remove: the memory workers that hold least, the compute workers that joined last."""
         count = -change.count
         members = [one for one in self.topology.members if one.role == role and one.name not in self._leaves.names]
         least = 0 if role == "memory" and self.topology.local else 1
@@ -152,7 +157,7 @@ class Pools:
         return sorted(candidates, key=lambda name: placement.held([name]))[:count]
 
     def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
-        """Start another worker, on behalf of ``resize`` or as a replacement."""
+        """Start another worker for ``resize``, or as a replacement (None)."""
 
         def on_failed(error: LaminaError, again: bool) -> None:
             if kind == REMOTE:
@@ -175,37 +180,40 @@ class Pools:
                 self._resizes[name] = resize
 
     def coming(self, role: Role) -> int:
-        """Return how many workers of this role are on their way, or are to be started."""
+        """Return how many workers of a role are joining or will be started."""
         return self._joins.count(role) + sum(one == role for _, one, _ in self._due)
 
     def leaving(self, role: Role) -> int:
-        """Return how many members of this role are about to leave."""
+        """Return how many members of a role are leaving."""
         return sum(member.role == role and member.name in self._leaves.names for member in self.topology.members)
 
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """Return whether lost workers of this role are ever replaced; parts of a replica are not."""
+        """Return whether lost workers of a role are replaced; ranks and stages of a replica are not."""
         if role == "compute" and self._pipeline.workers > 1:
             return False
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
-        """True if another worker of this role is on its way, or may still come from another machine."""
+        """Return whether a worker of a role is joining, or may still join from another machine."""
         now = self._control.liveness.awake_s
         return self.starts(role) or any(self._awaited.get(one, 0.0) > now for one in self._bringing(role))
 
     def starts(self, role: Role) -> bool:
-        """True if another worker of this role has been started here, or is about to be."""
+        """Return whether this engine has started or will start a worker of a role that has not joined."""
         return any(self.coming(one) for one in self._bringing(role))
 
     def _bringing(self, role: Role) -> Sequence[Role]:
-        """Return the roles of workers that bring this one; a compute worker may bring memory too."""
+        """Return the roles whose workers add to ``role``: a compute worker with local memory adds to both."""
         return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
-        """Members are lost, and the epoch of ``topology`` begins. Workers of the same kind are started for them; if
-        ``free``, at once and not counted: the search for a request that makes workers die is going on."""
+        """Start workers of the same kind for lost members. ``topology``: members of the next epoch.
+
+        ``free``: start them at once and do not count them as restarts, during the search for a request that makes
+        workers die.
+        """
         members = {member.name: member for member in self.topology.members}
         self._fabric.keep_members(topology.names)
         self.topology = topology
@@ -237,7 +245,7 @@ class Pools:
             self._due.append((at, role, kind))
 
     def _grant_wishes(self) -> None:
-        """Let workers of other machines join and leave."""
+        """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
                 if wish.role == "compute":
@@ -259,16 +267,16 @@ class Pools:
     # -- every turn of the engine
 
     def handle_member_message(self, worker: str, message: ToEngine) -> bool:
-        """Handle what a worker says of joins and changes; False if it is about something else."""
+        """Handle a worker's message about joins and topology changes; return False for other messages."""
         if isinstance(message, Changed):
             self._leaves.note_changed(worker, message.number)
             return True
         return self._joins.handle_join_message(worker, message)
 
     def turn(self, steady: bool) -> None:
-        """Admit joiners that are ready, and release leavers that hold nothing any more. ``steady``: no epoch is ending.
+        """Admit linked joiners, and release leavers that hold no KV. ``steady``: no epoch is ending.
 
-        Raises the reason if the cluster has no worker of a role and none is on its way.
+        Raises the reason if a role has no worker and none is joining.
         """
         now = self._control.liveness.awake_s
         for due in [due for due in self._due if due[0] <= now]:
@@ -284,7 +292,7 @@ class Pools:
             raise self._reasons[missing]
 
     def _change(self) -> None:
-        """Make the changes that can be made between the steps planned so far and the next ones."""
+        """Make the topology changes that are possible before the next step is planned."""
         joiner = self._joins.linked
         if joiner is not None and joiner.member is not None:
             following = self._joined(joiner.member)
@@ -300,7 +308,7 @@ class Pools:
                 self._fabric.keep_members(others)
 
     def _may_adopt(self, following: Topology) -> bool:
-        """False while steps in flight depend on the replicas: no more are planned until they have completed."""
+        """Return False while steps in flight depend on the replicas; no steps are planned until they complete."""
         if following.pipeline == self.topology.pipeline or not self._turn.in_flight:
             return True
         self._turn.pause()
@@ -313,7 +321,7 @@ class Pools:
         self._note(joiner.name)
 
     def _note(self, name: str) -> None:
-        """A worker has joined or left."""
+        """Record in its resize that a worker has joined or left."""
         self._moving.discard(name)
         if (resize := self._resizes.pop(name, None)) is not None:
             resize.on_member_change(name)
@@ -327,7 +335,7 @@ class Pools:
         return self.topology.left(name, self._pipeline_of(replicas))
 
     def _pipeline_of(self, replicas: int) -> Pipeline:
-        """Return the pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
+        """Return the pipeline for ``replicas``; lanes do not rotate if there are more replicas than slices."""
         if replicas == len(self.topology.computes):
             return self.topology.pipeline
         pipeline = self._pipeline.with_replicas(max(1, replicas))
@@ -348,5 +356,5 @@ class Pools:
 
     @property
     def strangers(self) -> Collection[str]:
-        """Workers with a process that are not members."""
+        """Names of workers with a process that are not members."""
         return [*self._joins.stages, *self._leaves.parted]

@@ -182,7 +182,7 @@ class RemoteEngine:
             raise
 
     def abort(self, request_id: str) -> None:
-        """End a request with the tokens it has, as ``Engine.abort`` does."""
+        """Cancel a request, as ``Engine.abort`` does."""
         number = self._named.get(request_id)
         if number is not None:
             self._send(Abort([number]))

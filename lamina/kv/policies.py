@@ -1,9 +1,9 @@
-"""Balancing policies, which propose moves of KV between memory workers. Pure: no clock, no sockets.
+"""Balancing policies, which propose moves of KV between memory workers. Pure.
 
-A policy sees the load of each worker and where the tokens of each request are, and proposes moves. A proposal may be
-refused (``lamina.schedule.moves``); the policy finds out from the next view.
+A policy gets a ``View``: the load of each worker, and where the tokens of each request are. A proposal may be rejected
+(``lamina.schedule.moves``); the policy sees that from the next view.
 
-* ``bandwidth``: equal time for every worker to read its KV once. In a pool of mixed kinds, numbers of tokens differ.
+* ``bandwidth``: equal time for every worker to read its KV once, also in a pool of mixed kinds.
 * ``throughput``: Infinite-LLM's greedy algorithm (section 5.3) on its model of throughput.
 * ``ledger``: DistKV-LLM's debts (section 4.4), with cycles of debt cleared (DGFM, section 4.5).
 """
@@ -107,7 +107,6 @@ class ByBandwidth:
     """Moves tokens from the worker that takes longest to read its KV to the one that takes least."""
 
     def wishes(self, view: View) -> list[Wish]:
-        """Return the ranges of KV that should move, by the policy of this class."""
         seconds = {worker: load.seconds for worker, load in view.loads.items()}
         free = {worker: load.free for worker, load in view.loads.items() if load.takes}
         left = {(one.request, one.worker): one for one in view.held}
@@ -148,7 +147,6 @@ class ByThroughput:
     """
 
     def wishes(self, view: View) -> list[Wish]:
-        """Return the ranges of KV that should move, by the policy of this class."""
         loads = view.loads
         mean = sum(load.sequences for load in loads.values()) / max(len(loads), 1)
         debtors = [one for one, load in loads.items() if load.sequences <= FEW_SEQUENCES * mean]
@@ -205,7 +203,6 @@ class ByDebt:
         self._short: dict[str, None] = {}  # workers short of slots, oldest first: they borrow in this order
 
     def wishes(self, view: View) -> list[Wish]:
-        """Return the ranges of KV that should move, by the policy of this class."""
         short = {one: None for one, load in view.loads.items() if load.free < SHORT * load.capacity}
         self._short = {one: None for one in self._short if one in short} | short
         free = {one: load.free for one, load in view.loads.items()}

@@ -20,7 +20,7 @@ REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 
 
 class Traffic:
-    """Counters and latency histograms of requests over HTTP, kept in ``registry``."""
+    """Counters and latency histograms of HTTP requests, registered in ``registry``."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.prompt_tokens = Counter(
@@ -51,7 +51,7 @@ class Traffic:
 
 
 class Timing:
-    """Times the updates of one HTTP request as the client reads them: a slow client counts as slow tokens."""
+    """Measures latencies of one HTTP request as its client reads it: a slow client counts as slow tokens."""
 
     def __init__(self, traffic: Traffic) -> None:
         self._traffic = traffic
@@ -120,12 +120,12 @@ class Metrics:
 
     def __init__(self, engine: Runtime) -> None:
         self._engine = engine
-        # The "_created" series are one more per histogram and counter, and no query needs them.
+        # The "_created" series add one series per histogram and counter, and no query needs them.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self._traffic_registry = CollectorRegistry(auto_describe=False)
-        if MULTIPROCESS in os.environ:  # frontends count together, in files
+        if MULTIPROCESS in os.environ:  # frontends share their counts in files
             MultiProcessCollector(self._traffic_registry)  # type: ignore[no-untyped-call]
             self.traffic = Traffic(CollectorRegistry())
         else:

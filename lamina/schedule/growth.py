@@ -140,7 +140,7 @@ class Growth:
             if group not in lane.dealt and not beyond.issuperset(group.workers)
         }
         chosen = victims(holders, AHEAD * needed[worker], self._rank)
-        if beyond and not chosen:  # it has outgrown its replica's memory: it goes on where more is local
+        if beyond and not chosen:  # it has outgrown its replica's local memory, and continues on another replica
             return [group for group, _ in lane.decoding.on(worker)[:1]]
         return chosen
 

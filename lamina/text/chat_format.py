@@ -1,4 +1,4 @@
-"""How a model writes its answers: by its chat template, unless the settings say so; and the parser of reasoning."""
+"""Finds out how a model writes reasoning and tool calls, from settings and chat template; the parser of reasoning."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -15,10 +15,10 @@ _TOOL_MARKERS = {
     "deepseek_v3": "tool\u2581call\u2581begin",
     "llama3_json": '"parameters":',
 }
-"""What the template of each family contains."""
+"""By parser of tool calls: text by which the family's chat templates are recognised."""
 
 TAGS: Mapping[str, tuple[str, str]] = {"deepseek_r1": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
-"""What is around reasoning, by vLLM's names of parsers."""
+"""Opening and closing tags of reasoning, by vLLM's names of parsers."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ChatFormat:
 
     Attributes:
         tools: Name of the parser of tool calls; None if the form is not known.
-        tags: What is around reasoning; None if the model writes none.
+        tags: Opening and closing tag of reasoning; None if the model writes none.
         channels: Answers are in the channels of gpt-oss, which hold reasoning, calls and content.
     """
 
@@ -62,7 +62,7 @@ class ChatFormat:
         return wanted
 
     def needs_special(self, special_texts: Collection[str], with_tools: bool) -> bool:
-        """Return whether special tokens must be in the text, because some are marks that the parsers look for."""
+        """Return whether special tokens must be in the text, because parsers look for some of them."""
         markers = list(MARKERS if self.channels else self.tags or ())
         if with_tools and self.tools in TOOL_PARSERS:
             parser = TOOL_PARSERS[self.tools]
@@ -70,7 +70,7 @@ class ChatFormat:
         return any(marker in special_texts for marker in markers)
 
     def parser(self, prompt: str, calls: Callable[[], AnswerParser] | None) -> Callable[[], AnswerParser]:
-        """Return what makes a parser for each choice. ``calls`` makes the parser of what follows reasoning."""
+        """Return a factory of parsers, one for each completion. ``calls`` makes parsers of the text after reasoning."""
         if self.channels:
             return lambda: ChannelAnswer(prompt)
         rest = calls or PlainText
@@ -82,14 +82,13 @@ class ReasoningParser:
     """Divides reasoning at the beginning of an answer from the rest, which another parser reads."""
 
     def __init__(self, tags: tuple[str, str], inside: bool, rest: AnswerParser) -> None:
-        """``inside``: the prompt has ended with the opening tag."""
+        """``inside``: the prompt ends with the opening tag."""
         self._begin, self._end = tags
         self._state: Literal["start", "opened", "inside", "after", "rest"] = "opened" if inside else "start"
         self._held = ""
         self._rest = rest
 
     def append(self, text: str) -> list[Event]:
-        """Return what further text adds."""
         events: list[Event] = []
         self._held += text
         if self._state == "start":
@@ -125,7 +124,6 @@ class ReasoningParser:
         return events + self._rest.append(held)
 
     def flush(self) -> list[Event]:
-        """Return what was held back."""
         held, self._held = self._held, ""
         if self._state == "inside":
             return [Reasoning(held)] if held else []

@@ -23,10 +23,10 @@ class Chat:
 
     Attributes:
         prompt: Token ids, up to where the answer begins.
-        wanted: What the answer must match, if anything.
-        needs_special: The marks of tool calls or reasoning are special tokens, which the text must have.
-        make_parser: Makes what divides the text of one answer.
-        read_object: Makes the object of the answer's content; None if no object is wanted.
+        wanted: Constraint that the answer must match; None: none.
+        needs_special: True if the text must include special tokens, which mark tool calls or reasoning.
+        make_parser: Makes the parser of one answer.
+        read_object: Parses the answer's content; None if ``response_format`` was not given.
     """
 
     prompt: list[int]
@@ -36,7 +36,7 @@ class Chat:
     read_object: Callable[[str], Any] | None
 
     def params(self, given: SamplingParams) -> SamplingParams:
-        """Return the parameters of the answer. Raises RequestError if they ask for a second form."""
+        """Return ``given`` with the chat's constraint. Raises RequestError if ``given`` has another constraint."""
         changes: dict[str, Any] = {}
         if self.wanted is not None:
             if given.structured_outputs is not None:

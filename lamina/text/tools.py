@@ -60,7 +60,7 @@ def plain_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def forced_calls(
     tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool, form: ChatFormat, prompt: str
 ) -> StructuredOutputs | None:
-    """Return what an answer to ``prompt`` must match that has to call tools; None if it need not call any.
+    """Return the constraint on an answer to ``prompt`` that must call tools; None if it need not call any.
 
     Raises:
         RequestError: there is no such tool.
@@ -80,7 +80,7 @@ def forced_calls(
 def forced_schema(tools: Sequence[Mapping[str, Any]], choice: ToolChoice, parallel: bool) -> dict[str, Any] | None:
     """Return the JSON schema of calls that the model must make; None if it need not call anything.
 
-    A named tool has the schema of its arguments; "required" one of a list of calls, or of one if not ``parallel``.
+    For a named tool, that is the schema of its arguments; for "required", a list of calls, of one if not ``parallel``.
 
     Raises:
         RequestError: there is no such tool.
@@ -137,10 +137,11 @@ def _hoisted(schema: dict[str, Any], prefix: str, shared: dict[str, Any]) -> dic
 
 
 def calls_parser(choice: ToolChoice, family: str | None) -> Callable[[], AnswerParser]:
-    """Return what makes a parser of calls.
+    """Return a factory of parsers of tool calls.
 
     Args:
-        family: the form of calls that no grammar enforces; None if it is not known: then no calls are found.
+        choice: the request's choice. Unless it is "auto", a grammar enforces the form of calls.
+        family: key of ``TOOL_PARSERS`` for "auto"; None: no calls are found.
     """
     if isinstance(choice, NamedTool):
         name = choice.function.name

@@ -1,4 +1,4 @@
-"""Slots served by the streams of a GPU, which reads and writes registered host memory. Imports CuPy only when used."""
+"""``PolledSlots`` of an NVIDIA GPU: its streams read and write slots in registered host memory."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,10 +19,10 @@ KERNELS = ("lamina_receive", "lamina_take_in", "lamina_give_out", "lamina_answer
 
 
 class CudaSlots:
-    """``PolledSlots`` of the current GPU. Unregistering pages waits for the GPU, so that no stream may be waiting."""
+    """``PolledSlots`` of the current GPU. ``unmap`` waits for the GPU, so no stream may be waiting then."""
 
     def __init__(self) -> None:
-        """Loads the kernels. Raises ImportError without CuPy; ``kernels.gpu.device.require`` says what to install."""
+        """Load the kernels. Raises ImportError without CuPy."""
         import cupy
 
         self._cupy = cupy
@@ -63,12 +63,12 @@ class CudaStream:
 
         self._cupy = cupy
         self._device = cupy.cuda.Device().id
-        # The legacy default stream, where the host's other work goes, waits for streams that block.
+        # Non-blocking: else the legacy default stream, on which the host's other work runs, would wait for this one.
         self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pinned = cupy.cuda.alloc_pinned_memory(records * RECORD.itemsize)
         self.records: Records = np.frombuffer(self._pinned, RECORD, records)
         self.records[:] = np.zeros(1, RECORD)
-        self._polling = Polling("the peer")  # its flags: abort and outcome; a third word of the host's, the beat
+        self._polling = Polling("the peer")
         self._found = cupy.zeros(RECORD.itemsize, np.uint8)
         cupy.cuda.get_current_stream().synchronize()
 

@@ -1,4 +1,4 @@
-"""A GPU emulated on the CPU, for tests: runs the code for GPUs, and replays recorded operators instead of graphs."""
+"""Implements ``Kit`` on the CPU, for tests: runs the GPU code, and replays recorded operators instead of graphs."""
 
 import ctypes
 import time
@@ -28,8 +28,7 @@ class Emulated:
         self._recorder: _Recorder | None = None
 
     def capture(self, work: Callable[[], object]) -> Replay:
-        """Record the work. As in a CUDA graph, only what torch's operators do is replayed, on the memory that they
-        used."""
+        """Record the work. As with a CUDA graph, replay runs only torch's operators, on the recorded memory."""
         recorder = _Recorder()
         work()
         self._recorder = recorder
@@ -41,7 +40,7 @@ class Emulated:
         return recorder.replay
 
     def compiled(self, graph: Main) -> Main | None:
-        """Return None: only operators can be recorded here, not a compiled graph."""
+        """Return None: a compiled graph cannot be recorded operator by operator."""
         return None
 
     def time_replay(self, replay: Replay) -> float:
@@ -126,13 +125,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call()
 
     def record_call(self, call: Replay) -> None:
-        """Record what is no operator of torch."""
+        """Record a call that is not a torch operator."""
         self._calls.append(call)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator and record it. Rejects operators whose results the host needs: a graph cannot have them."""
+        """Run an operator and record it. Rejects operators that synchronise with the host, as CUDA graphs do."""
         by_number = func is torch.ops.aten.index.Tensor and not any(
             each is not None and each.dtype == torch.bool for each in args[1]
         )

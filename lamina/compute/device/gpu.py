@@ -1,6 +1,6 @@
-"""Slices on a GPU: torch's operators, recorded once for each number of rows and replayed without the host in between.
+"""Implements compute workers' ``Device`` on GPUs: slices are recorded once for each number of rows, then replayed.
 
-What differs between a card and the emulation of one for tests is a ``Kit``.
+A ``Kit`` has the operations that differ between a real GPU and its emulation in tests.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from lamina.transport.device.inboxes import Inboxes
 
 
 class Gpu:
-    """A ``Device``."""
+    """Implements ``Device`` with the operations of a ``Kit``."""
 
     target = Target.GPU
 
@@ -74,7 +74,7 @@ class Gpu:
 
 @dataclass
 class _Placed:
-    """What the device keeps of a step's ``Rows``."""
+    """A step's ``Rows`` in device memory."""
 
     ids: Tensor
     positions: Tensor
@@ -82,7 +82,7 @@ class _Placed:
 
 
 class GpuCarrier:
-    """A ``Carrier``: the part of a runner that needs no model."""
+    """Implements ``Carrier`` on a GPU."""
 
     def __init__(self, kit: Kit, dtype: DType) -> None:
         self.dtype = dtype
@@ -93,8 +93,7 @@ class GpuCarrier:
         return GpuTransfers(self.lines, moves, getattr(torch, self.dtype.value))
 
     def lent(self, output: SliceOutput) -> tuple[Any, Any, Any]:
-        """Return q, k and v as contiguous arrays of the device: models that compute them as one tensor make them parts
-        of it."""
+        """Return q, k and v as contiguous device arrays, copied where the model computes them as one tensor."""
         lend = self._kit.lent
         return lend(output.q.contiguous()), lend(output.k.contiguous()), lend(output.v.contiguous())
 
@@ -110,9 +109,9 @@ class GpuCarrier:
 
 
 class GpuRunner(GpuCarrier):
-    """A ``Runner``. Recorded slices read and write fixed memory, the same for all numbers of rows.
+    """Implements ``Runner`` on a GPU. Recorded slices read and write fixed memory, shared by all numbers of rows.
 
-    Their outputs live there as well, but for context, which has to outlast the slices of other lanes.
+    Context is copied out of fixed memory, since it must outlast the slices of other lanes.
     """
 
     def __init__(
@@ -127,9 +126,9 @@ class GpuRunner(GpuCarrier):
         self.slices = model.slices
         self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce, kit.grouped), strict=True))
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
-        self._held: dict[tuple[object, int], Rows] = {}  # whose values are in fixed memory, by what they are
+        self._held: dict[tuple[object, int], Rows] = {}  # by kind of value: the step whose values are in fixed memory
         self._recorded: dict[tuple[int, int], _Recorded] = {}
-        # Ranks would have to choose alike, and to time the same recordings at once.
+        # Not with several ranks, which would have to make the same choice and time the same recordings together.
         self._fusion = Fusion(kit) if reduce is None else None
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
@@ -176,7 +175,7 @@ class GpuRunner(GpuCarrier):
         return rows.placed
 
     def _take_in(self, piece: PlacedSlice, rows: Rows, placed: _Placed, prepared: tuple[Tensor, ...]) -> None:
-        """Put what the step's slices share into fixed memory, unless it is there."""
+        """Copy the values that the step's slices share into fixed memory, unless they are there."""
         count = len(rows.ids)
         for what, tensor in (("ids", placed.ids), ("positions", placed.positions)):
             if self._held.get((what, 0)) is not rows:
@@ -191,11 +190,11 @@ class GpuRunner(GpuCarrier):
         self._held[key] = rows
 
     def _at(self, what: str, count: int, like: Tensor) -> Tensor:
-        """Fixed memory for ``count`` rows of this kind."""
+        """Return fixed memory for ``count`` rows, by purpose (``what``)."""
         return self.lines.fixed_rows(what, count, tuple(like.shape[1:]), like.dtype)
 
     def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor]) -> "_Recorded":
-        """Record a slice for so many rows; what it reads is in fixed memory."""
+        """Record a slice for ``count`` rows; its ``inputs`` are in fixed memory."""
         ids = self._at("ids", count, torch.empty(0, dtype=torch.int64))
         positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
         prepared = self._prepared[piece.prelude_key, count]
@@ -216,7 +215,7 @@ class GpuRunner(GpuCarrier):
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A slice that runs by replaying; ``results`` is where it leaves its results."""
+    """A recorded slice; ``results`` are the tensors that replaying it writes."""
 
     replay: Replay
     results: Sequence[Tensor]

@@ -1,4 +1,4 @@
-"""Triton's interpreter as a backend: programs run one after another on numpy's memory."""
+"""A ``Backend`` without a GPU: Triton's interpreter runs programs one after another on numpy arrays."""
 
 import functools
 import importlib

@@ -1,7 +1,7 @@
-"""Measures on a GPU which tiling of attention is the fastest for each class of steps, and keeps the results.
+"""Measures on a GPU which tiling of attention is the fastest for each class of steps, and stores the results.
 
-A few seconds for each kind of attention, once per kind of GPU and user: what has been measured is in the user's cache.
-Decode steps and prompt chunks have tilings of their own.
+That takes a few seconds for each kind of attention, once per user and kind of GPU. Decode steps and prompt chunks have
+separate tilings.
 """
 
 import functools

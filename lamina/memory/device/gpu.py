@@ -3,7 +3,7 @@
 Messages arrive in host memory, where a layer costs one copy to the GPU and one back, or in inboxes on the GPU. The
 table of a step is sent to the GPU when the step's plan arrives; of the page tables, only changed words are sent.
 Prefixes that sequences share are read once for all of them, if that saves enough (``lamina.memory.shared_prefixes``).
-Decode steps may be served by the GPU itself, see ``lamina.memory.ahead``.
+Decode steps may be served by the GPU itself, see ``lamina.memory.device_steps``.
 """
 
 import functools
