@@ -50,14 +50,14 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 class Answer:
     """One request, alone: seconds to the first token, the tokens drawn, and those of the prompt that were found."""
 
-    def __init__(self, engine: Engine, prompt: list[int], salt: str) -> None:
+    def __init__(self, engine: Engine, prompt: list[int], salt: str, priority: int = 0) -> None:
         self.drawn: list[int] = []
         self.found = 0
         self.ttft_s = 0.0
         self._ended = threading.Event()
         self._failures = Failures()
         self._begun = time.perf_counter()
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, cache_salt=salt)
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, cache_salt=salt, priority=priority)
         engine.submit(f"{salt}{self._begun}", prompt, params, self._on_update)
         if not self._ended.wait(TIMEOUT_S):
             raise SystemExit(f"error: a request has not ended within {TIMEOUT_S:g} s; {engine.stats()}")
@@ -167,7 +167,6 @@ def _apply(slab: Slab[int], plan: StepPlan) -> None:
 
 
 def table(model: str, figures: Mapping[str, float]) -> Table:
-    """The figures with their targets."""
     made = Table(title=f"Prefix cache: {model}, {TENANTS} tenants x {SYSTEM} tokens, {figures['requests']:.0f} turns")
     for heading in ("what", "value", "target"):
         made.add_column(heading, justify="left" if heading == "what" else "right")
@@ -184,7 +183,6 @@ def table(model: str, figures: Mapping[str, float]) -> Table:
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="3m")
     parser.add_argument("--chats", type=int, default=2, help="of each tenant")

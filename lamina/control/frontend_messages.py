@@ -128,15 +128,22 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class GetTimeline(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: send ``TimelineOf``, with this number."""
+
+    number: int
+
+
 class Scale(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine: add workers, or remove them where a number is negative. The answer is ``Scaled``."""
 
     number: int
     compute: int | str
     memory: int | str
+    prefill: int | str = 0
 
 
-FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | Scale
+FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | GetTimeline | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):

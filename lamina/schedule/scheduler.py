@@ -134,6 +134,11 @@ class Scheduler:
         return sum(len(lane.running) for lane in self._lanes)
 
     @property
+    def handovers(self) -> int:
+        """Number of requests that went from a lane for prompts to one that decodes."""
+        return self._dealer.handovers
+
+    @property
     def full(self) -> bool:
         """True if no waiting request fits, and no slot or seat has been freed since the last attempt."""
         return self._admissions.full
