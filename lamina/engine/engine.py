@@ -29,7 +29,7 @@ from lamina.engine.live_timeline import LiveTimeline
 from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
-from lamina.engine.scaling import Scaling
+from lamina.engine.scaling import Scaling, Targets
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
@@ -119,7 +119,8 @@ class Engine:
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         self._live = LiveTimeline(self._members.tell)
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
-        self._scaling = Scaling(bounds, self._turn, self._members)
+        targets = Targets((config.slo_ttft_ms or math.inf) / 1e3, (config.slo_tbt_ms or math.inf) / 1e3)
+        self._scaling = Scaling(bounds, self._turn, self._members, targets)
         self._touched: dict[TrackedRequest, None] = {}  # requests with unpublished updates
         self._lacks_memory = bool(cluster.missing)
         self._steps = 0

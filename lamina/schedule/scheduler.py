@@ -470,6 +470,13 @@ class Scheduler:
             self._retire(self._lanes[lender.lane])
         return planned.drawn(own.decoding.members)
 
+    @property
+    def prompts_s(self) -> float:
+        """Seconds that the prompts which have arrived, and are not computed, would take one lane."""
+        waiting = sum(group.to_run for group in self._requests.values() if group.lane < 0)
+        begun = sum(one.left for group in self._all_running for one in group.completions if not one.finished)
+        return self._token_s * (waiting + begun)
+
     def note_prompts(self, tokens: int, seconds: float) -> None:
         """Record that a step with ``tokens`` prompt tokens took ``seconds``."""
         latest_s = seconds / tokens
