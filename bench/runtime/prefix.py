@@ -50,14 +50,14 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
 class Answer:
     """One request, alone: seconds to the first token, the tokens drawn, and those of the prompt that were found."""
 
-    def __init__(self, engine: Engine, prompt: list[int], salt: str) -> None:
+    def __init__(self, engine: Engine, prompt: list[int], salt: str, priority: int = 0) -> None:
         self.drawn: list[int] = []
         self.found = 0
         self.ttft_s = 0.0
         self._ended = threading.Event()
         self._failures = Failures()
         self._begun = time.perf_counter()
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, cache_salt=salt)
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True, cache_salt=salt, priority=priority)
         engine.submit(f"{salt}{self._begun}", prompt, params, self._on_update)
         if not self._ended.wait(TIMEOUT_S):
             raise SystemExit(f"error: a request has not ended within {TIMEOUT_S:g} s; {engine.stats()}")

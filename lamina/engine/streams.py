@@ -62,7 +62,7 @@ class Runtime(Protocol):
         """Return workers' recent spans by name; see ``engine.Engine.timeline``. May block."""
         ...
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> Future[list[str]]:
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> Future[list[str]]:
         """Add workers to the pools, or remove some; see ``engine.Engine.scale``."""
         ...
 

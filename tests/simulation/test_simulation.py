@@ -1,6 +1,7 @@
 """Simulated clusters serve right tokens whatever fails, and leave nothing behind."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 
 pytest.importorskip("greenlet", reason="simulated processes are greenlets: pip install greenlet")
 
-STEPS = 250
+RUNS, STEPS = 8, 250
+LEAST_STEPS, LEAST_REQUESTS, LEAST_FAULTS = 2000, 300, 400  # in these runs
 PATCHES = Path(__file__).parent / "bugs"
 
 
@@ -34,7 +36,13 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_what_fails_does_not_change_tokens() -> None:
-    assert "per minute" in simulate("--seed", 100, "--runs", 8, "--steps", STEPS, "--no-shrink")
+    """At least a fault and two requests come in each 30 s of simulated time, and far more of both in all."""
+    told = simulate("--seed", 100, "--runs", RUNS, "--steps", STEPS, "--no-shrink")
+    found = re.search(r"in all: (\d+) steps, (\d+) requests, (\d+) faults\n(\d+) s simulated", told)
+    assert found is not None, told
+    steps, requests, faults, seconds = map(int, found.groups())
+    assert steps >= LEAST_STEPS and requests >= LEAST_REQUESTS and faults >= LEAST_FAULTS
+    assert requests >= 2 * seconds / 30 and faults >= seconds / 30
 
 
 def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
