@@ -54,7 +54,7 @@ WORKLOADS = ("prompts", "short prompts", "decode", "few", "mixed", "long", "shor
 
 
 def settings(replicas: int) -> Iterator[Setting]:
-    """What `--lanes` and `--pipelining` may be given, that could pay."""
+    """Yield the values of `--lanes` and `--pipelining` to compare."""
     for each in (1, 2, 3, 4):
         yield each * replicas, "fixed"
     if replicas > 1:

@@ -239,7 +239,7 @@ def ranges(normal: int, longest: int, share: float, requests: int, seed: int = 1
 
 
 def enough(deployment: Deployment, mean: float) -> int:
-    """How many requests of ``mean`` tokens keep all copies' memory full for long."""
+    """Return a number of requests of ``mean`` tokens that keeps all copies' memory full for long."""
     model = deployment.compute_cost
     free = deployment.tensor_parallel * model.usable_bytes - model.shape.weight_bytes
     held = deployment.replicas * free / model.shape.kv_bytes_per_token

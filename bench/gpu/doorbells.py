@@ -107,7 +107,7 @@ def device_trip(gpu: Gpu, near: Any, far: Any) -> float:
 
 
 def host_trip(gpu: Gpu, near: Any, far: Any) -> float:
-    """Seconds of a round trip whose both ends are a host that looks at pinned memory and launches what is next."""
+    """Return seconds of a round trip between two hosts' threads that poll pinned memory and launch the next kernel."""
     pinned = cupy.cuda.alloc_pinned_memory(8)
     word = np.frombuffer(pinned, np.uint64, 1)
     word[0] = 0

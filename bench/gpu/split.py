@@ -63,7 +63,7 @@ def measure(engine: Engine, batch: int, context: int, tokens: int) -> tuple[floa
 
 
 def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int, drawn: Path | None = None) -> list[float]:
-    """Seconds of a step of each cell; some steps of the last are ``drawn``, for which workers note what they do."""
+    """Return seconds of a step of each cell. ``drawn``: file for a picture of some steps of the last cell."""
     spans: dict[str, list[Span]] = {}
     begun, seconds = time.monotonic(), list[float]()
     engine = launch(config, None, None if drawn is None else spans.update)
@@ -83,7 +83,7 @@ def run(config: EngineConfig, cells: Sequence[tuple[int, int]], tokens: int, dra
 
 
 def picture(spans: dict[str, list[Span]], begin_ns: int, end_ns: int) -> str:
-    """What each worker does between two moments, as SVG: a row for each worker, a colour for each stage."""
+    """Draw the workers' spans between two moments as SVG: a row for each worker, a colour for each stage."""
     scale = (WIDTH - LEFT - 20) / (end_ns - begin_ns)
     seen = {
         worker: [span for span in own if begin_ns < span.end_ns and span.begin_ns < end_ns]

@@ -75,7 +75,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one run of a system, in seconds."""
+    """One run of a system, in seconds."""
 
     system: str
     short_p99: float

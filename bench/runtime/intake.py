@@ -59,7 +59,7 @@ class Scripted:
             on_update(RequestUpdate(request, [word], reason is not None))
 
     def abort(self, request_id: str) -> None:
-        """Nothing runs that would have to end."""
+        """Do nothing: a scripted request ends by itself."""
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -89,9 +89,9 @@ def decode(path: str, batch: int, context: int, settings: Mapping[str, Any]) -> 
 
 
 def balanced_context(path: str, batch: int) -> int:
-    """Tokens at which one lane keeps memory worker and compute worker busy equally long.
+    """Return the context at which one lane keeps memory worker and compute worker busy for equally long.
 
-    What the compute worker does for a step hardly depends on them, attention is proportional to them.
+    Slices hardly depend on the context; attention is proportional to it.
     """
     context = 512
     for _ in range(2):

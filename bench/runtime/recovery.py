@@ -104,13 +104,13 @@ class Streams:
             self._changed.notify_all()
 
     def wait(self, tokens: int) -> None:
-        """Until every stream has had so many updates, or has ended."""
+        """Wait until every stream has had ``tokens`` updates, or has ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: min(map(len, self.arrivals)) >= tokens or not self._left, TIMEOUT_S):
                 raise SystemExit(f"error: after {TIMEOUT_S:g} s, {self._left} of {REQUESTS} requests have not ended")
 
     def wait_beyond(self, moment: float) -> None:
-        """Until every stream has had an update after this moment, or all have ended."""
+        """Wait until every stream has had an update after ``moment``, or all have ended."""
         with self._changed:
             told = self._changed.wait_for(
                 lambda: not self._left or min(arrivals[-1] for arrivals in self.arrivals) > moment, TIMEOUT_S

@@ -66,7 +66,7 @@ def help_seconds() -> float:
 
 
 def ready_seconds(cache: str) -> float:
-    """From the command to the moment a prompt could be given, with what earlier starts have left in ``cache``."""
+    """Return seconds from the command until a prompt could be given, with the cache folder ``cache``."""
     start = time.perf_counter()
     environment = os.environ | {"LAMINA_CACHE_DIR": cache}
     with subprocess.Popen([sys.executable, "-c", READY], stdout=subprocess.PIPE, env=environment) as process:
