@@ -295,7 +295,7 @@ class Engine:
     def timeline(self) -> dict[str, list[Span]]:
         """Return what workers did in a window of the last seconds, by name, and ask them for a new window.
 
-        Nothing is recorded while nobody calls this, so that the first call returns nothing.
+        Spans are recorded only while this is called repeatedly, so that the first call returns nothing.
         """
         with self._lock:
             if self._ended is not None:
