@@ -18,7 +18,7 @@ from lamina.core.types import AttentionSpec, Polling
 from lamina.kernels import tuning_cache
 from lamina.kernels.segments import SegmentTable
 from lamina.launch import launch
-from lamina.memory import ahead, worker
+from lamina.memory import device_steps, worker
 from lamina.memory.device import gpu, gpu_polls, polling_choice
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab_setup import polling_of
@@ -44,7 +44,7 @@ def make(
     monkeypatch: pytest.MonkeyPatch, lanes: int, inboxes: Inboxes | None = None, who: Polling = "device"
 ) -> Iterator[Pair]:
     monkeypatch.setattr(worker, "IDLE_SLICE_S", 0.0)
-    monkeypatch.setattr(ahead, "WINDOW", WINDOW)
+    monkeypatch.setattr(device_steps, "WINDOW", WINDOW)
     pair = Pair("emulated", who, SPECS, lanes, inboxes)
     yield pair
     pair.resources.close()
