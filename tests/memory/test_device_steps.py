@@ -331,9 +331,9 @@ def test_links_that_change_are_taken_up_once_no_step_waits(pair: Pair) -> None:
     lanes.plan(0)
     lanes.decode(0, range(1))
     direct = dict(used._direct)
-    used.use({}, used._pipeline, used._computes)
+    used.change_channels({}, used._pipeline, used._computes)
     assert used._direct == direct, "the device may still write to its slots"
-    used.use(pair.worker._channels, used._pipeline, used._computes)
+    used.change_channels(pair.worker._channels, used._pipeline, used._computes)
     lanes.plan(1)
     lanes.decode(1, range(1))
     assert 1 not in used._runs
