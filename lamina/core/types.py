@@ -94,7 +94,7 @@ Polling = Literal["auto", "device", "host"]
 """Setting of who polls for messages to a memory worker on a GPU: the GPU itself, or the host."""
 
 Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
-"""Setting of the policy of ``lamina.kv.policies`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
+"""Setting of the policy of ``lamina.kv.balancing`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
 
 MOST_MINI_BATCHES = 15
 

@@ -32,7 +32,7 @@ from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
 from lamina.engine.updates import OnTokens, OnUpdate, Reading, as_run
-from lamina.kv.policies import policy_for
+from lamina.kv.balancing import policy_for
 from lamina.kv.stripes import placement
 from lamina.models.directory import ModelDirectory
 from lamina.schedule.beam_search import check_beams

@@ -24,9 +24,9 @@ from lamina.core.requests import Completion, Drawn, Group, Owner
 from lamina.core.steps import DecodeRows, StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Request, SamplingParams
+from lamina.kv.balancing import Policy as BalancePolicy
 from lamina.kv.disk import Disks
 from lamina.kv.placement import Placement
-from lamina.kv.policies import Policy as BalancePolicy
 from lamina.kv.prefix_cache import PrefixCache
 from lamina.schedule.admission import Admissions, giving
 from lamina.schedule.batches import PromptBatch

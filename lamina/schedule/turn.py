@@ -10,8 +10,8 @@ from lamina.core.requests import Owner
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Balance
+from lamina.kv.balancing import POLICIES
 from lamina.kv.placement import Placement
-from lamina.kv.policies import POLICIES
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
