@@ -199,7 +199,7 @@ class Work:
                 assert len(channel.awaited) == SLOTS and len(channel.credits) < SLOTS, (
                     "no sender is without a free slot"
                 )
-            assert station.hub.regions.take(station.hub.nbytes) is not None, "all regions have been released"
+            assert station.hub.regions.allocate(station.hub.nbytes) is not None, "all regions have been released"
 
 
 sizes = st.sampled_from([0, 1, 64, 65, 200])

@@ -197,6 +197,6 @@ def test_a_link_that_ends_leaves_nothing_kept_and_no_region_in_use(pair: tuple[S
     far.endpoint.close()
     near.hub.forget(to)
     assert not near.hub.keeping and near.hub.credits == []
-    assert near.hub.regions.take(256) is not None
+    assert near.hub.regions.allocate(256) is not None
     to.free(0)
     near.hub.flush()  # nobody is told
