@@ -156,14 +156,14 @@ class Mail:
         self._request_pieces()
 
     def _store_piece(self, index: int) -> list[int]:
-        self._fetcher.keep(index)
+        self._fetcher.finish(index)
         self._request_pieces()
         fetched, self._fetched = self._fetched, []
         return fetched
 
     def _request_pieces(self) -> None:
-        while self._fetcher.may_ask:
-            self._fetcher.ask()
+        while self._fetcher.can_start:
+            self._fetcher.start_next()
 
     def _deliver(self, arrival: Arrival) -> None:
         peer = arrival.channel.name

@@ -50,8 +50,8 @@ class Memory:
         station.hub.flush()
         doors = [(channel, slot) for channel in station.channels.values() for slot in channel.awaited]
         targets = [channel.awaited[slot] for channel, slot in doors] + self.fetcher.awaited + station.hub.credits
-        while self.fetcher.may_ask:
-            self.fetcher.ask()
+        while self.fetcher.can_start:
+            self.fetcher.start_next()
         try:
             index = station.endpoint.wait(targets, 0.0)
         except DeadlineError:
@@ -60,7 +60,7 @@ class Memory:
         if index < len(doors):
             self._open(*doors[index])
         elif index < len(doors) + fetches:
-            self.fetcher.keep(index - len(doors))
+            self.fetcher.finish(index - len(doors))
         else:
             station.hub.go_on()
         return True
