@@ -106,7 +106,7 @@ class Mail:
             index -= len(channel.awaited)
         if index < len(coming):
             return self._store_piece(index)
-        self._hub.go_on()
+        self._hub.send_kept()
         return []
 
     def _receive_from(self, peers: Collection[str]) -> list[int]:
@@ -130,7 +130,7 @@ class Mail:
         channel.close_slot(slot)
         arrival = channel.read(slot)
         if self._hub.keeping:
-            self._hub.go_on()  # its header may bring credits
+            self._hub.send_kept()  # its header may bring credits
         if arrival.body is None:
             self._fetch(arrival)
             return None

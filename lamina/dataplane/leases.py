@@ -29,8 +29,8 @@ VERDICT = PROOF_NBYTES - 1  # byte of the proof that the owner sets: 1 if the pr
 # Doorbells of a lease, counted from its first. The owner of the arena waits on them, the peer rings.
 PROOF = 0
 ARRIVED = 1  # one per slot of the lease: a piece of a message has arrived
-GIVEN_BACK = ARRIVED + SLOTS  # one per slot in the peer's arena: freed uses
-FETCHED = GIVEN_BACK + SLOTS  # regions fetched
+FREED = ARRIVED + SLOTS  # one per slot in the peer's arena: freed uses
+FETCHED = FREED + SLOTS  # regions fetched
 DOORBELLS = FETCHED + 1
 POOLED_MESSAGES = 4  # messages of the largest size that fit into the pool
 LANDINGS = 4  # most fetches of a worker in flight

@@ -121,7 +121,7 @@ class MemoryWorker(WorkerLoop):
             self._timeline.record_span("pull", pulled, waiting)
             self._answer(self._lanes[pulled])
         if ready is not None and ready >= len(doors):
-            self._hub.go_on()
+            self._hub.send_kept()
         elif ready is not None:
             self._open(doors[ready], waiting)
         elif begun is not None:
@@ -219,7 +219,7 @@ class MemoryWorker(WorkerLoop):
         if door.request is None:
             door.request = door.channel.read(door.slot)
             if self._hub.keeping:
-                self._hub.go_on()  # its header may bring credits
+                self._hub.send_kept()  # its header may bring credits
             door.body = memoryview(bytearray(door.request.nbytes)) if door.request.body is None else door.request.body
         self._timeline.record_span("wait", door.request.lane, waiting)
         self._enter(door, door.request)

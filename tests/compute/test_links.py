@@ -62,13 +62,13 @@ class Memory:
         elif index < len(doors) + fetches:
             self.fetcher.finish(index - len(doors))
         else:
-            station.hub.go_on()
+            station.hub.send_kept()
         return True
 
     def _open(self, channel: Channel, slot: int) -> None:
         channel.close_slot(slot)
         request = channel.read(slot)
-        self.station.hub.go_on()
+        self.station.hub.send_kept()
         if request.body is not None:
             self._serve(request, request.body)
             return

@@ -112,7 +112,7 @@ class Memory:
                 message.send_piece(parts)
                 while self.station.hub.keeping:
                     self.station.endpoint.wait(self.station.hub.credits, TIMEOUT_S)
-                    self.station.hub.go_on()
+                    self.station.hub.send_kept()
                 self.station.hub.flush()
 
         thread = threading.Thread(target=answer if not step.rows.empty else lambda: None)
