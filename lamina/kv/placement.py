@@ -298,7 +298,7 @@ class Placement:
                 best, most = other, spare
         return best
 
-    def go_on(self, worker: str, other: str) -> None:
+    def continue_on(self, worker: str, other: str) -> None:
         """Record that a sequence now grows on ``other`` instead of ``worker``."""
         self.sequences[worker] -= 1
         self.sequences[other] += 1

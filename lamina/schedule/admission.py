@@ -277,7 +277,7 @@ class Admissions:
                 group.place(spans)
                 last, _ = spans[-1]
                 for completion in group.completions:
-                    self._placement.go_on(last, completion.worker)
+                    self._placement.continue_on(last, completion.worker)
                 self._prefixes.share(group)
                 group.seats = group.holders = len(group.completions)
                 self._residents.update(group)

@@ -215,7 +215,7 @@ class Beams:
         changes.forks.extend(Fork(parent, number, position) for parent, number in forks if parent != number)
         tokens = continued([one.generated for one in group.completions], choice)
         for one, number, where, generated in zip(group.completions, numbers, segments, tokens, strict=True):
-            self._placement.go_on(one.worker, where[-1].worker)
+            self._placement.continue_on(one.worker, where[-1].worker)
             if one.sequence != number:
                 changes.released.append(one.sequence)
                 changes.admitted.append(_admission(group, one, number, where))

@@ -68,7 +68,7 @@ class Growth:
             return False
         position, before = lane.decoding.position(completion.sequence), completion.worker
         new = Segment(completion.sequence, worker, group.heads, (position, None))
-        self._placement.go_on(before, worker)
+        self._placement.continue_on(before, worker)
         completion.segments = grown(completion.segments, new)
         self._residents.update(group)
         lane.decoding.turn_over(completion)
