@@ -44,7 +44,7 @@ class Clock:
         """Add the one of ``readings`` with the shortest round trip."""
         self.readings.append(min(readings, key=lambda each: each.round_trip_ns))
 
-    def here(self, there_ns: int) -> int:
+    def to_local(self, there_ns: int) -> int:
         """Return the local time at remote time ``there_ns``. Drift is taken as constant between readings."""
         first, last = self.readings[0], self.readings[-1]
         span = last.there_ns - first.there_ns
