@@ -253,7 +253,7 @@ class ComputeWorker(WorkerLoop):
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
-                self._fence.miss(member.name)
+                self._fence.on_newcomer_lost(member.name)
         known = {*self._mail.channels, *topology.ranks_of(own)}
         new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}

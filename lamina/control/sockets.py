@@ -319,7 +319,7 @@ class ControlServer:
                 continue
             if worker not in self._members and worker not in self._joining:
                 continue  # a lost worker
-            self.liveness.heard(worker)
+            self.liveness.on_message(worker)
             if not identity.endswith(HEARTBEAT):
                 came = True
                 yield worker, decode(worker, payload)
