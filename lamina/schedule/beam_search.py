@@ -98,7 +98,7 @@ class BeamSearch:
         self._finish([one for one in candidates[: self._beams] if one.hits], length)
         running = list(itertools.islice((one for one in candidates if not one.hits), self._beams))
         self.done = last or self._is_done(running[0].score, length)
-        return None if self.done else self._go_on(running)
+        return None if self.done else self._place_running(running)
 
     def _finish(self, finished: Sequence[_Candidate], length: int) -> None:
         """Keep the best of the hypotheses and of these candidates, which have ``length`` tokens."""
@@ -119,7 +119,7 @@ class BeamSearch:
         norm = math.pow(self._max_tokens if longest else length, self._length_penalty)
         return best / norm <= self.hypotheses[-1].score
 
-    def _go_on(self, running: Sequence[_Candidate]) -> Choice:
+    def _place_running(self, running: Sequence[_Candidate]) -> Choice:
         """Give each candidate a place. A beam's best continuation gets the beam's place, to fork fewest sequences."""
         chosen: dict[int, _Candidate] = {}
         others: list[_Candidate] = []
