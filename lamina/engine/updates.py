@@ -356,7 +356,7 @@ def segments_of(group: Group) -> tuple[Segment, ...]:
     return tuple(
         dataclasses.replace(segment, tokens=(start, kept if stop is None else min(stop, kept)))
         for completion in group.completions
-        for kept in [group.kept(completion)]
+        for kept in [group.stored_tokens(completion)]
         for segment in group.expand(completion.segments)
         for start, stop in [segment.tokens]
         if start < max(kept, 1)

@@ -184,7 +184,7 @@ class Beams:
 
         Removes sequences that have drawn their last token first.
         """
-        lane.decoding.let_go()
+        lane.decoding.remove_ended()
         lane.rest()
         changes = Changes()
         chosen, lane.chosen = lane.chosen, {}
@@ -193,12 +193,12 @@ class Beams:
                 self._follow(group, group.choice, changes, lane)
         lane.stepping = [completion.sequence for completion in lane.due]
         for completion, group in lane.due.items():
-            lane.decoding.resume(group, completion, group.kept(completion))
+            lane.decoding.resume(group, completion, group.stored_tokens(completion))
         return changes
 
     def _follow(self, group: Group, choice: Choice, changes: Changes, lane: Lane) -> None:
         """Apply the choice of a request. If its workers lack slots, the request is preempted instead."""
-        position = group.kept(group.completions[0])
+        position = group.stored_tokens(group.completions[0])
         numbers = [
             one.sequence if parent == place else next(self._sequences)
             for place, (one, (parent, _)) in enumerate(zip(group.completions, choice, strict=True))
