@@ -401,7 +401,7 @@ class Placement:
         """Count ``tokens`` of a worker as ``returning``; ``free_slots`` releases them."""
         self.returning[worker] += tokens
 
-    def keep(self, worker: str, tokens: int) -> None:
+    def undo_release(self, worker: str, tokens: int) -> None:
         """Undo ``will_release``."""
         self.returning[worker] -= tokens
 

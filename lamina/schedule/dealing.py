@@ -137,7 +137,7 @@ class Dealer:
         for completion in group.completions:
             self._placement.remove_growing(completion.worker, 1)
         self._prefixes.on_request_end(group)
-        self._prefixes.let_go(group)
+        self._prefixes.release_request(group)
         group.share(0)
         self._residents.forget_request(group)
         self._admissions.note_freed()

@@ -476,8 +476,8 @@ class Scheduler:
             self._ready.wake()
 
     def transferred(self, worker: str, number: int, complete: bool, error: str) -> None:
-        """Record the end of a copy or fetch of a worker's disk. Arguments are those of ``Disks.done``."""
-        self.disks.done(worker, number, complete, error)
+        """Record the end of a copy or fetch of a worker's disk. Arguments are those of ``Disks.on_stored``."""
+        self.disks.on_stored(worker, number, complete, error)
         self._ready.wake()
 
     def _end(self, group: Group, completion: Completion) -> None:
@@ -508,7 +508,7 @@ class Scheduler:
         """Release finished completions; their slots are free once this plan is applied. Returns their sequences."""
         ending = lane.take_ended()
         for group, completion in ending:
-            self.prefixes.keep(group, completion)
+            self.prefixes.keep_completion(group, completion)
             self._free_completion(group, completion)
         return [completion.sequence for _, completion in ending]
 
@@ -521,5 +521,5 @@ class Scheduler:
         self.moves.on_completion_released(group, completion)
         self._admissions.note_freed()
         if not group.holders:
-            self.prefixes.let_go(group)
+            self.prefixes.release_request(group)
             self._residents.forget_request(group)

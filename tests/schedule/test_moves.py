@@ -57,7 +57,7 @@ def test_what_is_kept_for_others_is_not_of_a_first_completion_that_was_released(
     step(under_test)
     group.holders -= 1
     first.segments = [dataclasses.replace(segment, worker="gone") for segment in first.segments]
-    under_test.prefixes.keep(group, second)
+    under_test.prefixes.keep_completion(group, second)
     forks, _ = under_test.prefixes.changes()
     assert [fork.parent for fork in forks] == [second.sequence]
 
