@@ -383,7 +383,7 @@ class ComputeWorker(WorkerLoop):
             self._sequences.pop(sequence, None)
             self._drawn.pop(sequence, None)
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
         share = None if self._memory is None else self._memory.apply_plan(plan)

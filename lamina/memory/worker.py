@@ -448,7 +448,7 @@ class MemoryWorker(WorkerLoop):
             self._handle(message)
             timeout_s = 0.0
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         shares = self._store.apply(plan)
         self._migrations.apply(plan)
         if self._tier is not None:
