@@ -164,7 +164,7 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
     """Return how heads are sharded. Raises ConfigError if memory workers must share heads and cannot."""
-    shards = HeadShards.over(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
+    shards = HeadShards.for_model(loaded.attentions, plan.compute_setup.head_workers, plan.pipeline.ranks)
     if plan.compute_setup.local and (sharers := shards.sharers(plan.pipeline.ranks)) > 1:
         raise ConfigError(
             f"{sharers} ranks of a replica share each of the {shards.heads} KV heads, which local memory would have to "
