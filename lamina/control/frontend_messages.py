@@ -184,11 +184,11 @@ class Stopped(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
-def packed(tokens: Sequence[int]) -> bytes:
+def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Return token ids as int32 bytes. Raises OverflowError for an id beyond int32."""
     return array.array("i", tokens).tobytes()
 
 
-def unpacked(prompt: bytes) -> list[int]:
+def unpack_tokens(prompt: bytes) -> list[int]:
     """Return the token ids of a packed prompt."""
     return array.array("i", prompt).tolist()

@@ -37,7 +37,7 @@ from lamina.control.frontend_messages import (
     Submit,
     Submitted,
     Welcome,
-    packed,
+    pack_tokens,
 )
 from lamina.core.errors import (
     ConfigError,
@@ -79,8 +79,10 @@ class _Asked:
     def resumed(self, number: int) -> Resumed | None:
         """Return the message with which a new engine continues the request; None if all completions have ended."""
         one, open_ = self.request, self.reading.open
-        drawn = {index: packed(self.drawn[index]) for index in open_}
-        return Resumed(number, packed(one.prompt_token_ids), one.params, one.client, one.seed, drawn) if drawn else None
+        drawn = {index: pack_tokens(self.drawn[index]) for index in open_}
+        if not drawn:
+            return None
+        return Resumed(number, pack_tokens(one.prompt_token_ids), one.params, one.client, one.seed, drawn)
 
 
 class RemoteEngine:
@@ -160,7 +162,7 @@ class RemoteEngine:
             reading = Reading(request, self.tokenizer, one.on_update, self._finish)
             run = as_run(request, self.tokenizer, self.max_model_len)
             asked.append(_Asked(run, reading, [[] for _ in range(run.params.n)]))
-            prompts.append(packed(run.prompt_token_ids))
+            prompts.append(pack_tokens(run.prompt_token_ids))
         params = [one.request.params for one in asked]
         if all(each is params[0] for each in params):
             params = params[:1]
