@@ -23,7 +23,7 @@ class CompletionTokens(msgspec.Struct, array_like=True, gc=False):
     """New tokens of one completion.
 
     Attributes:
-        logprobs: packed logprobs (``control.logprobs``), one entry per token; empty if not requested.
+        logprobs: packed logprobs (``control.packed_logprobs``), one entry per token; empty if not requested.
         finish_reason: why the completion ends; None: it continues.
         stop_token: the stop token that ended the completion.
     """

@@ -341,7 +341,7 @@ class Draw(msgspec.Struct, array_like=True, frozen=True):
     """The token drawn for one sequence.
 
     Attributes:
-        logprobs: packed by ``control.logprobs``; empty if none are wanted.
+        logprobs: packed by ``control.packed_logprobs``; empty if none are wanted.
     """
 
     sequence: int

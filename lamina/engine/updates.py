@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.control.frontend_messages import CompletionTokens
-from lamina.control.logprobs import cut, drawn_logprob
+from lamina.control.packed_logprobs import cut, drawn_logprob
 from lamina.core.errors import RequestError
 from lamina.core.requests import Group
 from lamina.core.types import CompletionOutput, FinishReason, Logprob, Request, RequestOutput, Segment
