@@ -212,7 +212,7 @@ def resumed(sequence: int, index: int, generated: list[int]) -> Completion:
     return Completion(sequence, index, generated, known=len(generated), own=len(generated))
 
 
-def again(group: Group, sequences: Iterator[int]) -> Group:
+def requeued(group: Group, sequences: Iterator[int]) -> Group:
     """Return a copy of a preempted request for admission: its unfinished completions, with new sequence numbers.
 
     The copy shares the lists of generated tokens with ``group``, which must not be used any more. Beams begin with the

@@ -227,7 +227,7 @@ class Holding:
         else:
             self._admissions.remove(group)
 
-    def in_the_way(self, running: Iterable[Group]) -> list[Group]:
+    def blocking(self, running: Iterable[Group]) -> list[Group]:
         """Return the held requests among those ``running``, if nothing can run because of their KV."""
         if not self._hold.active or not self._admissions.full:
             return []
