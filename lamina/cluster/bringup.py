@@ -211,7 +211,7 @@ def _links(plan: ClusterPlan) -> int:
 def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: MemorySetup) -> Fabric:
     """Return the fabric of a plan whose workers have sent their greetings."""
     pipeline, rows = plan.pipeline, plan.compute_setup.rows
-    may_move = any(one.rotates for one in (pipeline.start, *pipeline.choices))
+    may_move = any(one.rotates for one in (pipeline.first_arrangement, *pipeline.choices))
     context_nbytes = loaded.context_nbytes if may_move or pipeline.stages > 1 else 0
     sizes = messages(loaded.attentions, loaded.dtype, rows, context_nbytes, pipeline.ranks, _links(plan))
     fabric = Fabric(workers, plan, loaded, setup, sizes)

@@ -85,7 +85,7 @@ def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = Fa
     prefill = size(config.prefill) // made.workers
     if not prefill:
         return made
-    lanes = made.replicas if made.start.rotates else made.start.lanes
+    lanes = made.replicas if made.first_arrangement.rotates else made.first_arrangement.lanes
     return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
 
 
