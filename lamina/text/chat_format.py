@@ -64,7 +64,7 @@ class ChatFormat:
     def needs_special(self, special_texts: Collection[str], with_tools: bool) -> bool:
         """Return whether special tokens must be in the text, because parsers look for some of them."""
         markers = list(MARKERS if self.channels else self.tags or ())
-        if with_tools and self.tools in TOOL_PARSERS:
+        if with_tools and self.tools is not None and self.tools in TOOL_PARSERS:
             parser = TOOL_PARSERS[self.tools]
             markers += [parser.begin, *parser.noise]
         return any(marker in special_texts for marker in markers)
