@@ -365,7 +365,7 @@ def test_a_device_with_a_display_does_not_poll() -> None:
 
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    kept = tuning_cache.place("polling", Timed.name)
+    kept = tuning_cache.file_for("polling", Timed.name)
     made: list[ThreadSlots] = []
 
     def slots() -> ThreadSlots:
