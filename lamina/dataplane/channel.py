@@ -302,7 +302,7 @@ class Channel:
     def _release_regions(self, fetched: int) -> None:
         while self._fetched_there < fetched:
             self._fetched_there += 1
-            self.hub.regions.free(*self._regions.pop(0))
+            self.hub.regions.deallocate(*self._regions.pop(0))
 
     @property
     def credits(self) -> list[Target]:
@@ -329,7 +329,7 @@ class Channel:
     def _drop_messages(self) -> None:
         self._kept.clear()
         while self._regions:
-            self.hub.regions.free(*self._regions.pop())
+            self.hub.regions.deallocate(*self._regions.pop())
 
     # Receiving
 

@@ -90,7 +90,7 @@ class Space:
                 return start
         return None
 
-    def free(self, start: int, count: int) -> None:
+    def deallocate(self, start: int, count: int) -> None:
         """Free a result of ``allocate`` for the same count. Raises ValueError if any of it is free."""
         stop = start + self._aligned(count)
         if start == stop:
@@ -175,16 +175,16 @@ class Leases:
         if offset is not None and doorbell is not None:
             return Lease(offset, nbytes, doorbell)
         if offset is not None:
-            self._bytes.free(offset, nbytes)
+            self._bytes.deallocate(offset, nbytes)
         if doorbell is not None:
-            self._doorbells.free(doorbell, DOORBELLS)
+            self._doorbells.deallocate(doorbell, DOORBELLS)
         missing = f"{nbytes} free bytes" if offset is None else f"{DOORBELLS} free doorbells"
         raise TransportError(f"the arena has no {missing} for another link; release a link, or make a larger arena")
 
     def end_lease(self, lease: Lease) -> None:
         """Free a part of the arena, whose peer must not be able to write any more."""
-        self._bytes.free(lease.offset, lease.nbytes)
-        self._doorbells.free(lease.doorbell, DOORBELLS)
+        self._bytes.deallocate(lease.offset, lease.nbytes)
+        self._doorbells.deallocate(lease.doorbell, DOORBELLS)
 
 
 class Messages(msgspec.Struct, frozen=True):

@@ -58,7 +58,7 @@ def test_a_space_hands_out_every_number_once(steps: list[tuple[bool, int]], alig
     space, held = Space(3, 64, alignment), list[tuple[int, int]]()
     for gives, count in steps:
         if gives and held:
-            space.free(*held.pop(count % len(held)))
+            space.deallocate(*held.pop(count % len(held)))
             continue
         start = space.allocate(count)
         if start is None:
@@ -76,10 +76,10 @@ def test_what_is_free_cannot_be_given_back() -> None:
     assert space.allocate(4) == 0
     for start, count in ((4, 1), (3, 2), (0, 11)):
         with pytest.raises(ValueError, match="given back twice"):
-            space.free(start, count)
-    space.free(0, 4)
+            space.deallocate(start, count)
+    space.deallocate(0, 4)
     with pytest.raises(ValueError, match="given back twice"):
-        space.free(0, 4)
+        space.deallocate(0, 4)
     assert space.allocate(10) == 0
 
 
