@@ -51,7 +51,7 @@ from lamina.core.types import NOBODY, Client, FinishReason, Request
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import Reading, TokenUpdate, as_run
-from lamina.text.defaults import Defaults
+from lamina.models.directory import Defaults
 from lamina.text.grammars import require_grammar
 from lamina.text.prompts import check_tokens, prompt_tokens
 from lamina.text.tokenizer import Tokenizer
