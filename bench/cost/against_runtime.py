@@ -111,7 +111,6 @@ def token_ids(content: Content) -> list[int]:
 
 
 def slots(offered: Arrivals) -> int:
-    """KV slots of each memory worker."""
     held = offered.prompt + offered.output
     return int(max(held.max() * 1.2, AT_ONCE * held.mean() / MEMORY_WORKERS))
 
@@ -133,7 +132,6 @@ def require_current(store: ProfileStore) -> None:
 
 
 def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, lanes: int) -> Result:
-    """The run under a virtual clock."""
     entry = hardware.load(file)["cpu"]
     nbytes = (capacity + 0.5) * shape.kv_bytes_per_token / MEMORY_SHARE_USABLE
     deployment = Deployment(
@@ -151,7 +149,6 @@ def simulated(file: Path, shape: ModelShape, offered: Arrivals, capacity: int, l
 
 
 def of_simulation(result: Result) -> Figures:
-    """The figures of a simulation."""
     ttft, tbt = result.ttft_s, result.tbt_s
     return Figures(
         result.tokens_s,
@@ -211,7 +208,6 @@ def measured(engine: Engine, offered: Arrivals, salt: str) -> Figures:
 
 
 def on_runtime(path: Path, offered: Arrivals, capacity: int, lanes: int, rounds: int) -> Figures:
-    """Medians of several runs, after a short one."""
     nbytes = capacity * model_shapes.find(str(path)).kv_bytes_per_token
     compute, memory = (",".join(map(str, cores)) for cores in profile.halves())
     config = EngineConfig(
@@ -234,13 +230,11 @@ def on_runtime(path: Path, offered: Arrivals, capacity: int, lanes: int, rounds:
 
 
 def errors(ours: Figures, real: Figures) -> dict[str, float]:
-    """Relative error of every figure but the counts."""
     names = [field.name for field in dataclasses.fields(Figures) if field.name.endswith("_s")]
     return {name: getattr(ours, name) / getattr(real, name) - 1 for name in names}
 
 
 def table(title: str, ours: Figures, real: Figures) -> Table:
-    """Both side by side."""
     made = Table("", title=title)
     for heading in ("runtime", "simulated", "error"):
         made.add_column(heading, justify="right")
@@ -255,7 +249,6 @@ def table(title: str, ours: Figures, real: Figures) -> Table:
 
 
 def main() -> None:
-    """Run both and print them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hardware", type=Path, help="what lamina plan --measure wrote")
     parser.add_argument("--requests", type=int, default=64)

@@ -41,7 +41,6 @@ class Elastic:
     load_s: float = 0.0
 
     def usd(self, burst_s: float, delay_s: float) -> float:
-        """Of a period with one burst."""
         return (self.kept * PERIOD_S + self.added * (delay_s + self.load_s + burst_s)) / 3600
 
 

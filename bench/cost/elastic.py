@@ -44,7 +44,6 @@ def iteration(model: CostModel, batch: int, context: int, tensor_parallel: int, 
 
 
 def scaling(published: Mapping[str, Any], catalogue: Catalogue) -> Section:
-    """Scaling down after prompts, and up while decoding."""
     section = Section("LoongServe, Figure 14: what scaling costs", published["paper"])
     model = cost_model(model_shapes.find(published["model"]), catalogue[published["kind"]])
     own, table = published["tensor_parallel"], published["figure_14"]

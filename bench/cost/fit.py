@@ -128,7 +128,6 @@ class Part:
     held: tuple[str, ...] = ()
 
     def errors(self, fitted: Any) -> Floats:
-        """Predicted / measured - 1 of every measurement."""
         return np.asarray(self.predict(fitted) / self.seconds - 1)
 
 
@@ -230,7 +229,6 @@ def with_layers(part: Part, products: list[Series], others: list[Series], pointw
 
 
 def decoding(table: Table, kind: str) -> Part:
-    """Decode attention on one device."""
     device = _CATALOGUE[kind]
     nbytes, units = decode_work(table)
     return Part(
@@ -246,7 +244,6 @@ def decoding(table: Table, kind: str) -> Part:
 
 
 def prefilling(table: Table, kind: str) -> Part:
-    """Attention of prompt chunks on one device."""
     device = _CATALOGUE[kind]
     return Part(
         name="prefill",
@@ -261,7 +258,6 @@ def prefilling(table: Table, kind: str) -> Part:
 
 
 def reducing(times: Reduction, name: str, kind: str, start: Any) -> Part:
-    """Return all-reduces on one device."""
     link = _CATALOGUE[kind].link_bytes_s
     return Part(
         name=name,
@@ -309,7 +305,6 @@ _DEVICES = (("a100", KIND), ("h100", HOPPER))
 
 
 def fit_all(directory: Path) -> Iterator[Fit]:
-    """Fit every part of the cost model to the files in ``directory``."""
     for part in parts(directory):
         fitted = fit_part(part)
         errors = np.abs(part.errors(fitted))
@@ -388,7 +383,6 @@ def _products(mlp: Path) -> Iterator[tuple[str, Floats]]:
 
 
 def main() -> None:
-    """Fit, write the fits, and print parameters and errors."""
     parser = argparse.ArgumentParser(description="Fit the cost model and write its parameters.")
     parser.add_argument("measurements", type=Path, help="directory with the measured CSV files")
     parser.add_argument("--output", type=Path, default=PACKAGED, help="JSON file to write")

@@ -62,7 +62,6 @@ def settings(replicas: int) -> Iterator[Setting]:
 
 
 def seconds(arrivals: Arrivals, replicas: int, memories: int, setting: Setting) -> float:
-    """Until the last request has ended, in virtual time."""
     lanes, pipelining = setting
     catalogue = hardware.load()
     deployment = Deployment(

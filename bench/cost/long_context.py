@@ -46,7 +46,6 @@ class Pair:
 
     @property
     def total(self) -> float:
-        """Of both."""
         return self.debtor + self.creditor
 
 
@@ -79,7 +78,6 @@ def debtor_and_creditor(model: CostModel, short: int, points: int = 60) -> list[
 
 
 def figure_7(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
-    """Throughput by how much of a long request has moved."""
     section = Section("Infinite-LLM, Figure 7: debtor and creditor", published["paper"])
     table = published["figure_7"]
     pairs = debtor_and_creditor(cost_model(model_shapes.find("Llama-2-7B"), catalogue["a100"]), table["short_request"])
@@ -239,7 +237,6 @@ class Servers:
 
 
 def mnemosyne(published: Mapping[str, Any], catalogue: hardware.Catalogue) -> Section:
-    """TTFT by pipeline stages, TBT by KV parallelism."""
     section = Section("Mnemosyne: TTFT and TBT of millions of tokens", published["paper"])
     device, million = catalogue[published["kind"]], 1_000_000
     small, large = (cost_model(model_shapes.find(name), device) for name in ("Llama-3-8B", "Llama-3-70B"))

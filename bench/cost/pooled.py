@@ -72,8 +72,7 @@ class Lender(Instance):
             blocks -= taken
             self.away.setdefault(sequence, Counter())[lender] += taken
 
-    def let_go(self, sequence: Running) -> None:
-        """Every engine gets back its blocks."""
+    def free_blocks(self, sequence: Running) -> None:
         away = self.away.pop(sequence, Counter[Lender]())
         for lender, blocks in away.items():
             lender.free += blocks
@@ -96,7 +95,6 @@ class Lender(Instance):
         return sum(away[lender] for away in self.away.values())
 
     def plan(self) -> Batch | None:
-        """The next step."""
         batch = super().plan()
         room = super()._next_has_room()
         self.stuck = self.waiting[0] if self.waiting and not room else None
@@ -187,7 +185,6 @@ class Recall:
         self._ledger = ByDebt()
 
     def propose(self, view: View) -> list[Proposal]:
-        """As ``Policy`` says."""
         home = {one.request: one.home for one in view.held}
         return [proposal for proposal in self._ledger.propose(view) if proposal.targets == (home[proposal.request],)]
 

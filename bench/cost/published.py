@@ -13,7 +13,6 @@ Number = float | tuple[float, float]
 
 
 def load() -> dict[str, Any]:
-    """The published numbers by paper."""
     return tomllib.loads(FILE.read_text())
 
 

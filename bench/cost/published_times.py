@@ -75,7 +75,6 @@ class Reduction:
         return np.asarray((self.sizes >= USUAL_BYTES[0]) & (self.sizes <= USUAL_BYTES[1]))
 
     def where(self, kept: NDArray[np.bool_]) -> "Reduction":
-        """Some of the measurements."""
         return Reduction(self.file, self.sizes[kept], self.devices[kept], self.seconds[kept])
 
     def by_devices(self, predict: Callable[[Floats, int], Floats]) -> Floats:

@@ -188,7 +188,6 @@ def _simulate(section: Section, published: Mapping[str, Any], catalogue: hardwar
 
 
 def _best(layout: Layout, shape: model_shapes.ModelShape, traffic: workload.Workload) -> Plan:
-    """The better partition and number of lanes on these devices."""
     offloading = planner(shape, layout, traffic, RENTS)
     plans = [
         found

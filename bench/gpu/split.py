@@ -49,7 +49,6 @@ class Cell:
 
     @property
     def ratio(self) -> float:
-        """Of tokens per second, split over local."""
         return self.local_ms / self.split_ms
 
 

@@ -59,7 +59,6 @@ class Figures:
 
 
 def simulated(trace: list[TracedRequest], asked: int) -> Figures:
-    """The trace on two pools, if clients ask for ``asked`` tokens."""
     catalogue = hardware.load(None)
     deployment = simulate.Deployment(
         model=model_shapes.find("Llama-2-13B"),
@@ -111,12 +110,10 @@ def measured(engine: Engine, trace: list[TracedRequest], asked: int | None) -> F
 
 
 def scaled(tokens: int) -> int:
-    """Of the small run."""
     return max(1, round(tokens / SCALE))
 
 
 def on_runtime(trace: list[TracedRequest], rounds: int) -> dict[str, Figures]:
-    """Medians by what clients ask for."""
     chosen = [trace[place] for place in np.random.default_rng(0).integers(len(trace), size=REQUESTS)]
     slots = AT_ONCE * sum(scaled(one.prompt) + scaled(one.output) for one in chosen) // len(chosen)
     largest = max(scaled(one.prompt) + max(scaled(one.output), scaled(max(ASKED.values()))) for one in chosen)
@@ -145,7 +142,6 @@ def on_runtime(trace: list[TracedRequest], rounds: int) -> dict[str, Figures]:
 
 
 def table(title: str, rows: Mapping[str, Figures]) -> Table:
-    """Figures by what clients ask for; ratios to the first row."""
     made = Table(title=title)
     made.add_column("clients ask for")
     for heading in ("tokens/s", "of the first", "tokens/step", "of the first", "TTFT p50 (s)", "preempted"):
@@ -165,7 +161,6 @@ def table(title: str, rows: Mapping[str, Figures]) -> Table:
 
 
 def main() -> None:
-    """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--simulated", type=int, help="only the trace's first requests")

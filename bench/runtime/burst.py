@@ -105,7 +105,6 @@ class System:
         self.starting: threading.Thread | None = None
 
     def send(self, stream: Stream) -> None:
-        """Queue a request."""
         stream.sent = time.monotonic()
         with self._changed:
             self._queue.append(stream)
@@ -140,7 +139,6 @@ class System:
         return on_update
 
     def waiting(self) -> int:
-        """Requests without slots."""
         with self._changed:
             queued = len(self._queue)
         return queued + sum(engine.stats().waiting for engine in self.engines)
@@ -166,7 +164,6 @@ class System:
         self._dispatch()
 
     def wait(self, count: int) -> None:
-        """Until so many requests have ended."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended >= count, TIMEOUT_S):
                 raise SystemExit(f"error: {self._ended} of {count} requests have ended after {TIMEOUT_S:g} s")
@@ -179,7 +176,6 @@ class System:
 
 
 def settings(model: Path, slots: int = SLOTS) -> EngineConfig:
-    """Of all systems. KV of the models here takes 2 bytes an element."""
     shape = json.loads((model / "config.json").read_text())
     per_token = 4 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * shape["head_dim"]
     return EngineConfig(
@@ -195,7 +191,6 @@ def settings(model: Path, slots: int = SLOTS) -> EngineConfig:
 
 
 def run(system: str, config: EngineConfig) -> Figures:
-    """Serve the burst."""
     if system == "memory":
         config = dataclasses.replace(config, autoscale=f"memory={MEMORIES}:{MOST_MEMORIES}")
     served = System(config, replicates=system == "replicas")
@@ -309,7 +304,6 @@ def _serve(engine: Engine, count: int, worker: str = "") -> float:
 
 
 def main() -> None:
-    """Run all systems and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="60m")
     parser.add_argument("--rounds", type=int, default=3)
@@ -350,7 +344,6 @@ def _print_join(parts: Mapping[str, float], serves_s: float, cpu_s: float) -> No
 
 
 def _median(each: Sequence[Figures]) -> Figures:
-    """Of every figure."""
     names = [field.name for field in dataclasses.fields(Figures) if field.name not in ("system", "samples")]
     medians = {name: statistics.median(getattr(one, name) for one in each) for name in names}
     return dataclasses.replace(each[0], **medians)

@@ -21,7 +21,6 @@ class Sample:
 
     @property
     def workers(self) -> int:
-        """Of both pools."""
         return self.compute + self.memory
 
 

@@ -78,14 +78,12 @@ class NoProcesses:
     """The workers are scripted: none of them is a process of its own."""
 
     def ended(self) -> Mapping[str, str]:
-        """None ever is."""
         return {}
 
     def kill_worker(self, worker: str, *, cut: bool = False, reason: str = "") -> None:
         """None can be lost."""
 
     def wishes(self) -> list[Wish]:
-        """Nobody has any."""
         return []
 
     def close(self) -> None:
@@ -98,7 +96,6 @@ class Counting(ControlServer):
     sent = 0
 
     def send(self, workers: Sequence[str], message: Any) -> None:
-        """As the control plane's."""
         self.sent += len(workers)
         super().send(workers, message)
 
@@ -192,7 +189,6 @@ class Load:
             self._submit()
 
     def close(self) -> None:
-        """Submit no more requests."""
         self._closed = True
 
     def _submit(self) -> None:
@@ -255,7 +251,6 @@ def scripted(
 
 
 def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
-    """One cluster of so many compute and memory workers."""
     computes, memories = pool
     capacity = max(4096, 4 * computes * batch * (TOKENS[1] + len(PROMPT)) // memories)
     with scripted(pool, batch * computes, capacity) as (engine, control):
@@ -280,7 +275,6 @@ def measure(pool: tuple[int, int], batch: int, seconds: float) -> Cost:
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")
     parser.add_argument("--seconds", type=float, default=4.0, help="measured, of each cluster and round")

@@ -44,7 +44,6 @@ class HeadersOnly(ShmEndpoint):
     """An endpoint that writes only the first part of a message, its header, and rings."""
 
     def post(self, peer: Peer, offset: int, nbytes: int, parts: Sequence[Part], doorbell: int, sequence: int) -> None:
-        """See ``Endpoint``."""
         self._connected(peer).native.post(offset, nbytes, parts[:1], doorbell, sequence)
 
 
@@ -108,7 +107,6 @@ class Case:
         self.turn = 0
 
     def close(self) -> None:
-        """Free all memory."""
         for station in (self.compute, *self.memories):
             station.endpoint.close()
 
@@ -140,7 +138,6 @@ class Idle(Emulated):
     """A ``Kit`` whose kernels and copies do nothing."""
 
     def capture(self, work: Callable[[], object]) -> Replay:
-        """See ``Kit``."""
         return lambda: None
 
     def fused(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> None:
@@ -154,7 +151,6 @@ class Idle(Emulated):
 
 
 def made(carrier: NativeRunner | GpuCarrier, what: str, rows: int, shape: tuple[int, ...]) -> torch.Tensor:
-    """Tensors for the result of a slice."""
     if isinstance(carrier, GpuCarrier):
         return carrier.lines.fixed_rows(what, rows, shape, torch.bfloat16)
     return torch.zeros(rows, *shape, dtype=torch.bfloat16)

@@ -152,7 +152,6 @@ def _spent(processes: Sequence[psutil.Process]) -> float:
 
 
 def measure(frontends: int, streams: int, slow: int, step_s: float, seconds: float) -> Cost:
-    """One arrangement, in this process."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # the server raises it again at its end
     found: list[Cost] = []
     sequences = streams + slow
@@ -184,12 +183,10 @@ class InThisProcess:
 
     @property
     def dead(self) -> str | None:
-        """See ``Engine``."""
         return self._engine.dead
 
     @property
     def beats(self) -> int:
-        """It always beats."""
         return time.monotonic_ns()
 
     def on_frontend_exit(self, frontend: str) -> None:
@@ -247,7 +244,6 @@ def engine_alone(streams: int, seconds: float) -> float:
 
 
 def main() -> None:
-    """Print the engine's cost alone, and a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=50.0)

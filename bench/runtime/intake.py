@@ -43,7 +43,6 @@ class Scripted:
         self.tokenizer = Tokenizer(find(None))
 
     def submit_all(self, submissions: Sequence[Submission], client: Client) -> None:
-        """As the engine's."""
         for one in submissions:
             prompt = one.prompt
             text = prompt if isinstance(prompt, str) else None
@@ -63,7 +62,6 @@ class Scripted:
         """Nothing runs that would have to end."""
 
     def stats(self) -> EngineStats:
-        """Alive and idle."""
         return EngineStats(
             running=0,
             waiting=0,
@@ -94,7 +92,6 @@ def gaps(base: str, begin: Any, results: Any) -> None:
 
 
 def main() -> None:
-    """Print the worst gap alone and beside each kind of prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1.0)
     size = int(parser.parse_args().megabytes * 1e6)

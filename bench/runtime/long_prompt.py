@@ -93,7 +93,6 @@ class Running:
         return [(two - one) * 1e3 for times in stamps for one, two in itertools.pairwise(times) if begin <= two <= end]
 
     def close(self) -> None:
-        """End all of them."""
         self._closed = True
         _wait(lambda: self._engine.stats().running == 0)
 
@@ -107,7 +106,6 @@ def _wait(condition: Callable[[], object]) -> None:
 
 
 def measured(config: EngineConfig, running: int, context: int, prompt: int) -> Figures:
-    """One run of one variant."""
     draw, engine = random.Random(prompt), launch(config)
     try:
         requests = Running(engine, running, context, draw)
@@ -139,7 +137,6 @@ def measured(config: EngineConfig, running: int, context: int, prompt: int) -> F
 
 
 def on_runtime(args: argparse.Namespace, model: Path) -> dict[str, Figures]:
-    """Medians by variant."""
     runs: dict[str, list[Figures]] = {name: [] for name in (*FIXED, SLO)}
     base = EngineConfig(model, load_format="dummy", max_num_seqs=64, memory=args.memory)
     for _ in range(args.rounds):
@@ -153,7 +150,6 @@ def on_runtime(args: argparse.Namespace, model: Path) -> dict[str, Figures]:
 
 
 def median(runs: list[Figures]) -> Figures:
-    """The median of every figure."""
     return Figures(*(statistics.median(values) for values in zip(*(asdict(one).values() for one in runs), strict=True)))
 
 
@@ -184,7 +180,6 @@ def in_simulator(prompt: int) -> dict[str, Figures]:
 
 
 def table(title: str, rows: Mapping[str, Figures]) -> Table:
-    """One row for each variant."""
     made = Table(title=title)
     made.add_column("chunks")
     for heading in ("alone p50 ms", "alone p99 ms", "beside p50 ms", "beside p99 ms", "p99 / alone", "TTFT s"):

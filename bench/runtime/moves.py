@@ -38,7 +38,6 @@ class Elsewhere:
     """Wants all tokens of all requests to be on another worker than now."""
 
     def propose(self, view: View) -> list[Proposal]:
-        """See ``Policy``."""
         others = {worker: tuple(one for one in view.loads if one != worker) for worker in view.loads}
         return [Proposal(held.request, held.worker, others[held.worker], held.tokens) for held in view.held]
 
@@ -80,7 +79,6 @@ def measure(model: str, place: Path, arguments: argparse.Namespace, bound: int) 
 
 
 def main() -> None:
-    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="60m")
     parser.add_argument("--requests", type=int, default=8)

@@ -183,7 +183,6 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="3m")
     parser.add_argument("--tokens", type=int, default=8192, help="of the long request's prompt")

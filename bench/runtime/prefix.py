@@ -167,7 +167,6 @@ def _apply(slab: Slab[int], plan: StepPlan) -> None:
 
 
 def table(model: str, figures: Mapping[str, float]) -> Table:
-    """The figures with their targets."""
     made = Table(title=f"Prefix cache: {model}, {TENANTS} tenants x {SYSTEM} tokens, {figures['requests']:.0f} turns")
     for heading in ("what", "value", "target"):
         made.add_column(heading, justify="left" if heading == "what" else "right")
@@ -184,7 +183,6 @@ def table(model: str, figures: Mapping[str, float]) -> Table:
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="3m")
     parser.add_argument("--chats", type=int, default=2, help="of each tenant")

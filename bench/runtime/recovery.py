@@ -138,7 +138,6 @@ def changes(model: Path) -> tuple[Change, Change]:
 
 
 def change(engine: Engine, streams: Streams, memory: int) -> Change:
-    """Scale, while the streams go on."""
     time.sleep(WINDOW_S)
     asked = time.monotonic()
     engine.scale(memory=memory).result(TIMEOUT_S)
@@ -154,7 +153,6 @@ def change(engine: Engine, streams: Streams, memory: int) -> Change:
 
 
 def one_round(model: Path) -> Figures:
-    """Start, kill, recover, and end."""
     workers = LocalWorkers()
     engine = launch(
         EngineConfig(model=str(model), load_format="dummy", memory=f"cpu:{MEMORIES}", max_restarts=0), workers=workers
@@ -205,7 +203,6 @@ def read_stream(url: str, number: int, arrivals: list[float], errors: list[str])
 
 
 def restart(model: Path) -> Restart:
-    """Start a server, kill its engine, and read to the end."""
     command = [sys.executable, "-m", "lamina", "launch", "--port", "0", "--model", str(model), "--load-format", "dummy"]
     with subprocess.Popen([*command, "--memory", f"cpu:{MEMORIES}"], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -251,7 +248,6 @@ def _restarted(url: str, server: psutil.Process) -> Restart:
 
 
 def main() -> None:
-    """Run the rounds given on the command line and print their medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="60m")
     parser.add_argument("--rounds", type=int, default=3)

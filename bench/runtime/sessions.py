@@ -99,7 +99,6 @@ def measure(engine: Engine, chats: int, tokens: int) -> dict[str, float]:
 
 
 def table(model: str, figures: Mapping[str, float]) -> Table:
-    """The figures."""
     made = Table(title=f"Idle chats: {model}, {figures['chats']:.0f} of {figures['tokens']:.0f} tokens")
     made.add_column("what")
     made.add_column("value", justify="right")
@@ -118,7 +117,6 @@ def table(model: str, figures: Mapping[str, float]) -> Table:
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="60m")
     parser.add_argument("--folder", type=Path, default=Path(), help="folder on the disk to measure")

@@ -60,7 +60,6 @@ print(json.dumps(seconds))
 
 
 def help_seconds() -> float:
-    """From the command to its end."""
     start = time.perf_counter()
     subprocess.run([LAMINA, "--help"], check=True, capture_output=True, timeout=TIMEOUT_S)
     return time.perf_counter() - start
@@ -80,7 +79,6 @@ def ready_seconds(cache: str) -> float:
 
 
 def stage_seconds(stages: dict[str, str], cache: str) -> dict[str, float]:
-    """Every stage of one compute worker."""
     process = subprocess.run(
         [sys.executable, "-c", TIMED],
         input=json.dumps(stages),
@@ -95,7 +93,6 @@ def stage_seconds(stages: dict[str, str], cache: str) -> dict[str, float]:
 
 
 def one_round() -> dict[str, float]:
-    """Every figure once, by what it is of."""
     seconds = {"lamina --help": help_seconds()}
     with (
         tempfile.TemporaryDirectory() as whole,

@@ -86,7 +86,6 @@ def run(engine: Engine, name: str, prompts: list[list[int]]) -> tuple[list[list[
 
 
 def measure(model: Path, tokens: int, requests: int, nbytes: int, prefix_cache: bool) -> Figures:
-    """Serve all chats on a new cluster."""
     config = EngineConfig(
         model=str(model),
         load_format="dummy",
@@ -118,7 +117,6 @@ def measure(model: Path, tokens: int, requests: int, nbytes: int, prefix_cache: 
 
 
 def main() -> None:
-    """Run and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of each first prompt")
     parser.add_argument("--requests", type=int, default=8)

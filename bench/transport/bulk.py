@@ -139,7 +139,6 @@ class NoGapWork:
 
     @property
     def awaited(self) -> list[Target]:
-        """Nothing."""
         return []
 
     def serve(self, index: int) -> None:

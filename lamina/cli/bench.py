@@ -1,4 +1,4 @@
-"""`lamina bench`: how fast a batch decodes and where the time goes; its commands `transport` and `cost`."""
+"""`lamina bench`: measures how fast a batch decodes, and where the time goes; also `transport` and `cost`."""
 
 import contextlib
 import ipaddress
@@ -221,7 +221,7 @@ def transport(
 
 
 def _waits(two_hosts: bool) -> list[str]:
-    """Return the ways of waiting to measure. On a single core, two spinning sides only take it from each other."""
+    """Return the ways of waiting to measure: no spinning if both sides share a single core."""
     from lamina.cli.console import output
     from lamina.planning.profiling.transports import SPINS
 

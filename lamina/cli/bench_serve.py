@@ -170,7 +170,6 @@ def page(found: Figures, answers: "Sequence[Answer]") -> str:
 
 
 def _plots(found: Figures, answers: "Sequence[Answer]") -> "Figure":
-    """Plot distributions of latencies, and requests and tokens over time."""
     import numpy as np
     from matplotlib.figure import Figure
 

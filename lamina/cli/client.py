@@ -1,4 +1,4 @@
-"""Commands that ask a running server: `lamina status`, `lamina scale`, `lamina down`, and `lamina chat --url`."""
+"""Commands for a running server: `lamina status`, `lamina scale`, `lamina down`, and `lamina chat --url`."""
 
 import http.client
 import json
@@ -108,7 +108,7 @@ def _fetch(server: str, path: str) -> tuple[int, str]:
 
 
 def placement_lines(answer: str) -> list[str]:
-    """Show the answer to ``GET /placement``: each memory worker's slots and largest requests, and the moves.
+    """Return lines for an answer of ``GET /placement``: memory workers' slots, their largest requests, and moves.
 
     Raises ConfigError if the answer is not Lamina's.
     """
@@ -143,7 +143,7 @@ def _worker_lines(worker: str, one: Mapping[str, Any]) -> list[str]:
 
 
 def lines(metrics: str) -> list[str]:
-    """Report on a scrape of metrics. Raises ConfigError if the metrics are not Lamina's."""
+    """Return lines that report on a scrape of metrics. Raises ConfigError if the metrics are not Lamina's."""
     from prometheus_client.parser import text_string_to_metric_families
 
     samples: dict[str, list[Sample]] = {}
@@ -274,15 +274,15 @@ def _listens(address: tuple[str, int]) -> bool:
 
 
 class RemoteModel:
-    """The model that a server has.
+    """The model of a running server.
 
     Args:
-        url: The address of the server.
-        sampling: Fields of each request; the server has defaults for all others.
+        url: Address of the server.
+        sampling: Sampling fields of each request; the server has defaults for the others.
 
     Raises:
         ConfigError: ``url`` is not that of a server with an OpenAI-compatible API.
-        TransportError: nobody answers.
+        TransportError: No server answers.
     """
 
     def __init__(self, url: str, sampling: Mapping[str, float]) -> None:
@@ -297,8 +297,8 @@ class RemoteModel:
         """Yield the answer in pieces; closing the iterator cancels it.
 
         Raises:
-            RequestError: the server refuses the conversation or fails to answer it.
-            TransportError: the server is gone.
+            RequestError: The server rejects the conversation or fails to answer it.
+            TransportError: The connection is lost.
         """
         body = {"model": self.name, "messages": list(messages), "stream": True, **self._sampling}
         with open_url(self._url, "/v1/chat/completions", TOKEN_S, body) as response:

@@ -402,7 +402,6 @@ def encryption(obstacle: str) -> Finding:
 
 
 def _try(transport: "Transport") -> str | None:
-    """Return why a write into an arena of this process or its doorbell fails; None if both work."""
     from lamina.control.secret import new
     from lamina.planning.profiling.transports import make_endpoint
     from lamina.transport.listener import LOOPBACK

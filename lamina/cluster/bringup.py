@@ -6,7 +6,6 @@ the next engine ends workers that were joining or leaving.
 """
 
 import dataclasses
-import itertools
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,8 +21,16 @@ from lamina.cluster.conversations import (
     OnProgress,
     converse,
 )
-from lamina.cluster.joining import Fabric, check_same_model, check_version, local_setup, read_clock, reservation
-from lamina.cluster.linking import Pair, SlotSizes, link
+from lamina.cluster.joining import (
+    Fabric,
+    check_same_model,
+    check_version,
+    local_setup,
+    part_setup,
+    read_clock,
+    reservation,
+)
+from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
 from lamina.cluster.pool import CPU
 from lamina.cluster.sizing import ClusterPlan
@@ -127,16 +134,12 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
     Raises the worker's own UserError if the user can fix it, else TransportError, WorkerError or DeadlineError.
     """
     gather = Gather(control, workers, on_progress)
-    ranks, stages = plan.pipeline.ranks, plan.pipeline.stages
     with tempfile.TemporaryDirectory(prefix="lamina-") as folder:
         for number, name in enumerate(plan.computes):
-            threads, meeting = plan.threads("compute", plan.greetings[name]), f"{folder}/stage{number // ranks}"
-            part = {"rank": number % ranks, "ranks": ranks, "stage": number // ranks % stages, "stages": stages}
-            setup_of = msgspec.structs.replace(plan.compute_setup, threads=threads, meeting=meeting, **part)
-            control.send([name], setup_of)
+            control.send([name], part_setup(plan, number, plan.greetings[name], folder))
         loaded = _same(plan, gather.all(ModelLoaded, plan.computes, LOAD_TIMEOUT_S))
     plan = with_turns(plan, len(loaded.attentions) + 1)
-    if stages > 1:
+    if plan.pipeline.stages > 1:
         plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline, starts=loaded.starts))
     local = plan.computes if plan.compute_setup.local else []
     holders = [*local, *plan.memories]
@@ -158,8 +161,9 @@ def bring_up(control: ControlServer, workers: Launcher, plan: ClusterPlan, on_pr
         for role, pool in plan.kinds.items()
         for name, kind in pool.items()
     ]
-    _connect(control, gather, fabric, members, epoch)
-    return Cluster.from_members(fabric, Topology(epoch, tuple(members), plan.pipeline))
+    topology = Topology(epoch, tuple(members), plan.pipeline)
+    _connect(control, gather, fabric, topology)
+    return Cluster.from_members(fabric, topology)
 
 
 def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
@@ -180,7 +184,6 @@ def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
-    """Return what the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
     first = plan.computes[0]
     for name in plan.computes[1:]:
         check_same_model(plan, loaded[first], loaded[name], name, plan.greetings[name].machine)
@@ -204,7 +207,6 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
 
 
 def _links(plan: ClusterPlan) -> int:
-    """Return the most links that a worker has at the start."""
     return max(1, len(plan.greetings) - 1)
 
 
@@ -220,39 +222,26 @@ def fabric_of(workers: Launcher, plan: ClusterPlan, loaded: ModelLoaded, setup: 
     return fabric
 
 
-def _between_ranks(fabric: Fabric) -> dict[Pair, SlotSizes]:
-    """Return the slots, by pair of ranks of a stage, for all-reduces."""
-    computes, ranks, size = fabric.plan.computes, fabric.plan.pipeline.ranks, fabric.sizes.sums
-    stages = [computes[first : first + ranks] for first in range(0, len(computes), ranks)]
-    return {pair: SlotSizes(size, size) for stage in stages for pair in itertools.combinations(stage, 2)}
-
-
-def _connect(control: ControlServer, gather: Gather, fabric: Fabric, members: Sequence[Member], epoch: Epoch) -> None:
-    plan, roles = fabric.plan, {member.name: member.role for member in members}
-    computes, memories, order = plan.computes, plan.memories, plan.pipeline
-    near = {  # pairs of compute workers that exchange something besides all-reduces
-        name: [far for other, far in enumerate(computes) if order.exchanges(number, other)]
-        for number, name in enumerate(computes)
-    }
+def _connect(control: ControlServer, gather: Gather, fabric: Fabric, topology: Topology) -> None:
+    """Link all members with each other."""
+    plan, members = fabric.plan, topology.members
+    names, memories = [member.name for member in members], set(topology.memories)
     for role in ("compute", "memory"):
         group = [member for member in members if member.role == role]
         for member in group:
-            linked = len(near[member.name]) + 1 if member.name in near else len(computes)
-            control.send([member.name], fabric.register(member, linked, len(memories)))
+            control.send([member.name], fabric.register(member, topology))
         registered = gather.all(Registered, [member.name for member in group], CONNECT_TIMEOUT_S)
         fabric.offers.update({name: message.offer for name, message in registered.items()})
-    apart = itertools.combinations(roles, 2)
-    pairs = {(a, b): fabric.slots(roles, a, b) for a, b in apart if b not in near or a in near[b]}
-    slots = {pair: each for pair, each in pairs.items() if each is not None} | _between_ranks(fabric)
-    between = {pair: each for pair, each in slots.items() if roles[pair[0]] == "memory"}
+    slots = fabric.slots(topology, names)
+    between = {pair: each for pair, each in slots.items() if memories.issuperset(pair)}
     used = {pair: each for pair, each in slots.items() if pair not in between}
     fabric.links.update(converse(gather, link(control, plan.config.transport, fabric.offers, used)))
     if between:  # links between ranks prefer transports that are used already
         fabric.links.update(
             converse(gather, link(control, plan.config.transport, fabric.offers, between, fabric.links))
         )
-    control.send(list(roles), Connect(computes, memories, order, epoch))
-    gather.all(Connected, list(roles), CONNECT_TIMEOUT_S)
+    control.send(names, Connect(plan.computes, plan.memories, topology.pipeline, topology.epoch))
+    gather.all(Connected, names, CONNECT_TIMEOUT_S)
 
 
 class Saved(msgspec.Struct, frozen=True):
@@ -335,7 +324,6 @@ def _end_epoch(control: ControlServer, workers: SupervisedWorkers, topology: Top
 
 
 def _tell(control: ControlServer, workers: Collection[str], message: EndEpoch) -> set[str]:
-    """Send a message to workers; return those that have not connected yet."""
     try:
         control.send(sorted(workers), message)
     except UnreachableError as error:

@@ -169,7 +169,6 @@ class LocalWorkers(_OnThisMachine):
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
 
     def _share(self, role: Role, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
-        """Return a worker's bootstrap with the roles that share its GPU, and its environment variables."""
         device = bootstrap.device
         if not device.startswith(CUDA):
             return bootstrap, {}

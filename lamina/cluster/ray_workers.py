@@ -98,8 +98,6 @@ def nodes() -> list[RayNode]:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A worker and the Ray id of its node."""
-
     role: Role
     kind: str
     node: str
@@ -152,7 +150,6 @@ class RayWorkers:
         thread.start()
 
     def _tend(self, worker: Start) -> None:
-        """Run one worker from its placement to its end."""
         name, role, kind = worker.name, worker.role, worker.kind
         wanted, group, actor = self._bundle(kind), None, None
         try:
@@ -208,7 +205,6 @@ class RayWorkers:
         return self._closing.is_set() or name in self._over
 
     def _is_ready(self, name: str, reference: Any, timeout_s: float) -> bool:
-        """Return whether ``reference`` has a result, or has failed, within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while not self._is_over(name):
             done, _ = ray.wait([reference], timeout=min(POLL_S, max(0.0, deadline - time.monotonic())))

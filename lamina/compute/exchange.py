@@ -272,6 +272,5 @@ def _shards_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]
 
 
 def _sharded(array: Array, count: int) -> Array:
-    """Return a view [T, count, H / count, D] of rows [T, H, D]."""
     rows, heads, size = array.shape
     return array.reshape(rows, count, heads // count, size)

@@ -153,7 +153,6 @@ def _describe_weights(place: ModelDirectory, loaded: Mapping[str, Weight], to: Q
 
 
 def _slice_weights(prepared: Prepared) -> list[dict[str, int]]:
-    """Return, for each slice, the bytes of its weights by name; tied weights have one name."""
     expected, ties = prepared.weights.expected, prepared.weights.ties
     needed = map(prepared.lowered.needs, prepared.lowered.slices)
     return [{ties.get(name, name): expected[name].nbytes for name in names} for names in needed]

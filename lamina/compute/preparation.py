@@ -188,7 +188,6 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all but the newest ``KEPT_FILES`` files. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):  # another process is pruning, too
         files = [path for path in folder.iterdir() if path.is_file()]
         newest_first = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)

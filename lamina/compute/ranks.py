@@ -65,8 +65,6 @@ class RankWait:
 
 
 class _Peer:
-    """The slots between this rank and another one, in both directions."""
-
     def __init__(self, links: Links, name: str) -> None:
         own, theirs = links.leases(name)
         self.name = name

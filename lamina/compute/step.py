@@ -141,7 +141,6 @@ class StepRun:
 
     @property
     def _former(self) -> str:
-        """Name of the worker that ran the slice before the next one."""
         return self._replica.names[self._stages[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
@@ -165,7 +164,6 @@ class StepRun:
         return self._run_last(attention)
 
     def _gather(self, index: int) -> torch.Tensor:
-        """Return the result of the attention before slice ``index``."""
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
         attention = self._exchange.gather(spec, self._chunks, sinks)
@@ -238,7 +236,6 @@ class StepRun:
         channel.send_message(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
 
     def _receive_draws(self) -> dict[int, int]:
-        """Return the tokens that the lane's last step drew, by sequence."""
         message = self._mail.pop_message(self.plan.lane, self._former)
         drawn: list[list[int]] = np.frombuffer(message.whole, np.int64).reshape(-1, 2).tolist()
         message.free()
@@ -261,8 +258,6 @@ class StepRun:
 
 
 class _Reader:
-    """Reads consecutive tensors of a message."""
-
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self._offset = 0

@@ -292,7 +292,6 @@ class ComputeWorker(WorkerLoop):
         self._await(lane)
 
     def _report(self, lane: Lane, now: float) -> None:
-        """Report a long step's progress to the engine every ``REPORT_S``."""
         if now - lane.reported >= REPORT_S:
             lane.reported = now
             self._control.send(Working([lane.steps[0].plan.lane]))
@@ -305,7 +304,6 @@ class ComputeWorker(WorkerLoop):
         return next((lane for lane in active if self._can_run(lane)), None)
 
     def _receive_arrived(self, lanes: Sequence[Lane]) -> None:
-        """Receive the messages of ``lanes`` that have arrived."""
         while peers := self._missing(lanes):
             try:
                 self._receive(peers, 0.0)
@@ -316,7 +314,6 @@ class ComputeWorker(WorkerLoop):
                 lane.watched = self._slices
 
     def _missing(self, lanes: Sequence[Lane]) -> dict[str, None]:
-        """Return the distinct peers whose messages ``lanes`` wait for."""
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
     def _receive(self, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()) -> Lane | None:

@@ -307,8 +307,9 @@ class EngineConfig:
     max_restarts: Annotated[
         int,
         Meaning(
-            "Most lost workers of a pool replaced in ten minutes. Also the most restarts of a server's "
-            "engine. Beyond that, lost workers are not replaced; the engine runs while each pool has a worker.",
+            "Most lost workers of a pool replaced in ten minutes; the ranks and stages of a copy of the weights are "
+            "replaced together and count as one. Also the most restarts of a server's engine. Beyond that, lost "
+            "workers are not replaced; the engine runs while each pool has a worker.",
             unit="workers",
             ge=0,
             group="Pools",

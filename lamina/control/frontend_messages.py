@@ -128,6 +128,12 @@ class GetStats(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class GetTimeline(msgspec.Struct, tag=True, frozen=True):
+    """Frontend to engine: send ``TimelineOf``, with this number."""
+
+    number: int
+
+
 class Scale(msgspec.Struct, tag=True, frozen=True):
     """Frontend to engine: add workers, or remove them where a number is negative. The answer is ``Scaled``."""
 
@@ -136,7 +142,7 @@ class Scale(msgspec.Struct, tag=True, frozen=True):
     memory: int | str
 
 
-FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | Scale
+FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | GetTimeline | Scale
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):

@@ -220,6 +220,10 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     sequences: list[int]
 
 
+class Observe(msgspec.Struct, tag=True, frozen=True):
+    """Engine to worker: somebody watches; answered by Observed, with what was recorded since the Observe before."""
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Engine to worker: exit; answered by Traced if set up with ``trace``."""
 
@@ -438,6 +442,17 @@ class PeerLost(msgspec.Struct, tag=True, frozen=True):
     reason: str
 
 
+class Observed(msgspec.Struct, tag=True, frozen=True):
+    """Worker to engine: what it did in the window that the Observe before this one began.
+
+    Attributes:
+        sent_ns: by the worker's monotonic clock.
+    """
+
+    sent_ns: int
+    spans: list[Span]
+
+
 class Traced(msgspec.Struct, tag=True, frozen=True):
     """Worker to engine, its last message: the spans of its timeline."""
 
@@ -474,6 +489,7 @@ ToWorker = (
     | EndEpoch
     | Change
     | Forget
+    | Observe
     | Stop
 )
 ToEngine = (
@@ -494,6 +510,7 @@ ToEngine = (
     | EpochEnded
     | Changed
     | PeerLost
+    | Observed
     | Traced
     | Failed
 )

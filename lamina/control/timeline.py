@@ -64,18 +64,42 @@ class Span(msgspec.Struct, array_like=True, frozen=True):
     end_ns: int
 
 
+OBSERVED_NS = 200_000_000
+"""Length of a window of a timeline that somebody watches."""
+
+MOST_OBSERVED = 1_000
+"""Spans of one window; later ones are left out."""
+
+
 class Timeline:
-    """Collects the spans of one process if ``enabled``; costs next to nothing otherwise."""
+    """Collects the spans of one process if ``enabled``, or while somebody watches; costs next to nothing otherwise."""
 
     def __init__(self, enabled: bool = False) -> None:
         self.enabled = enabled
         self.spans: collections.deque[Span] = collections.deque(maxlen=MOST_SPANS)
+        self._recording = enabled
+        self._observed: list[Span] = []
+        self._observed_until_ns = 0
+
+    def observe(self) -> list[Span]:
+        """Return the spans of the last window but those of waits, and begin another window, of ``OBSERVED_NS``."""
+        observed, self._observed = self._observed, []
+        self._observed_until_ns = time.monotonic_ns() + OBSERVED_NS
+        self._recording = True
+        return observed
 
     def now(self) -> int:
-        """Return the time, to pass to ``record_span`` as ``begin_ns``; 0 if disabled."""
-        return time.monotonic_ns() if self.enabled else 0
+        """Return the time, to pass to ``record_span`` as ``begin_ns``; 0 if nothing is recorded."""
+        return time.monotonic_ns() if self._recording else 0
 
     def record_span(self, stage: str, lane: int, begin_ns: int) -> None:
-        """Record a span that began at ``begin_ns`` and ends now."""
+        """Record a span that began at ``begin_ns`` and ends now; nothing if recording has begun meanwhile."""
+        if not self._recording or begin_ns <= 0:
+            return
+        span = Span(stage, lane, begin_ns, time.monotonic_ns())
         if self.enabled:
-            self.spans.append(Span(stage, lane, begin_ns, time.monotonic_ns()))
+            self.spans.append(span)
+        if begin_ns > self._observed_until_ns or len(self._observed) >= MOST_OBSERVED:
+            self._recording = self.enabled
+        elif stage != "wait":
+            self._observed.append(span)

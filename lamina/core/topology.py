@@ -5,7 +5,7 @@ keeps messages of the two epochs apart. Members that join, and members that leav
 topology within an epoch, since no message in flight has to be dropped.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import msgspec
@@ -72,6 +72,12 @@ class Topology(msgspec.Struct, frozen=True):
         return tuple(member.name for member in self.members if member.role == "compute")
 
     @property
+    def replicas(self) -> tuple[tuple[str, ...], ...]:
+        """The compute workers of each replica, by their numbers in the pipeline."""
+        computes, count = self.computes, self.pipeline.workers
+        return tuple(computes[first : first + count] for first in range(0, len(computes), count))
+
+    @property
     def capacities(self) -> dict[str, int]:
         """Token slots by worker that holds KV."""
         return {member.name: member.capacity for member in self.members if "memory" in member.roles}
@@ -95,10 +101,9 @@ class Topology(msgspec.Struct, frozen=True):
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens of a request: it can use all memory workers, and the local memory of one replica."""
-        ranks, computes, capacities = self.pipeline.workers, self.computes, self.capacities
-        replicas = (computes[first : first + ranks] for first in range(0, len(computes), ranks))
-        own = max((sum(capacities.get(name, 0) for name in each) for each in replicas), default=0)
+        """The most tokens that a request may have: of local memory, that of one replica."""
+        capacities = self.capacities
+        own = max((sum(capacities.get(name, 0) for name in each) for each in self.replicas), default=0)
         return own + sum(capacities[name] for name in self.memories)
 
     @property
@@ -123,10 +128,8 @@ class Topology(msgspec.Struct, frozen=True):
         return self.computes[first : first + ranks]
 
     def whole_replicas(self, names: Collection[str]) -> frozenset[str]:
-        """Return ``names`` and all compute workers that share a replica with one of them."""
-        computes, count = self.computes, self.pipeline.workers
-        replicas = (computes[first : first + count] for first in range(0, len(computes), count))
-        return frozenset(names).union(*(each for each in replicas if not set(each).isdisjoint(names)))
+        """Return these members, and the compute workers that share a replica with any of them."""
+        return frozenset(names).union(*(each for each in self.replicas if not set(each).isdisjoint(names)))
 
     def without(self, lost: Collection[str]) -> "Topology":
         """Return the topology of the next epoch, without ``lost``, a result of ``whole_replicas``.
@@ -138,11 +141,18 @@ class Topology(msgspec.Struct, frozen=True):
         pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)
         return Topology(self.epoch.next, members, pipeline)
 
-    def joined(self, member: Member, pipeline: Pipeline) -> "Topology":
-        """Return the topology with another member, in the same epoch. ``pipeline`` has the new number of replicas."""
-        if member.name in self.names:
-            raise ValueError(f"{member.name} is a member already")
-        return Topology(self.epoch, (*self.members, member), pipeline)
+    def joined(self, joiners: Sequence[Member], pipeline: Pipeline) -> "Topology":
+        """Return the topology with more members, which come last, in the same epoch.
+
+        Args:
+            joiners: A memory worker, or all compute workers of a replica.
+            pipeline: The pipeline with the replicas that there are then.
+
+        Raises ValueError if a joiner is a member already.
+        """
+        if again := self.names & {joiner.name for joiner in joiners}:
+            raise ValueError(f"{', '.join(sorted(again))} is a member already")
+        return Topology(self.epoch, (*self.members, *joiners), pipeline)
 
     def left(self, leaver: str, pipeline: Pipeline) -> "Topology":
         """Return the topology without an idle member, in the same epoch. ``pipeline`` has the replicas left.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lamina.cluster.conversations import Ask, Conversation, Workers, failure, silence
-from lamina.cluster.joining import Fabric, enter, prepare_worker
+from lamina.cluster.joining import Fabric, enter, prepare_workers
 from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, Stop, ToEngine, ToWorker
 from lamina.control.sockets import ControlServer
@@ -25,7 +25,7 @@ LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arr
 
 
 class JoinStage(enum.Enum):
-    """Progress of a joiner. One joiner at a time is linked; it becomes a member before the next one is linked."""
+    """How far a joiner is. One joiner at a time is linked, and enters before the next one is linked."""
 
     PREPARING = enum.auto()
     PREPARED = enum.auto()
@@ -35,23 +35,17 @@ class JoinStage(enum.Enum):
 
 @dataclass(eq=False)
 class Joiner:
-    """A started worker that is not yet a member.
+    """Workers that were started and enter together: a memory worker, or the compute workers of one replica.
 
     Attributes:
-        name: Name of the worker.
-        role: Its role.
-        started_at: Monotonic time of its start.
-        conversation: The exchange of messages that prepares or links it.
-        on_failed: Called with the reason, and whether another attempt may succeed, if it does not become a member.
-        stage: Its progress.
-        asked: Messages that the conversation waits for.
-        answers: Messages of ``asked`` that have arrived, by worker.
-        deadline: Monotonic time by which all must have arrived.
-        member: The future member, once the worker has been prepared.
-        exited_at: When its process was seen to have ended.
+        names: The workers, in their order within the replica.
+        on_failed: Called with the reason, and whether another attempt may succeed, if they do not enter.
+        conversation: In progress, with the ``answers`` so far to what it has ``asked`` for by ``deadline``.
+        members: The workers as members, once they have been prepared.
+        exited_at: When a process of theirs was seen to have ended.
     """
 
-    name: str
+    names: tuple[str, ...]
     role: Role
     started_at: float
     conversation: Conversation[Any]
@@ -60,14 +54,19 @@ class Joiner:
     asked: Ask | None = None
     answers: dict[str, ToEngine] = field(default_factory=dict)
     deadline: float = 0.0
-    member: Member | None = None
+    members: tuple[Member, ...] = ()
     exited_at: float | None = None
+
+    def __str__(self) -> str:
+        return " and ".join(self.names)
 
 
 class Joins:
     """All joiners. The engine's thread owns it.
 
-    If a member is lost while a joiner is being linked, the joiner is ended and started again.
+    A worker that is lost interrupts the linking of a joiner, which is then ended: it may be linked with the lost one,
+    and it is started again within a second, unless it has to load weights. If one worker of a joiner fails, all are
+    ended.
     """
 
     def __init__(
@@ -80,32 +79,53 @@ class Joins:
     ) -> None:
         """``promised``: returns the unused bytes of KV slabs on a host."""
         self._control, self._workers, self._fabric, self._promised = control, workers, fabric, promised
-        self._joiners: dict[str, Joiner] = {}
+        self._joiners: list[Joiner] = []
         self._numbers = {"compute": _numbers(topology.computes), "memory": _numbers(topology.memories)}
         self._members = topology.names
         self._stale: tuple[type[ToEngine], set[str]] | None = None  # replies to an aborted conversation, to ignore
 
     @property
     def stages(self) -> Mapping[str, str]:
-        return {joiner.name: joiner.stage.name.lower() for joiner in list(self._joiners.values())}
+        return {name: joiner.stage.name.lower() for joiner in list(self._joiners) for name in joiner.names}
 
     def count(self, role: Role) -> int:
-        return sum(joiner.role == role for joiner in self._joiners.values())
+        """Return how many workers of a role are about to enter."""
+        return sum(len(joiner.names) for joiner in self._joiners if joiner.role == role)
 
-    def start(self, role: Role, kind: str, on_failed: Callable[[LaminaError, bool], None]) -> str:
-        """Start another worker under a new name and return the name. Raises LaminaError if it cannot be started."""
-        name = f"{role}{next(self._numbers[role])}"
+    def start(
+        self, role: Role, kinds: Sequence[str], on_failed: Callable[[LaminaError, bool], None]
+    ) -> tuple[str, ...]:
+        """Start a worker of each of these kinds; they enter together. Return their new names.
+
+        Raises LaminaError if one cannot be started. Then none is left.
+        """
+        started: dict[str, str] = {}
+        try:
+            for kind in kinds:
+                name = f"{role}{next(self._numbers[role])}"
+                self._start_process(name, role, kind)
+                started[name] = kind
+        except LaminaError as error:
+            for name in started:
+                self._control.dismiss(name)
+                _end_process(self._workers, self._control, name, (), str(error))
+            raise
+        conversation = prepare_workers(self._control, self._fabric, started, role, self._promised)
+        joiner = Joiner(tuple(started), role, time.monotonic(), conversation, on_failed)
+        self._joiners.append(joiner)
+        self._advance(joiner, None)
+        return joiner.names
+
+    def _start_process(self, name: str, role: Role, kind: str) -> None:
         bootstrap = self._control.admit(name)
         try:
             self._fabric.launcher.start(Start(role, kind, bootstrap))
         except OSError as error:
             self._control.dismiss(name)
             raise WorkerError(name, f"its process cannot be started: {error}") from error
-        conversation = prepare_worker(self._control, self._fabric, name, role, kind, self._promised)
-        joiner = Joiner(name, role, time.monotonic(), conversation, on_failed)
-        self._joiners[name] = joiner
-        self._advance(joiner, None)
-        return name
+        except LaminaError:
+            self._control.dismiss(name)
+            raise
 
     def handle_join_message(self, worker: str, message: ToEngine) -> bool:
         """Handle a worker's message about joining; return False for other messages."""
@@ -113,14 +133,14 @@ class Joins:
             self._stale[1].remove(worker)
             self._stale = self._stale if self._stale[1] else None
             return True
-        for joiner in list(self._joiners.values()):
+        for joiner in list(self._joiners):
             asked = joiner.asked
             if asked is not None and worker in asked.names and isinstance(message, asked.kind):
                 joiner.answers[worker] = message
                 if joiner.answers.keys() >= set(asked.names):
                     self._advance(joiner, joiner.answers)
                 return True
-        if (own := self._joiners.get(worker)) is None:
+        if (own := next((one for one in self._joiners if worker in one.names), None)) is None:
             return False
         if isinstance(message, Failed):
             self._fail(own, failure(worker, message))
@@ -133,16 +153,16 @@ class Joins:
             joiner.deadline = self._control.liveness.awake_s + joiner.asked.timeout_s
         except StopIteration as done:
             if joiner.stage is JoinStage.PREPARING:
-                joiner.stage, joiner.member = JoinStage.PREPARED, done.value
+                joiner.stage, joiner.members = JoinStage.PREPARED, done.value
             else:
                 joiner.stage = JoinStage.LINKED
         except LaminaError as error:
             self._fail(joiner, error)
 
-    def turn(self, topology: Topology, joined: Callable[[Member], Topology] | None) -> None:
-        """Detect failed joiners, and begin to link the next one.
+    def turn(self, topology: Topology, joined: Callable[[Sequence[Member]], Topology] | None) -> None:
+        """Look for joiners that have failed, and link the next one.
 
-        ``joined``: returns the topology with another member; None if none may be linked now.
+        ``joined``: Returns the topology with more members; None: no joiner may be linked now.
         """
         self._members = topology.names
         if not self._joiners:
@@ -152,10 +172,10 @@ class Joins:
             self._stale = (self._stale[0], left) if (left := self._stale[1] & topology.names) else None
         if joined is None or self._stale is not None or self._current is not None:
             return
-        for joiner in self._joiners.values():
-            if joiner.stage is JoinStage.PREPARED and joiner.member is not None:
+        for joiner in self._joiners:
+            if joiner.stage is JoinStage.PREPARED:
                 joiner.stage = JoinStage.LINKING
-                joiner.conversation = enter(self._control, self._fabric, joined(joiner.member), joiner.member)
+                joiner.conversation = enter(self._control, self._fabric, joined(joiner.members), joiner.members)
                 self._advance(joiner, None)
                 return
 
@@ -163,22 +183,23 @@ class Joins:
     def _current(self) -> Joiner | None:
         """Return the joiner that is being linked or has been linked, and is not yet a member."""
         late = (JoinStage.LINKING, JoinStage.LINKED)
-        return next((joiner for joiner in self._joiners.values() if joiner.stage in late), None)
+        return next((joiner for joiner in self._joiners if joiner.stage in late), None)
 
     def _look_for_failures(self) -> None:
         now, ended, silent = self._control.liveness.awake_s, self._workers.ended(), self._control.liveness.lost()
-        for joiner in list(self._joiners.values()):
-            if joiner.name in ended:
+        for joiner in list(self._joiners):
+            gone, quiet = ([name for name in joiner.names if name in those] for those in (ended, silent))
+            if gone:
                 joiner.exited_at = now if joiner.exited_at is None else joiner.exited_at
                 if now - joiner.exited_at >= LAST_WORDS_S:
-                    self._fail(joiner, WorkerError(joiner.name, ended[joiner.name]))
-            elif joiner.name in silent:
-                self._fail(joiner, silence({joiner.name: silent[joiner.name]}))
+                    self._fail(joiner, WorkerError(gone[0], ended[gone[0]]))
+            elif quiet:
+                self._fail(joiner, silence({name: silent[name] for name in quiet}))
             elif joiner.asked is not None and now > joiner.deadline:
                 asked = joiner.asked
                 late = ", ".join(name for name in asked.names if name not in joiner.answers)
                 what = f"no {asked.kind.__name__} from {late} within {asked.timeout_s:.0f} s"
-                self._fail(joiner, DeadlineError(f"{joiner.name} cannot join: {what}"))
+                self._fail(joiner, DeadlineError(f"{joiner} cannot join: {what}"))
 
     @property
     def is_linking(self) -> bool:
@@ -192,27 +213,28 @@ class Joins:
         return current if current is not None and current.stage is JoinStage.LINKED else None
 
     def entered(self, joiner: Joiner) -> None:
-        """Record that ``joiner`` has become a member."""
-        del self._joiners[joiner.name]
-        log.info("%s joins %.2f s after it was started", joiner.name, time.monotonic() - joiner.started_at)
+        """Note that the workers of ``joiner`` have become members."""
+        self._joiners.remove(joiner)
+        log.info("%s: joined %.2f s after the start", joiner, time.monotonic() - joiner.started_at)
 
     def interrupt(self, lost: str) -> None:
         """Fail the joiner that is being linked, if any, because member ``lost`` is lost."""
         if (current := self._current) is not None:
-            self._fail(current, TransportError(f"{current.name} was joining when {lost} was lost"), again=True)
+            self._fail(current, TransportError(f"{current}: joining when {lost} was lost"), again=True)
 
     def _fail(self, joiner: Joiner, error: LaminaError, again: bool = False) -> None:
-        del self._joiners[joiner.name]
+        self._joiners.remove(joiner)
         joiner.conversation.close()
-        self._control.dismiss(joiner.name)
-        if joiner.asked is not None and (left := set(joiner.asked.names) - joiner.answers.keys() - {joiner.name}):
+        if joiner.asked is not None and (left := set(joiner.asked.names).difference(joiner.answers, joiner.names)):
             self._stale = joiner.asked.kind, left
         linked = joiner.stage in (JoinStage.LINKING, JoinStage.LINKED)
-        _end_process(self._workers, self._control, joiner.name, self._members if linked else (), str(error))
+        for name in joiner.names:
+            self._control.dismiss(name)
+            _end_process(self._workers, self._control, name, self._members if linked else (), str(error))
         joiner.on_failed(error, again)
 
     def close(self) -> None:
-        for joiner in list(self._joiners.values()):
+        for joiner in list(self._joiners):
             joiner.conversation.close()
             joiner.on_failed(TransportError("the engine has stopped"), False)
         self._joiners.clear()

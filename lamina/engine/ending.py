@@ -62,7 +62,6 @@ def collect_spans(
 
 
 def _moved(span: Span, clock: Clock) -> Span:
-    """Return the span in this process's clock."""
     return Span(span.stage, span.lane, clock.to_local(span.begin_ns), clock.to_local(span.end_ns))
 
 

@@ -14,9 +14,9 @@ from lamina.cluster.bringup import Cluster
 from lamina.cluster.conversations import Workers
 from lamina.cluster.pool import parse_bounds, pool_change
 from lamina.config.engine_config import EngineConfig, overcommit, served_names
-from lamina.control.messages import Draw, Release, Step, StepDone, ToEngine
+from lamina.control.messages import Draw, Observed, Release, Step, StepDone, ToEngine
 from lamina.control.sockets import ControlServer
-from lamina.control.timeline import Timeline
+from lamina.control.timeline import Span, Timeline
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.core.requests import Completion, Drawn, Group
 from lamina.core.steps import StepPlan
@@ -24,6 +24,7 @@ from lamina.core.topology import Role, Topology
 from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
 from lamina.dataplane.wire import check_placements
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
+from lamina.engine.live_timeline import LiveTimeline
 from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
@@ -114,6 +115,7 @@ class Engine:
         element = KvElement.from_setting(config.kv_cache_dtype, cluster.loaded.dtype)
         self._placement = PlacementView(self._scheduler, cluster.loaded.attentions, element)
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
+        self._live = LiveTimeline(self._members.tell)
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
         self._scaling = Scaling(bounds, self._turn, self._members)
         self._touched: dict[TrackedRequest, None] = {}  # requests with unpublished updates
@@ -199,7 +201,6 @@ class Engine:
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
     def _validate(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served."""
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
         check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
@@ -283,6 +284,18 @@ class Engine:
         found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
         return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
 
+    def timeline(self) -> dict[str, list[Span]]:
+        """Return what workers did in a window of the last seconds, by name, and ask them for a new window.
+
+        Nothing is recorded while nobody calls this, so that the first call returns nothing.
+        """
+        with self._lock:
+            if self._ended is not None:
+                return {}
+            self._commands.append(lambda: self._live.ask(self.topology))
+        self._control.wake()
+        return self._live.spans()
+
     def close(self) -> None:
         """End all requests and workers. Idempotent."""
         self._die("the engine was closed")
@@ -334,7 +347,6 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        """Run one turn: handle messages of workers, commands, new plans; then call callers back."""
         messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
@@ -363,6 +375,8 @@ class Engine:
                 self._members.watch.progressed([plan.lane], worker)
             for done in self._turn.in_order(message):
                 self._complete(done)
+        elif isinstance(message, Observed):
+            self._live.receive(worker, message, self.topology)
         else:
             self._members.handle_message(worker, message)
 
@@ -389,7 +403,6 @@ class Engine:
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
 
     def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, draw: Draw) -> None:
-        """Record a beam's continuations; once those of all beams are known, choose the surviving beams."""
         choice = tracked.compare(group, beam, draw)
         if choice is not None:
             self._scheduler.beams.choose(group, choice)
@@ -484,7 +497,6 @@ class Engine:
                 log.exception("a part of the engine's shutdown failed; the rest continues")
 
     def _end_requests(self) -> None:
-        """End all requests without the scheduler, which may have failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
             tracked.end_all(FinishReason.ERROR, reason)

@@ -25,6 +25,7 @@ from lamina.control.frontend_messages import (
     FrontendBootstrap,
     FrontendHello,
     GetStats,
+    GetTimeline,
     RequestTokens,
     Resume,
     Resumed,
@@ -39,6 +40,7 @@ from lamina.control.frontend_messages import (
 from lamina.core.errors import LaminaError, TransportError
 from lamina.core.types import FinishReason
 from lamina.engine.engine import Engine
+from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.stats import StatsOf
 from lamina.engine.updates import OnTokens, TokenUpdate
 
@@ -237,9 +239,15 @@ class Frontends:
         elif isinstance(message, Abort):
             for number in message.requests:
                 self._abort(member, number)
-        elif isinstance(message, GetStats):
+        elif isinstance(message, GetStats | GetTimeline | Scale):
+            self._reply(member, message)
+
+    def _reply(self, member: _Member, message: GetStats | GetTimeline | Scale) -> None:
+        if isinstance(message, GetStats):
             self._send(member, StatsOf(message.number, self._engine.stats()))
-        elif isinstance(message, Scale):
+        elif isinstance(message, GetTimeline):
+            self._send(member, TimelineOf(message.number, self._engine.timeline()))
+        else:
             self._scale(member, message)
 
     def _resume(self, member: _Member, one: Resumed) -> None:

@@ -259,7 +259,6 @@ class Members:
         return remains.poison
 
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
-        """Return which lost workers have ended by themselves, rather than been stopped or cut off."""
         died = self.watch.died & lost.keys()
         computes = self.topology.computes
         replicas = [n // self.topology.pipeline.workers for n, name in enumerate(computes) if name in died]
@@ -280,7 +279,6 @@ class Members:
         return self._changes
 
     def _unused(self, host: str) -> int:
-        """Return the unused token slots of a host's memory workers."""
         there = [self.usage[member.name] for member in self.topology.members if member.host == host and member.capacity]
         return sum(usage.capacity - usage.used for usage in there)
 
@@ -290,7 +288,6 @@ class Members:
             self._begin_epoch(ending)
 
     def _begin_epoch(self, ending: Ending) -> None:
-        """Begin the next epoch, once all members have ended the old one."""
         self._ending = None
         self._record.set_members(self.topology)
         self.recoveries += 1

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from lamina.cluster.conversations import Workers
 from lamina.cluster.joining import Fabric
-from lamina.cluster.pool import REMOTE, PoolChange
+from lamina.cluster.pool import REMOTE, PoolChange, parse_computes
+from lamina.cluster.pool import kinds as kinds_of
 from lamina.control.liveness import Restarts
 from lamina.control.messages import Changed, ToEngine
 from lamina.control.sockets import ControlServer
@@ -21,6 +22,9 @@ from lamina.schedule.turn import Turn
 log = logging.getLogger(__name__)
 
 AWAIT_S = 600.0  # for another machine's worker to replace the last worker of a pool
+
+Kinds = tuple[str, ...]
+"""The kind of each worker that joins together with others: one memory worker, or all workers of a replica."""
 
 Adopt = Callable[[Topology], int]
 """Switches the cluster to a topology without ending the epoch; returns the number of the Change."""
@@ -83,14 +87,28 @@ class Pools:
         self._leaves = Leaves(control, workers, turn.scheduler)
         self._resizes: dict[str, Resize] = {}
         self._restarts: Mapping[Role, Restarts] = {"compute": Restarts(max_restarts), "memory": Restarts(max_restarts)}
-        self._due: list[tuple[float, Role, str]] = []  # replacements: when to start them, role, kind
-        self._moving = set[str]()  # leaving members whose replacements were started
-        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may replace a lost one
+        self._due: list[tuple[float, Role, Kinds]] = []  # replacements: when to start them
+        self._offers = 0  # compute workers of other machines that wait for the rest of a replica
+        self._vacant: list[Kinds] = []  # lost replicas that workers of other machines belonged to
+        self._moving = set[str]()  # members in whose place others were started, and that leave
+        self._awaited: dict[Role, float] = {}  # until when a worker of another machine may take a lost one's place
         self._reasons: dict[Role, LaminaError] = {}  # why the latest worker of a role was lost or did not start
-        for role, count in topology.sizes.items():
-            for _ in range(wanted[role] - count):
-                kind = fabric.launcher.default_kind(role)
-                self._replace(role, kind, WorkerError(role, "it was lost with an earlier engine"))
+        for role in topology.sizes:
+            for kinds in self._missing(role):
+                self._replace(role, kinds, WorkerError(role, "it was lost with an earlier engine"))
+
+    def _missing(self, role: Role) -> list[Kinds]:
+        """Return the kinds of the workers that an earlier engine has lost: of whole replicas."""
+        each = self._pipeline.workers if role == "compute" else 1
+        count = (self.wanted[role] - self.topology.sizes[role]) // each
+        default: Kinds = (self._fabric.launcher.default_kind(role),) * each
+        if count <= 0 or each == 1:
+            return [default] * count
+        planned = kinds_of(parse_computes(self._fabric.plan.config))
+        lost = Counter(tuple(planned[first : first + each]) for first in range(0, len(planned), each))
+        kind_by_name = {member.name: member.kind for member in self.topology.members}
+        lost.subtract(tuple(kind_by_name[name] for name in replica) for replica in self.topology.replicas)
+        return [*lost.elements(), *[default] * count][:count]
 
     # -- what callers ask for
 
@@ -102,10 +120,10 @@ class Pools:
         if "compute" in changes:
             self._require_single_workers()
         leavers = [name for role, one in changes.items() if one.count < 0 for name in self._leavers(role, one)]
-        kinds = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
+        added = {role: one.kind or self._fabric.launcher.default_kind(role) for role, one in changes.items()}
         for role, change in changes.items():
             if change.count > 0:
-                self._check_growth(role, kinds[role], change.count)
+                self._check_growth(role, added[role], change.count)
         self._leaves.validate_leave(leavers, self.topology)
         resize.left = sum(abs(change.count) for change in changes.values())
         for role, change in changes.items():
@@ -115,7 +133,7 @@ class Pools:
             self._leaves.begin_leave(name, self.topology)
         for role, change in changes.items():
             for _ in range(change.count):
-                self._start(role, kinds[role], resize)
+                self._start(role, (added[role],), resize)
 
     def _require_single_workers(self) -> None:
         if self._pipeline.workers > 1:
@@ -149,39 +167,40 @@ class Pools:
             )
         candidates = [one.name for one in members if change.kind in ("", one.kind)]
         if count > len(candidates):
-            kinds = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
-            raise ConfigError(f"the {role} pool has {kinds}: {count} of kind {change.kind} cannot leave")
+            found = ", ".join(f"{kind}:{number}" for kind, number in Counter(one.kind for one in members).items())
+            raise ConfigError(f"the {role} pool has {found}: {count} of kind {change.kind} cannot leave")
         if role == "compute":
             return candidates[-count:]
         placement = self._turn.scheduler.placement
         return sorted(candidates, key=lambda name: placement.held([name]))[:count]
 
-    def _start(self, role: Role, kind: str, resize: Resize | None) -> None:
-        """Start another worker for ``resize``, or as a replacement (None)."""
+    def _start(self, role: Role, kinds: Kinds, resize: Resize | None) -> None:
+        """Start workers that enter together, on behalf of ``resize`` or as a replacement."""
 
         def on_failed(error: LaminaError, again: bool) -> None:
-            if kind == REMOTE:
+            if REMOTE in kinds:
                 log.warning("a %s worker of another machine does not join: %s", role, error)
+                self._await(role, kinds)
             elif again:
-                self._start(role, kind, resize)
+                self._start(role, kinds, resize)
             elif resize is not None:
                 log.warning("a %s worker does not join: %s", role, error)
                 self.wanted[role] -= 1
                 resize.fail(error)
             else:
-                self._replace(role, kind, error)
+                self._replace(role, kinds, error)
 
         try:
-            name = self._joins.start(role, kind, on_failed)
+            names = self._joins.start(role, kinds, on_failed)
         except LaminaError as error:
             on_failed(error, False)
         else:
             if resize is not None:
-                self._resizes[name] = resize
+                self._resizes.update(dict.fromkeys(names, resize))
 
     def coming(self, role: Role) -> int:
-        """Return how many workers of a role are joining or will be started."""
-        return self._joins.count(role) + sum(one == role for _, one, _ in self._due)
+        """Return how many workers of this role are on their way, or are to be started."""
+        return self._joins.count(role) + sum(len(kinds) for _, one, kinds in self._due if one == role)
 
     def leaving(self, role: Role) -> int:
         """Return how many members of a role are leaving."""
@@ -190,9 +209,7 @@ class Pools:
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """Return whether lost workers of a role are replaced; ranks and stages of a replica are not."""
-        if role == "compute" and self._pipeline.workers > 1:
-            return False
+        """Return whether lost workers of this role are ever replaced."""
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
@@ -209,12 +226,12 @@ class Pools:
         return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
 
     def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
-        """Start workers of the same kind for lost members. ``topology``: members of the next epoch.
-
-        ``free``: start them at once and do not count them as restarts, during the search for a request that makes
-        workers die.
-        """
+        """Members are lost, whole replicas of them, and the epoch of ``topology`` begins. Workers of the same kinds are
+        started for them; if ``free``, at once and not counted: the search for a request that makes workers die is going
+        on."""
         members = {member.name: member for member in self.topology.members}
+        replicas = {name: replica for replica in self.topology.replicas for name in replica}
+        replaced = set[str]()
         self._fabric.keep_members(topology.names)
         self.topology = topology
         self._joins.interrupt(next(iter(lost)))
@@ -224,39 +241,57 @@ class Pools:
                 self._note(name)
             elif name in self._moving:
                 self._note(name)
-            else:
-                self._replace(members[name].role, members[name].kind, reason, free)
+            elif name not in replaced:
+                together = replicas.get(name, (name,))
+                replaced.update(together)
+                kinds = tuple(members[one].kind for one in together)
+                self._replace(members[name].role, kinds, reason, free)
         for name in self._leaves.apply_topology(topology):  # they have to stay
             self.wanted[members[name].role] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))
 
-    def _replace(self, role: Role, kind: str, reason: LaminaError, free: bool = False) -> None:
+    def _replace(self, role: Role, kinds: Kinds, reason: LaminaError, free: bool = False) -> None:
         self._reasons[role] = reason
-        if role == "compute" and self._pipeline.workers > 1:
-            self.wanted[role] -= 1
-            return
         now, restarts = self._control.liveness.awake_s, self._restarts[role]
-        if kind == REMOTE:
+        if REMOTE in kinds:
             self._awaited[role] = now + AWAIT_S
-            log.warning("%s; another takes its place once it comes", reason)
+            self._await(role, kinds)
+            log.warning("%s; another takes its place once enough workers of other machines come", reason)
             return
         at = now if free and restarts.most else restarts.next(now)
         if at is not None:
-            self._due.append((at, role, kind))
+            self._due.append((at, role, kinds))
+
+    def _start_offered(self, role: Role, kind: str) -> None:
+        """Start a worker of another machine that has offered itself, once enough have for a whole replica."""
+        if role == "memory":
+            self._start(role, (kind,), None)
+            return
+        self._offers += 1
+        kinds = self._vacant[0] if self._vacant else (kind,) * self._pipeline.workers
+        if self._offers >= kinds.count(REMOTE):
+            self._offers -= kinds.count(REMOTE)
+            del self._vacant[:1]
+            self._start(role, kinds, None)
+
+    def _await(self, role: Role, kinds: Kinds) -> None:
+        """Remember the kinds of a replica that starts once enough workers of other machines have offered themselves."""
+        if role == "compute":
+            self._vacant.append(kinds)
 
     def _grant_wishes(self) -> None:
         """Let workers of other machines join and leave as they wish."""
         for wish in self._workers.wishes():
             try:
-                if wish.role == "compute":
+                if wish.leaver and wish.role == "compute":
                     self._require_single_workers()
                 if not wish.leaver:
-                    self._start(wish.role, wish.kind, None)
+                    self._start_offered(wish.role, wish.kind)
                 elif wish.leaver in self.topology.names and wish.leaver not in self._leaves.names:
                     if wish.moves and wish.leaver not in self._moving:
                         log.warning("the machine of %s is to end: it moves to another one", wish.leaver)
                         self._moving.add(wish.leaver)
-                        self._start(wish.role, wish.kind, None)
+                        self._start(wish.role, (wish.kind,), None)
                     if self.topology.lacks([*self._leaves.names, wish.leaver]) is not None:
                         raise ConfigError(f"{wish.leaver} stays: no other {wish.role} worker is left")
                     self._leaves.validate_leave([wish.leaver], self.topology)
@@ -281,7 +316,8 @@ class Pools:
         now = self._control.liveness.awake_s
         for due in [due for due in self._due if due[0] <= now]:
             self._due.remove(due)
-            self._start(due[1], due[2], None)
+            _, role, kinds = due
+            self._start(role, kinds, None)
         self._grant_wishes()
         self._joins.turn(self.topology, self._joined if steady else None)
         if steady:
@@ -292,10 +328,9 @@ class Pools:
             raise self._reasons[missing]
 
     def _change(self) -> None:
-        """Make the topology changes that are possible before the next step is planned."""
-        joiner = self._joins.linked
-        if joiner is not None and joiner.member is not None:
-            following = self._joined(joiner.member)
+        """Make the changes that can be made between the steps planned so far and the next ones."""
+        if (joiner := self._joins.linked) is not None:
+            following = self._joined(joiner.members)
             if self._may_adopt(following):
                 self._enter(joiner, following)
         # While a pool has no worker, those of the other one stay: a topology has members of both roles when one leaves.
@@ -318,7 +353,8 @@ class Pools:
         self._joins.entered(joiner)
         self.topology = following
         self._adopt(following)
-        self._note(joiner.name)
+        for name in joiner.names:
+            self._note(name)
 
     def _note(self, name: str) -> None:
         """Record in its resize that a worker has joined or left."""
@@ -326,17 +362,17 @@ class Pools:
         if (resize := self._resizes.pop(name, None)) is not None:
             resize.on_member_change(name)
 
-    def _joined(self, member: Member) -> Topology:
-        replicas = len(self.topology.computes) + (member.role == "compute")
-        return self.topology.joined(member, self._pipeline_of(replicas))
+    def _joined(self, joiners: Sequence[Member]) -> Topology:
+        computes = len(self.topology.computes) + sum(joiner.role == "compute" for joiner in joiners)
+        return self.topology.joined(joiners, self._pipeline_of(computes // self._pipeline.workers))
 
     def _left(self, name: str) -> Topology:
-        replicas = len(self.topology.computes) - (name in self.topology.computes)
+        replicas = len(self.topology.replicas) - (name in self.topology.computes)
         return self.topology.left(name, self._pipeline_of(replicas))
 
     def _pipeline_of(self, replicas: int) -> Pipeline:
-        """Return the pipeline for ``replicas``; lanes do not rotate if there are more replicas than slices."""
-        if replicas == len(self.topology.computes):
+        """Return the pipeline for so many replicas; lanes do not rotate if there are more replicas than slices."""
+        if replicas == len(self.topology.replicas):
             return self.topology.pipeline
         pipeline = self._pipeline.with_replicas(max(1, replicas))
         slices = len(self._fabric.memory_setup.attentions) + 1

@@ -29,6 +29,7 @@ from lamina.control.frontend_messages import (
     FrontendBootstrap,
     FrontendHello,
     GetStats,
+    GetTimeline,
     Resume,
     Resumed,
     Scale,
@@ -39,6 +40,7 @@ from lamina.control.frontend_messages import (
     Welcome,
     pack_tokens,
 )
+from lamina.control.timeline import Span
 from lamina.core.errors import (
     ConfigError,
     DeadlineError,
@@ -48,6 +50,7 @@ from lamina.core.errors import (
     RequestError,
 )
 from lamina.core.types import NOBODY, Client, FinishReason, Request
+from lamina.engine.live_timeline import TimelineOf
 from lamina.engine.stats import EngineStats, StatsOf
 from lamina.engine.streams import Submission
 from lamina.engine.updates import Reading, TokenUpdate, as_run
@@ -65,7 +68,7 @@ SUBMIT_TIMEOUT_S = 60.0
 STATS_TIMEOUT_S = 5.0
 MOST_AT_ONCE = 64  # messages read before the event loop handles other events
 
-_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled)
+_DECODER = msgspec.msgpack.Decoder(Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | Scaled)
 
 
 @dataclass(eq=False, slots=True)
@@ -207,6 +210,20 @@ class RemoteEngine:
             return self.stats()
         return self._last
 
+    def timeline(self) -> dict[str, list[Span]]:
+        """Return what workers did of late, as ``Engine.timeline`` does. Raises DeadlineError."""
+        reply: concurrent.futures.Future[dict[str, list[Span]]] = concurrent.futures.Future()
+        with self._lock:
+            if self.dead is not None:
+                return {}
+            number = next(self._numbers)
+            self._replies[number] = reply
+            self._requests.send(self._encoder.encode(GetTimeline(number)))
+        with contextlib.suppress(EngineDeadError):
+            found: dict[str, list[Span]] = self._wait(number, reply, STATS_TIMEOUT_S)
+            return found
+        return {}
+
     def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> concurrent.futures.Future[list[str]]:
         """Change the pools as ``Engine.scale`` does. Errors are set on the future; only EngineDeadError is raised."""
         reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
@@ -273,7 +290,7 @@ class RemoteEngine:
             self._dispatch(_DECODER.decode(payload))
         self._loop.call_soon(self._receive)
 
-    def _dispatch(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | Scaled) -> None:
+    def _dispatch(self, message: Welcome | Submitted | AnswerBatch | Stopped | StatsOf | TimelineOf | Scaled) -> None:
         if isinstance(message, AnswerBatch):
             for one in message.news:
                 if (asked := self._asked.get(one.request)) is not None:
@@ -287,6 +304,8 @@ class RemoteEngine:
             self._resolve(message.first, message)
         elif isinstance(message, StatsOf):
             self._resolve(message.number, message.stats)
+        elif isinstance(message, TimelineOf):
+            self._resolve(message.number, message.spans)
         elif isinstance(message, Scaled):
             self._note_scaled(message)
         elif isinstance(message, Stopped):

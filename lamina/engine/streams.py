@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol, Self
 
+from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, OverloadedError
 from lamina.core.types import Client, SamplingParams
 from lamina.engine.stats import EngineStats
@@ -55,6 +56,10 @@ class Runtime(Protocol):
 
     def stats(self) -> EngineStats:
         """Return current statistics. May block."""
+        ...
+
+    def timeline(self) -> dict[str, list[Span]]:
+        """What workers did of late, by name; see ``engine.Engine.timeline``. May wait: not for event loops."""
         ...
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> Future[list[str]]:

@@ -214,7 +214,6 @@ class Slab(Generic[Key]):
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:
-        """Free the reserved slots of a segment."""
         self._set_aside -= table.held - table.length
         self._push(table.slots[table.length : table.held])
         table.held = table.length

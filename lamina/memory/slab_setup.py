@@ -42,7 +42,6 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
 
 
 def _reserve(control: ControlClient, asked: Reserve) -> None:
-    """Reserve the memory that steps need besides the slab. Raises ConfigError if there is too little."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
     polls = gpu_polls(control.device, polling_of(control, setup.polling))

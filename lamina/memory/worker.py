@@ -195,7 +195,6 @@ class MemoryWorker(WorkerLoop):
         self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
-        """Return, by name, the leases between this worker and each of ``memories`` that it is linked to."""
         return {name: self._links.leases(name) for name in memories if self._links.has(name)}
 
     def _closed_doors(self) -> list[Door]:
@@ -210,7 +209,6 @@ class MemoryWorker(WorkerLoop):
         return doors, [door.channel.awaited[door.slot] for door in doors] + self._hub.credits
 
     def _open(self, door: Door, waiting: int) -> None:
-        """Serve the piece of a request that has arrived at a door."""
         if self._device_steps.is_used and door.request is None and self._leave(door):
             return
         self._doors.remove(door)
@@ -279,7 +277,6 @@ class MemoryWorker(WorkerLoop):
         return lane < len(self._lanes) and len(self._lanes[lane].steps) > 0
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
-        """Serve the piece; fetch it first if it is not in the slot."""
         if request.body is not None:
             self._begin(lane)
             return
@@ -334,7 +331,6 @@ class MemoryWorker(WorkerLoop):
         return work
 
     def _pull(self, request: Arrival, layer: int, step: StepTables) -> None:
-        """Queue the fetch of K and V of prompt chunks."""
         request.readers += 1
 
         def on_done() -> None:
@@ -362,19 +358,16 @@ class MemoryWorker(WorkerLoop):
         return True
 
     def _receiver(self, lane: Lane) -> str:
-        """Return the compute worker that gets the next reply."""
         plan, ranks = lane.steps[0].plan, self._pipeline.ranks
         following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
         return self._computes[following * ranks + lane.number % ranks]
 
     def _serve_begun(self, lane: Lane, work: Iterator[None]) -> None:
-        """Serve the next cut of a piece that was begun."""
         self._serve_cut(lane, work)
         self._report()
         self._read_control()
 
     def _report(self) -> None:
-        """Report the lanes being served to the engine every ``REPORT_S``."""
         now = time.monotonic()
         lanes = [lane.number // self._pipeline.ranks for lane in self._lanes if lane.work is not None]
         if lanes and now - self._reported >= REPORT_S:

@@ -1,5 +1,6 @@
 """The loop of compute and memory workers: it runs steps, and handles the engine's messages between them."""
 
+import time
 from collections.abc import Sequence
 
 from lamina.control.messages import (
@@ -9,6 +10,8 @@ from lamina.control.messages import (
     Forget,
     Grant,
     Link,
+    Observe,
+    Observed,
     Release,
     Step,
     Stop,
@@ -82,5 +85,7 @@ class WorkerLoop:
             self._newcomers.handle_link_message(message)
         elif isinstance(message, Release):
             self._release(message.sequences)
+        elif isinstance(message, Observe):
+            self._control.send(Observed(time.monotonic_ns(), self._timeline.observe()))
         else:
             raise WorkerError(self._control.name, f"a worker cannot take {type(message).__name__} after set-up")

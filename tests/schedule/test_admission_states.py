@@ -211,7 +211,7 @@ class Waiting(RuleBasedStateMachine):
 
     @rule(capacity=st.integers(SMALLEST, LARGEST))
     def join(self, capacity: int) -> None:
-        self.topology = self.topology.joined(Member(self._name(), "memory", "cpu", "", capacity), PIPELINE)
+        self.topology = self.topology.joined([Member(self._name(), "memory", "cpu", "", capacity)], PIPELINE)
         self.placement.apply_topology(self.topology)
         self.residents.on_places_changed()
         self.admissions.on_places_changed()

@@ -61,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(seed: int, steps: int, kept: Sequence[int] | None):
-    from tests.simulation.cluster import Simulation, faults
+    from tests.simulation.cluster import Simulation
+    from tests.simulation.scenario import faults
 
     planned = faults(seed, steps)
     if kept is not None:

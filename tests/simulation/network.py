@@ -24,10 +24,9 @@ class Network:
         jitter: how many times as long as ``DELAY_S`` a message takes on average.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, jitter: float = 1.0) -> None:
+        self.world, self.jitter = world, jitter
         self.endpoints: list[SimulatedEndpoint] = []
-        self.jitter = 1.0
         self._last: dict[tuple[str, str, str], float] = {}  # by way: when its latest message arrives
         self._blocked: dict[tuple[str, str], list[tuple[str, Callable[[], None]]]] = {}
         self._slow: dict[tuple[str, str], float] = {}
@@ -62,6 +61,12 @@ class Network:
     def slow_down(self, source: str, target: str, seconds: float) -> None:
         """Let messages on this way take so much longer; 0: no longer than others."""
         self._slow[source, target] = seconds
+
+    def heal(self) -> None:
+        """Let all messages pass in time again."""
+        self._slow.clear()
+        for way in list(self._blocked):
+            self.unblock(*way)
 
     def _lose(self, source: str, target: str, held: list[tuple[str, Callable[[], None]]]) -> None:
         if self._blocked.get((source, target)) is not held:

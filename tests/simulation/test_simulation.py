@@ -1,14 +1,17 @@
 """Simulated clusters serve right tokens whatever fails, and leave nothing behind."""
 
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("greenlet", reason="simulated processes are greenlets: pip install greenlet")
 
 STEPS = 250
+PATCHES = Path(__file__).parent / "bugs"
 
 
 def simulate(*arguments: object) -> str:
@@ -22,7 +25,8 @@ def simulate(*arguments: object) -> str:
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
-    from tests.simulation.cluster import Simulation, faults
+    from tests.simulation.cluster import Simulation
+    from tests.simulation.scenario import faults
 
     first, second = (Simulation(5, faults(5, 60), 400).run() for _ in range(2))
     assert not first.failure and len(first.happened) > 3
@@ -40,6 +44,19 @@ def test_a_wrong_token_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = model.expected
     monkeypatch.setattr(cluster, "expected", lambda *given: [*wrong(*given)[:-1], -1])
     assert "is the first that is wrong" in cluster.Simulation(5, [], 50).run().failure
+
+
+@pytest.mark.parametrize("patch", sorted(PATCHES.glob("*.patch")), ids=lambda patch: patch.stem)
+def test_known_faults_can_be_put_back(patch: Path, tmp_path: Path) -> None:
+    """Each patch of ``tests.simulation.bugs`` applies to this tree, so that the search for it means something."""
+    from tests.simulation.bugs.__main__ import ROOT, apply
+
+    changed = [line.removeprefix("+++ b/") for line in patch.read_text().splitlines() if line.startswith("+++ ")]
+    for name in changed:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    apply(patch, tmp_path)
+    assert all((tmp_path / name).read_text() != (ROOT / name).read_text() for name in changed)
 
 
 @pytest.mark.slow

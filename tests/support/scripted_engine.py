@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import httpx
 
 from lamina.control.packed_logprobs import pack
+from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, OverloadedError, RequestError
 from lamina.core.types import Client, FinishReason, Logprob, Request, SamplingParams
 from lamina.dataplane.transport_choice import Choice, Transport
@@ -145,6 +146,11 @@ class FakeEngine:
         with self.changed:
             self.aborted.add(request_id)
             self.changed.notify_all()
+
+    def timeline(self) -> dict[str, list[Span]]:
+        slices = [Span("slice", 0, 1_000_000 * start, 1_000_000 * start + 600_000) for start in range(1, 100)]
+        attentions = [Span("attention", 0, span.end_ns, span.end_ns + 300_000) for span in slices]
+        return {"compute0": slices, "memory0": attentions}
 
     def stats(self) -> EngineStats:
         near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')

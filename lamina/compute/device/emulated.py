@@ -113,8 +113,6 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operators."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Replay] = []
@@ -145,6 +143,5 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(results: Any) -> tuple[Tensor, ...]:
-    """Return the tensors of an operator's result: one, several, or none."""
     every = results if isinstance(results, list | tuple) else (results,)
     return tuple(each for each in every if isinstance(each, Tensor))
