@@ -127,7 +127,6 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes: dict[sympy.Expr, fx.Node] = {}
 
     def add_input(self, tensor: Tensor, name: str) -> fx.Node:
-        """Add an input to the graph."""
         with self._graph.inserting_before(self._inputs):
             node = self._graph.placeholder(name)
         self._assign(tensor, node)
@@ -141,7 +140,6 @@ class _Writer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sizes[rows.node.expr] = count
 
     def build(self, result: Tensor) -> fx.Graph:
-        """Return the graph of ``result``."""
         self._graph.output(self._node(result))
         self._graph.erase_node(self._inputs)
         self._graph.eliminate_dead_code()
@@ -296,7 +294,6 @@ class LayerRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def attentions(self) -> int:
-        """Number of attentions seen."""
         return len(self._stretches) - 1
 
     def records(self) -> tuple[Record, ...]:

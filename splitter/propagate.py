@@ -177,7 +177,6 @@ def _cat(node: fx.Node, part: Part) -> Needs:
 
 
 def _reduction(node: fx.Node, part: Part) -> Needs:
-    """Handle reductions, which keep or drop the dimensions they run over."""
     source: Any = node.args[0]
     dims, keeps = reduced(node)
     kept = [dim for dim in range(len(sizes(source))) if keeps or dim not in dims]

@@ -196,5 +196,4 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(prompt: bytes) -> list[int]:
-    """Return the token ids of a packed prompt."""
     return array.array("i", prompt).tolist()

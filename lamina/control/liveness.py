@@ -37,7 +37,6 @@ class Liveness:
         self._heard[worker] = self.awake_s
 
     def unwatch(self, worker: str) -> None:
-        """Stop watching a worker."""
         self._heard.pop(worker, None)
 
     def is_quiet(self, worker: str) -> bool:

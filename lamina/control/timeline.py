@@ -32,11 +32,7 @@ class ClockReading(NamedTuple):
 
 @dataclass
 class Clock:
-    """Converts times of a remote clock to the local clock.
-
-    Attributes:
-        readings: Best reading of each batch, in order of time.
-    """
+    """Converts times of a remote clock to the local clock. ``readings``: the best reading of each batch, by time."""
 
     readings: list[ClockReading] = field(default_factory=list)
 

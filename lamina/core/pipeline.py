@@ -81,7 +81,6 @@ class Pipeline:
 
     @property
     def first_arrangement(self) -> Arrangement:
-        """The arrangement at the start."""
         return self.choices[0] if self.choices else Arrangement(self.lanes, self.rotates)
 
     @property

@@ -170,7 +170,6 @@ class Group:
 
     @property
     def workers(self) -> set[str]:
-        """The memory workers with segments of it."""
         return {segment.worker for one in self.completions if not one.released for segment in one.segments}
 
     def slots(self, completion: Completion, own: int, *, alone: bool = False) -> dict[str, int]:

@@ -52,7 +52,6 @@ class KvElement(enum.Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether rows have scales."""
         return self in (KvElement.INT8, KvElement.FP8)
 
     def row_nbytes(self, size: int) -> int:

@@ -148,12 +148,10 @@ class ArenaPlan(msgspec.Struct, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """All bytes of the arena."""
         return self.leased_at + self.leased_nbytes
 
     @property
     def doorbells(self) -> int:
-        """All doorbells of the arena."""
         return LANDINGS + self.links * DOORBELLS
 
 

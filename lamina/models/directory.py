@@ -68,7 +68,6 @@ class ModelDirectory:
 
     @property
     def files(self) -> list[Path]:
-        """The files that a copy of the model needs."""
         described = [self.path / name for name in (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, INDEX)]
         weights = {entry.file for entry in self.tensors.values()}
         return [file for file in described if file.is_file()] + sorted(weights)

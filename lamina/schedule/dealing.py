@@ -20,7 +20,6 @@ class Readiness:
     """
 
     def __init__(self, lanes: int) -> None:
-        """Begin with all lanes changed."""
         self._lanes = lanes
         self._changed = set(range(lanes))
         self._ahead = set[int]()

@@ -284,7 +284,6 @@ class Moves:
         self._released.append(move.carrier)
 
     def _forget(self, move: Move, worker: str) -> None:
-        """Free the copy on ``worker``."""
         self._admissions.note_freed()
         self._placement.will_release(worker, move.tokens)
         self._placement.free_slots(worker, move.tokens)

@@ -189,7 +189,6 @@ class Holding:
         return len(self._waiting)
 
     def may_run(self, group: Group) -> bool:
-        """Return whether steps may run this request."""
         return self._hold.may_run(group.request.request_id)
 
     def use(self, hold: Hold, waiting: Iterable[Group]) -> None:

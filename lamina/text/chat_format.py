@@ -37,7 +37,6 @@ class ChatFormat:
 
     @classmethod
     def choose(cls, settings: ChatSettings, template: str) -> "ChatFormat":
-        """Return the format of a model with this chat template."""
         named = {settings.tool_call_parser, settings.reasoning_parser}
         if named & {"openai", "openai_gptoss"} or (named == {"auto"} and MARKER in template):
             return cls("openai", None, channels=True)

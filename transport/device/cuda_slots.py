@@ -56,8 +56,6 @@ class CudaSlots:
 
 
 class CudaStream:
-    """A ``SlotStream``."""
-
     def __init__(self, records: int) -> None:
         import cupy
 
