@@ -24,7 +24,7 @@ from lamina.control.messages import LoadProgress
 from lamina.control.secret import Secret, configured
 from lamina.control.sockets import ANY, ControlServer
 from lamina.core.errors import ConfigError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Role, Topology
 from lamina.core.types import ChatSettings
 from lamina.engine.ending import OnTrace
 from lamina.engine.engine import Engine
@@ -180,7 +180,7 @@ def _limited(plan: ClusterPlan, max_model_len: int) -> ClusterPlan:
 
 
 def _save(
-    home: Home | None, cluster: Cluster, max_model_len: int, topology: Topology, wanted: Mapping[Role, int]
+    home: Home | None, cluster: Cluster, max_model_len: int, topology: Topology, wanted: Mapping[Pool, int]
 ) -> None:
     if home is not None and cluster.fabric is not None:
         home.save(msgspec.msgpack.encode(Saved.from_topology(cluster.fabric, topology, wanted, max_model_len)))
@@ -339,7 +339,13 @@ def _launcher(
         return LocalAndRemote(local, remote)
     from lamina.cluster.ray_workers import RayWorkers
 
-    kinds = {role: [one.kind for one in each.values()] for role, each in pools.items()}
+    computes, memories = ([one.kind for one in pools[role].values()] for role in ("compute", "memory"))
+    prefills = pool.size(config.prefill)
+    kinds: dict[Pool, list[str]] = {
+        "prefill": computes[:prefills] or computes,
+        "compute": computes[prefills:] or computes,
+        "memory": memories,
+    }
     engine = where.address or where.bind, remote.port
     return RayWorkers(remote, engine, control.keys[0], kinds, pool.own_kinds(config.kind), config.threads)
 

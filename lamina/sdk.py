@@ -235,11 +235,13 @@ class Lamina:
                 whole.append_update(update)
                 yield whole.output()
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> list[str]:
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> list[str]:
         """Add workers to the pools while requests run, or remove some if a number is negative.
 
         A text names the kind: "rtx3090:+2". Without a kind, workers of the pool's first kind join on a Ray cluster, and
         workers on CPUs elsewhere; workers of any kind leave. A memory worker's KV moves to others before it leaves.
+        Workers of ``prefill`` only run prompts; with prefill=1 and compute=-1, one that decodes does so from the next
+        step on, without loading weights.
 
         Returns the workers' names once all have joined or left.
 
@@ -248,7 +250,7 @@ class Lamina:
             WorkerError: A worker did not start.
             EngineDeadError: The engine has stopped.
         """
-        return self.engine.scale(compute=compute, memory=memory).result()
+        return self.engine.scale(compute=compute, memory=memory, prefill=prefill).result()
 
     @property
     def tokenizer(self) -> Tokenizer:

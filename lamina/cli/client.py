@@ -29,6 +29,9 @@ BAR = 20  # characters of a memory worker's slots
 Url = Annotated[str, typer.Option(help="Address of the server.")]
 LOCAL_URL = "http://127.0.0.1:8000"
 
+ROLES = {"prefill": ", runs prompts", "decode": ", decodes"}
+"""What a status line says of a compute worker that does not do both."""
+
 Sample = tuple[Mapping[str, str], float]
 
 
@@ -160,10 +163,11 @@ def lines(metrics: str) -> list[str]:
         states = {labels["worker"]: labels["state"] for labels, _ in samples.get("lamina_workers", [])}
         used = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots_used", [])}
         totals = {labels["worker"]: value for labels, value in samples.get("lamina_kv_slots", [])}
+        roles = {labels["worker"]: labels["role"] for labels, _ in samples.get("lamina_worker_roles", [])}
         return [
             f"requests  {running:.0f} running, {waiting:.0f} waiting, {steps:.0f} steps so far",
             *(
-                f"{worker:<8}  {state}"
+                f"{worker:<8}  {state}{ROLES.get(roles.get(worker, 'both'), '')}"
                 + (f", {used[worker]:.0f} of {totals[worker]:.0f} token slots in use" if worker in used else "")
                 for worker, state in (dict.fromkeys(used, "serving") | states).items()
             ),
@@ -219,21 +223,27 @@ def scale(
         str | None, typer.Option(help="Memory workers to add or remove: +2, -1, or with a kind rtx3090:+2.")
     ] = None,
     compute: Annotated[str | None, typer.Option(help="Compute workers to add or remove.")] = None,
+    prefill: Annotated[
+        str | None, typer.Option(help="Compute workers that only run prompts, to add or remove.")
+    ] = None,
     url: Url = LOCAL_URL,
 ) -> None:
-    """Let workers join a running server, or leave it, while it answers requests.
+    """Add workers to a running server, or remove some, while it answers requests.
 
-    Returns once they have. A memory worker that leaves is emptied first: what it holds moves to others, or is computed
-    again. On a Ray cluster, Ray finds a place for those that join, for which its autoscaler may start nodes. The server
-    and this command need the same key in LAMINA_ADMIN_KEY.
+    Returns once all have joined or left. The KV of a memory worker that leaves moves to others first, or is computed
+    again. On a Ray cluster, Ray places the workers that join, for which its autoscaler may start nodes. The server and
+    this command need the same key in LAMINA_ADMIN_KEY.
+
+    If one of the pools prefill and compute grows and the other shrinks, workers change pools and keep their weights:
+    with --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
     """
     from lamina.cli.console import print_text
     from lamina.observe.progress import waiting
 
-    wanted = {"memory": memory, "compute": compute}
+    wanted = {"memory": memory, "compute": compute, "prefill": prefill}
     changes = {pool: change for pool, change in wanted.items() if change is not None}
     if not changes:
-        raise ConfigError("nothing to change; give --memory or --compute, such as --memory +2")
+        raise ConfigError("nothing to change; give --memory, --compute or --prefill, such as --memory +2")
     for pool, change in changes.items():
         parse_change(pool, change)
     with waiting("Waiting for workers to join or leave"):

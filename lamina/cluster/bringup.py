@@ -52,7 +52,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
-from lamina.core.topology import Epoch, Member, Role, Topology
+from lamina.core.topology import Epoch, Member, Pool, Topology
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
 
@@ -79,10 +79,10 @@ class Cluster:
     memory_setup: MemorySetup
     links: Mapping[Pair, Choice] = field(default_factory=dict)
     fabric: Fabric | None = None
-    wanted: Mapping[Role, int] | None = None
+    wanted: Mapping[Pool, int] | None = None
 
     @classmethod
-    def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int] | None = None) -> "Cluster":
+    def from_members(cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int] | None = None) -> "Cluster":
         """Return the cluster of linked members."""
         kinds = {member.kind for member in topology.members if member.role == "compute"}
         may_grow = fabric.memory_setup.ranks == 1 or kinds == {CPU}  # see Sums.reset
@@ -255,11 +255,11 @@ class Saved(msgspec.Struct, frozen=True):
     greetings: dict[str, Hello]
     offers: dict[str, Offer]
     links: list[tuple[str, str, Choice]]
-    wanted: dict[Role, int]
+    wanted: dict[Pool, int]
 
     @classmethod
     def from_topology(
-        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int
+        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int], max_model_len: int
     ) -> "Saved":
         """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
         names = topology.names

@@ -23,7 +23,7 @@ from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, find_dev
 from lamina.control.agent_messages import Done, End, EngineToSupervisor, Exited, Start, send
 from lamina.control.sockets import Bootstrap
 from lamina.core.errors import TransportError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class _OnThisMachine:
         require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return CPU
 
     def wishes(self) -> list[Wish]:

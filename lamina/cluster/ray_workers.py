@@ -31,7 +31,7 @@ from lamina.cluster.pool import (
 from lamina.cluster.remote_workers import RemoteWorkers
 from lamina.control.agent_messages import Start
 from lamina.core.errors import ConfigError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class RayWorkers:
         remote: RemoteWorkers,
         engine: tuple[str, int],
         engine_key: bytes,
-        kinds: Mapping[Role, Sequence[str]],
+        kinds: Mapping[Pool, Sequence[str]],
         own: Mapping[str, str],
         threads: int | None,
     ) -> None:
@@ -134,9 +134,9 @@ class RayWorkers:
     def _bundle(self, kind: str) -> Bundle:
         return ray_bundle(kind, self._own, self._threads)
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         """Return the first kind of the pool at the start."""
-        return self._kinds[role][0]
+        return self._kinds[pool][0]
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raise ConfigError for an unknown kind. Ray finds a node later, which its autoscaler may add."""

@@ -8,7 +8,7 @@ import torch
 
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.model_files import Tell, locate
-from lamina.compute.preparation import Prepared, prepare
+from lamina.compute.split_cache import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, LoadProgress, ModelLoaded
 from lamina.control.sockets import ControlClient

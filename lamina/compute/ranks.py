@@ -147,7 +147,7 @@ class SliceOrder:
     """Makes all ranks of a stage run slices of several lanes in the order of rank 0. The worker's thread owns it.
 
     Links between ranks carry no messages with credits, so doorbells for credits are free for announcements:
-    ``FREED`` counts announcements sent, ``FETCHED`` announcements read. They lie at the end of the first slot.
+    ``FREED`` counts announcements sent, ``FETCHED`` announcements read. They are at the end of the first slot.
     """
 
     def __init__(self, links: Links, wait: Wait, names: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from lamina.control.messages import (
     Connect,
     Connected,
     EndEpoch,
+    Step,
     StepDone,
     Working,
 )
@@ -176,6 +177,9 @@ class ComputeWorker(WorkerLoop):
         self._lanes = [Lane(number) for number in range(lanes)]
         self._grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._memory = memory
+        self._whole = None if memory is None else runner.recorded_steps(memory.store.device)
+        if self._whole is not None:
+            self._whole.reserve(min(setup.sequences, setup.rows))
         self._overlap = setup.overlap
         self._rank = sums.rank
         self._shards = shards
@@ -271,6 +275,8 @@ class ComputeWorker(WorkerLoop):
         logits = step.run(self._drawn)
         self._append_history(step)
         last = step.index < 0
+        if step.is_launched:
+            self._take_in_next()
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
@@ -290,6 +296,16 @@ class ComputeWorker(WorkerLoop):
             lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
         self._slices += 1
         self._await(lane)
+
+    def _take_in_next(self) -> None:
+        """Prepare the next step, if its plan has arrived, while the device runs all slices of this one."""
+        if self._unread or all(len(lane.steps) > 1 for lane in self._lanes):
+            return
+        message = self._control.poll()
+        if isinstance(message, Step):
+            self._handle(message)
+        elif message is not None:
+            self._unread.append(message)  # what ends an epoch has to wait until this step has ended
 
     def _report(self, lane: Lane, now: float) -> None:
         if now - lane.reported >= REPORT_S:
@@ -410,7 +426,7 @@ class ComputeWorker(WorkerLoop):
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
-        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows))
+        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows, self._whole))
         lane.follows = True
         if len(lane.steps) == 1:
             self._await(lane)

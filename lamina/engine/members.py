@@ -21,7 +21,7 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import LaminaError, TransportError, UnreachableError, WorkerError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.engine.losses import Ending, Watch
 from lamina.engine.pools import Pools
 from lamina.engine.stats import MemoryStats
@@ -78,7 +78,7 @@ class Record:
 
 log = logging.getLogger(__name__)
 
-Save = Callable[[Topology, Mapping[Role, int]], None]
+Save = Callable[[Topology, Mapping[Pool, int]], None]
 """Called with members that another engine could take over, and how many workers the pools are to have, whenever the
 members change."""
 
@@ -156,7 +156,8 @@ class Members:
         if worker not in self.topology.names:
             return  # it was lost after it sent this
         if isinstance(message, SlabUsage):
-            self.usage[worker] = MemoryStats(message.used, self.usage[worker].capacity, message.sequences)
+            capacity, parked = self.usage[worker].capacity, (message.parked, message.parked_nbytes)
+            self.usage[worker] = MemoryStats(message.used, capacity, message.sequences, 0, *parked)
             self._turn.note_attention(worker, message.busy_s)
         elif isinstance(message, Working):
             self.watch.progressed(message.lanes, worker)

@@ -24,6 +24,7 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import ControlClient
+from lamina.control.timeline import PARKED
 from lamina.core.errors import DeadlineError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
@@ -85,6 +86,7 @@ class MemoryWorker(WorkerLoop):
         self._device_steps = DeviceSteps(store, links, self._timeline)
         self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
         self._busy_s = 0.0
+        self._parked = self._parked_nbytes = 0  # messages that have waited for a watermark so far
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
         self._usage = UsageReports(control, store)
@@ -94,7 +96,7 @@ class MemoryWorker(WorkerLoop):
         self._device_steps.close()
 
     def _serve_once(self) -> None:
-        self._usage.send_if_due(self._busy_s + self._device_steps.busy_s)
+        self._usage.send_if_due(self._busy_s + self._device_steps.busy_s, self._parked, self._parked_nbytes)
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -305,7 +307,9 @@ class MemoryWorker(WorkerLoop):
         elif earlier := step.order.missing(lane.layer):
             if door is not None and door.request is not None:
                 lane.door = door.set_aside()
-            lane.parked = True
+            lane.parked, lane.parked_at = True, self._timeline.now()
+            self._parked += 1
+            self._parked_nbytes += 0 if lane.door is None else lane.door.body.nbytes
             for storing in earlier:
                 self._puller.fetch_first(storing.door, storing.turn + lane.layer)
         else:
@@ -316,6 +320,7 @@ class MemoryWorker(WorkerLoop):
         for lane in self._lanes:
             if lane.parked and not lane.steps[0].order.missing(lane.layer):
                 lane.parked = False
+                self._timeline.record_span(PARKED, lane.number, lane.parked_at)
                 self._start(lane, range(len(lane.steps[0].pieces)))
 
     def _start(self, lane: Lane, pieces: Sequence[int]) -> Iterator[None]:

@@ -153,6 +153,7 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
         "dead": stats.dead,
         "silent_s": {worker: round(seconds, 1) for worker, seconds in stats.silent.items()},
         "workers": dict(stats.workers),
+        "roles": dict(stats.roles),
         "links": [
             {"transport": choice.transport.value, "reason": choice.reason, "pairs": pairs}
             for choice, pairs in stats.links

@@ -10,6 +10,7 @@ layer changes the state, and by it all later tokens.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +106,9 @@ class HashRunner(NativeRunner):
 
     def padded(self, rows: int) -> int:
         return padded(rows)
+
+    def recorded_steps(self, memory: Any) -> None:
+        """Nothing is recorded."""
 
     def run(
         self,
