@@ -22,9 +22,9 @@ from lamina.memory import device_steps, worker
 from lamina.memory.device import gpu, gpu_polls, polling_choice
 from lamina.memory.device.workspaces import Workspaces
 from lamina.memory.slab_setup import polling_of
+from lamina.transport.device.emulated_slots import ThreadSlots, ThreadStream
 from lamina.transport.device.inboxes import Inboxes, SharedMaker
 from lamina.transport.device.slots import Outcome
-from lamina.transport.device.threads import ThreadSlots, ThreadStream
 from tests.support import reference_attention
 from tests.support.late_backend import LateBackend
 from tests.support.memory_worker import TIMEOUT_S, Pair
@@ -365,7 +365,7 @@ def test_a_device_with_a_display_does_not_poll() -> None:
 
 def test_auto_measures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMINA_CACHE_DIR", str(tmp_path))
-    kept = tuning_cache.place("polling", Timed.name)
+    kept = tuning_cache.file_for("polling", Timed.name)
     made: list[ThreadSlots] = []
 
     def slots() -> ThreadSlots:
