@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lamina import _native
 from lamina.compute.constraints import Constraint, forbid
-from lamina.control.logprobs import pack, pack_rows
 from lamina.control.messages import Draw
+from lamina.control.packed_logprobs import pack, pack_rows
 from lamina.core.errors import LogitsError
 from lamina.core.types import Logprob, SamplingParams
 from lamina.kernels.gpu.specialize import draw_program

@@ -10,12 +10,12 @@ from lamina.core.requests import Owner
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
 from lamina.core.types import Balance
+from lamina.kv.balancing import POLICIES
 from lamina.kv.placement import Placement
-from lamina.kv.policies import POLICIES
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
-from lamina.schedule.pace import Pace
+from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NO_DEATHS, Deaths, Suspects, at_work, exposed, rows
@@ -94,6 +94,8 @@ class Turn:
             ``migrated``; the turn calls all other methods.
         in_flight: Plans by step, until ``complete``.
         busy_s: Seconds that compute workers have spent in slices so far.
+        prefill_busy_s: Those of replicas that only run prompts.
+        between_s: Seconds of a step in which sequences decode, lately.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Turn:
             pipeline.role,
         )
         self.in_flight: dict[int, StepPlan] = {}
-        self.busy_s = 0.0
+        self.busy_s = self.prefill_busy_s = self.between_s = 0.0
         self._pipeline = pipeline
         self._epoch_ends = False  # until the next epoch begins
         self._paused = False
@@ -146,7 +148,7 @@ class Turn:
         self._chooser = chooser(pipeline)
         self._balancing = self.scheduler.balancing
         self._sequences = 0  # ``Scheduler.sequences`` before the last step completed
-        self.scheduler.use_lanes(pipeline.start.lanes, pipeline.start.rotates)
+        self.scheduler.use_lanes(pipeline.first_arrangement.lanes, pipeline.first_arrangement.rotates)
 
     def end_epoch(self, topology: Topology, deaths: Deaths = NO_DEATHS) -> Remains:
         """End the epoch: only members of ``topology`` take part from now on, and no step in flight will complete.
@@ -182,7 +184,7 @@ class Turn:
         if topology.pipeline != self._pipeline:
             self._pipeline = topology.pipeline
             self._chooser = chooser(self._pipeline)
-            self.scheduler.use_lanes(self._pipeline.start.lanes, self._pipeline.start.rotates)
+            self.scheduler.use_lanes(self._pipeline.first_arrangement.lanes, self._pipeline.first_arrangement.rotates)
         elif self._chooser is not None:
             self._chooser.set_memory_workers(topology.capacities)
 
@@ -220,6 +222,11 @@ class Turn:
         """
         plan = self.in_flight.pop(done.step)
         self.busy_s += done.busy_s
+        if self._pipeline.role(plan.lane) == "prefill":
+            self.prefill_busy_s += done.busy_s
+        elif plan.decoding.sequences and done.rows:
+            latest_s = done.busy_s + done.waited_s
+            self.between_s += (LEARN if self.between_s else 1.0) * (latest_s - self.between_s)
         if self._pace is not None and done.rows:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
         if plan.chunks and done.rows:

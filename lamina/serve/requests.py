@@ -7,9 +7,9 @@ from typing import Any, Literal
 from lamina.core.errors import RequestError
 from lamina.core.types import SAMPLING_RANGES, SamplingParams, StructuredOutputs, require_in_range
 from lamina.engine.streams import Runtime
+from lamina.models.directory import Defaults
 from lamina.serve.bodies import Body, ChatBody, CompletionBody, parse
 from lamina.serve.http_errors import APIError
-from lamina.text.defaults import Defaults
 from lamina.text.grammars import compile_grammar
 from lamina.text.prompts import encode_chat, prompt_tokens
 from lamina.text.tool_calls import AnswerParser, PlainText, WithoutReasoning

@@ -55,7 +55,7 @@ class Counting(Emulated):
 
 def test_steps_of_any_lengths_replay_what_was_recorded_at_the_start() -> None:
     kit = Counting()
-    worker = LocalWorker("llama", kit, "emulated", CAPACITY)
+    worker = LocalWorker("llama", kit, "emulated", 5 * CAPACITY)  # page tables do not move
     assert worker.steps is not None
     worker.runner.reserve(8, 2, 1)
     worker.steps.reserve(2)

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from lamina.compute.sampler import Row, distribution, sample
-from lamina.control.logprobs import unpack
+from lamina.control.packed_logprobs import unpack
 from lamina.core.errors import LogitsError
 from lamina.core.types import SamplingParams
 from tests.compute.noise import gumbel

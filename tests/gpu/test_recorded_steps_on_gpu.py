@@ -5,7 +5,7 @@ import pytest
 from tests.support.local_steps import LocalWorker, check_steps
 
 pytestmark = pytest.mark.gpu
-CAPACITY = 300
+CAPACITY = 600
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
@@ -24,4 +24,4 @@ def test_a_recorded_step_gives_the_logits_of_slices(family: str) -> None:
     usual = LocalWorker(family, kit, "cuda:0", CAPACITY, records=False)
     assert recorded.steps is not None
     recorded.steps.reserve(4)
-    check_steps(recorded, usual, seed=1, steps=40, most=9, longest=60)
+    check_steps(recorded, usual, seed=1, steps=36, most=9, longest=24, tolerance=1e-4)

@@ -111,6 +111,23 @@ def test_roles_change_and_replicas_for_prompts_join_and_leave_while_requests_run
         engine.close()
 
 
+def test_autoscaling_keeps_replicas_for_prompts_within_its_bounds(tmp_path: Path) -> None:
+    reference = write_prepared(served("llama"), tmp_path)
+    prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]
+    params = SamplingParams(temperature=0.0, max_tokens=LONG, ignore_eos=True)
+    targets = {"slo_ttft_ms": 60_000, "slo_tbt_ms": 60_000}
+    engine = launch(config(tmp_path, 2, 1, autoscale="prefill=1:1", **targets))
+    try:
+        wait_until(lambda: engine.topology.prefills, "no replica only runs prompts")
+        outputs = run_all(engine, prompts, params)
+        assert [one.outputs[0].token_ids for one in outputs] == [greedy(reference, one, LONG) for one in prompts]
+        stats = engine.stats()
+        assert stats.handovers == len(prompts) and sorted(stats.roles.values()) == ["decode", "prefill"]
+        assert (stats.scaling["prefill"].grown, stats.scaling["prefill"].shrunk) == (1, 0)
+    finally:
+        engine.close()
+
+
 def test_a_replica_of_stages_changes_its_role_as_a_whole(tmp_path: Path) -> None:
     reference = write_prepared(served("llama"), tmp_path)
     prompts = [[3 + number for number in range(count)] for count in (9, 57, 30)]

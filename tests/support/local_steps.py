@@ -103,12 +103,20 @@ def plans(seed: int, steps: int, most: int, longest: int, heads: int) -> Iterato
             del at[sequence]
 
 
-def check_steps(recorded: LocalWorker, usual: LocalWorker, seed: int, steps: int, most: int, longest: int) -> None:
+def check_steps(
+    recorded: LocalWorker,
+    usual: LocalWorker,
+    seed: int,
+    steps: int,
+    most: int,
+    longest: int,
+    tolerance: float = 1e-5,
+) -> None:
     """Compare the logits of a worker that records whole steps with those of one that does not, step by step."""
     decoded = 0
     for plan in plans(seed, steps, most, longest, recorded.store.shards.heads):
         wanted, found = usual.run(plan), recorded.run(plan)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
         decoded += not plan.chunks
     assert usual.whole == 0
     assert recorded.whole >= decoded > steps // 4

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import httpx
 
-from lamina.control.logprobs import pack
+from lamina.control.packed_logprobs import pack
 from lamina.control.timeline import Span
 from lamina.core.errors import EngineDeadError, LogitsError, OverloadedError, RequestError
 from lamina.core.types import Client, FinishReason, Logprob, Request, SamplingParams
