@@ -54,11 +54,11 @@ CREDITOR_LOAD = 0.5
 
 
 def debtor_and_creditor(model: CostModel, short: int, points: int = 60) -> list[Pair]:
-    """Equations 5 to 7 of the paper on two devices that each hold the weights.
+    """Evaluate equations 5 to 7 of the paper on two devices that each hold the weights.
 
-    The debtor holds one long request that fills its slots; what it moves makes room for requests of ``short`` tokens,
-    always enough of them waiting. The creditor attends to what it holds of the long one, and gives up own requests
-    when it has no other room.
+    The debtor has one long request that fills its slots. Moving its tokens to the creditor frees slots for requests of
+    ``short`` tokens, of which enough wait. The creditor attends to the moved tokens, and runs fewer requests of its own
+    once its slots are full.
     """
     layers = model.shape.layers
     slots = int((model.usable_bytes - model.shape.weight_bytes) / model.shape.kv_bytes_per_token)

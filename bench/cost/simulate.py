@@ -1,4 +1,4 @@
-"""How fast `lamina simulate` is, and what the engine's decisions cost as the cluster grows. CPU seconds of one core.
+"""Measures `lamina simulate`, and the engine's decisions as the cluster grows, in CPU seconds of one core.
 
 The load is ``LOAD`` times the saturation throughput, which is measured first by overloading one cluster.
 

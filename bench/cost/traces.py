@@ -72,7 +72,7 @@ def reasoning(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
 
 
 def bursts(count: int, rate: float, seed: int = 0) -> list[TracedRequest]:
-    """The same, with long contexts at the same rate besides, in the first ``BURST_S`` of every period."""
+    """Return ``reasoning`` requests, plus long contexts at the same rate in the first ``BURST_S`` of every period."""
     short = reasoning(count, rate, seed)
     long = [
         TracedRequest(one.arrival_s, BURST_CONTEXT, one.output)

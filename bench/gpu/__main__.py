@@ -102,7 +102,7 @@ GROUPED = {
 def attend_programs(
     title: str, spec: AttentionSpec, element: KvElement, capability: int
 ) -> Iterator[tuple[str, Program]]:
-    """Decode with appending, and prompt chunks, as a device that nobody measured runs them."""
+    """Yield the kernels of decode steps and prompt chunks, with the tilings of a device without measurements."""
     query, group = QUERY.get(element, np.uint16), spec.query_heads // spec.kv_heads
     for prompt in (False, True):
         block_m = prompt_tile(element) if prompt else decode_tile(spec)[0]
@@ -188,7 +188,7 @@ def compiled(args: argparse.Namespace) -> None:
 
 
 def require_card(index: int) -> str:
-    """The GPU's name. Ends the program, saying what is missing, if there is no such GPU."""
+    """Return the GPU's name. Exits with a message if there is no such GPU."""
     try:
         return require(index, find()).name
     except ConfigError as error:

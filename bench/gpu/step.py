@@ -92,9 +92,9 @@ class Gpu:
 
 
 class Step:
-    """One decode step of sequences of these lengths; slabs full of random values, of as many layers as overflow caches.
+    """One decode step of sequences of given lengths, with slabs of random values.
 
-    Layers after one another read different memory, as a model's do: nothing is left in a cache from the one before.
+    There are so many layers that they exceed all caches: as in a model, a layer finds nothing of the last one cached.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""A memory worker on a GPU, whose messages the GPU or the host waits for.
+"""Measures a memory worker on a GPU, with the GPU or the host polling for messages.
 
     python -m bench.gpu.worker [--device cuda:0] [--layers 16] [--steps 20] [--batches 1 16 64] [--tokens 1024]
 
-The worker is a process of its own. This one plays the compute worker on the same host: it sends each layer's request
-over shared memory, and the next one as soon as the answer is here. ``trip_us`` is the median time from a request to its
-answer, of one layer of a Llama-3-8B. ``--device emulated`` runs the same without a GPU, where times say nothing.
+The worker is a separate process. This process plays the compute worker on the same host: it sends each layer's request
+over shared memory, and the next request as soon as the reply has arrived. ``trip_us`` is the median time from a request
+to its reply, for one layer of a Llama-3-8B. ``--device emulated`` runs without a GPU; its times mean nothing.
 """
 
 import argparse

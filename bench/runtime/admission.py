@@ -1,10 +1,10 @@
-"""What it costs the others that clients ask for more tokens than they use.
+"""Measures what it costs other requests if clients set a higher ``max_tokens`` than they use.
 
     python -m bench.runtime.admission --trace FILE [--simulated 4000] [--rounds 3] [--json FILE]
 
-The same requests are served several times: their clients ask for exactly the tokens that they use, for 1,024, for 4,096
-and, on the runtime, for the rest of the context, as chats without a limit do. Requests hold the KV that they have, so
-all should serve the same tokens per second: target 0.97 of the first.
+The same requests are served several times: with a ``max_tokens`` of exactly the tokens that they use, of 1,024, of
+4,096 and, on the runtime, of the rest of the context, as for chats without a limit. KV is not reserved for tokens that
+may come, so all variants should serve the same tokens per second: target 0.97 of the first.
 
 Simulated: lengths and arrivals of a trace (an Azure CSV or Mooncake .jsonl) on Llama-2-13B, a100:2 and rtx3090:6.
 Measured: lengths of the same trace divided by 16, on the bundled model with one compute and two memory workers, which
@@ -47,9 +47,9 @@ TIMEOUT_S = 400
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one run: output tokens per second and per step, median time to the first token, and preemptions.
+    """One run: output tokens per second and per step, median time to first token, and preemptions.
 
-    Steps do not depend on what else the machine does.
+    Tokens per step do not depend on the machine's load.
     """
 
     tokens_s: float

@@ -1,4 +1,4 @@
-"""A burst of long contexts: a pool that grows by memory workers, by a whole replica, or not at all.
+"""Measures a burst of long contexts on a pool that grows by memory workers, by a whole replica, or not at all.
 
     python -m bench.runtime.burst [--model 60m] [--rounds 3] [--json FILE] [--picture FILE.svg]
 
@@ -10,12 +10,12 @@ their KV slots hold. Three systems serve the same requests:
   replicas  starts a second engine with as many workers of its own once contexts have waited for as long, and sends it
             those that still wait. It loads weights.
 
-Printed of each: the time between tokens of the short requests and of all, the time to first token of the contexts, how
-long the burst takes, and worker-seconds, which count from the request for a worker. All workers share this machine's
-cores, so more of them add slots and no bandwidth.
+Printed for each: the time between tokens of the short requests and of all requests, the time to first token of the
+contexts, the duration of the burst, and worker-seconds, counted from the request for a worker. All workers share this
+machine's cores, so more workers add slots and no bandwidth.
 
-In a run of its own, a memory worker is added to a cluster that is idle: the time from the request to the first token
-from KV on it, in parts (target 1 s). ``--picture`` draws both.
+In a separate run, a memory worker is added to an idle cluster: the time from the request to the first token from KV on
+it, in parts (target 1 s). ``--picture`` draws both.
 """
 
 import argparse
@@ -57,7 +57,7 @@ POLL_S = 0.002
 
 @dataclasses.dataclass
 class Stream:
-    """One request: when it was sent, and when its tokens came."""
+    """One request, with the times of its submission and its tokens."""
 
     name: str
     prompt: list[int]
@@ -75,7 +75,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """Of one run of a system, in seconds."""
+    """One run of a system, in seconds."""
 
     system: str
     short_p99: float
@@ -91,8 +91,8 @@ class Figures:
 
 
 class System:
-    """Engines behind one queue. Requests go to the engine that has room for them, in order of arrival; with one engine,
-    all go there at once."""
+    """Engines behind one queue. A request goes to the first engine with enough free slots, in order of arrival; with
+    one engine, at once."""
 
     def __init__(self, config: EngineConfig, replicates: bool) -> None:
         self._config, self._replicates = config, replicates
@@ -255,8 +255,7 @@ PARTS = ("starts, imports, makes its slab", "links to the others, enters", "firs
 
 
 def join(config: EngineConfig) -> tuple[float, list[float]]:
-    """Of a memory worker that is requested while nothing else runs: seconds of CPU time until it has entered, and
-    seconds that each of ``PARTS`` takes."""
+    """Add a memory worker to an idle cluster; return the CPU seconds until it has joined, and seconds of ``PARTS``."""
     workers = LocalWorkers()
     engine = launch(config, workers=workers)
     try:

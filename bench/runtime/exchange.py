@@ -1,11 +1,11 @@
-"""Host time that one attention's exchange takes on a compute worker, as the numbers of rows and memory workers grow.
+"""Measures the host time of one attention's exchange on a compute worker, by numbers of rows and memory workers.
 
     python -m bench.runtime.exchange [--layers 80] [--rounds 5]
 
 The exchange, its messages, credits and waits are real. No payload is moved: the transport writes only headers, and the
-kernels and copies of the GPU do nothing. So the figures show for how long the host delays a GPU. Those for the CPU
-include moving bytes, since there the host gathers rows and merges partials. Shapes are those of Llama-3-70B in
-bfloat16. Memory workers answer between the measured sections.
+GPU's kernels and copies do nothing. So the figures show how long the host delays a GPU. Figures for the CPU include
+moving bytes, since the host gathers rows and merges partials there. Shapes are those of Llama-3-70B in bfloat16. Memory
+workers reply between the measured sections.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""How long a stream stands still while a megabyte of prompt comes in, against the same stream alone.
+"""Measures the longest pause of a stream while a megabyte of prompt arrives, against the same stream alone.
 
     python -m bench.runtime.intake [--megabytes 1]   # as text, chat and token ids; gaps in milliseconds
 
@@ -59,7 +59,7 @@ class Scripted:
             on_update(RequestUpdate(request, [word], reason is not None))
 
     def abort(self, request_id: str) -> None:
-        """Nothing runs that would have to end."""
+        """Do nothing: a scripted request ends by itself."""
 
     def stats(self) -> EngineStats:
         return EngineStats(

@@ -1,11 +1,11 @@
-"""Decode messages beside the attention of a long prompt chunk, cut and in one piece.
+"""Measures decode messages beside the attention of a long prompt chunk, with and without cuts.
 
     python -m bench.runtime.long_chunk [--prefix 16384] [--rows 512] [--chunks 3] [--threads 1] [--json FILE]
 
-Two memory workers, run in turn: one as it is, one that does not cut (which is how it was before there were cuts). A
-process plays the compute worker over shared memory: in one lane it asks for the attention of a chunk of ``rows`` rows
-over a prefix, one layer of a Llama-3-8B; in another it sends a decode message of 16 rows over 256 tokens each, again
-and again, a millisecond after the answer to the last. The chunk's time is also measured with nothing beside it.
+Two memory workers run in turn: an ordinary one, and one that does not cut attention. This process plays the compute
+worker over shared memory. In one lane it requests the attention of a chunk of ``rows`` rows over a prefix, one layer of
+a Llama-3-8B; in another lane it sends decode messages of 16 rows over 256 tokens each, a millisecond after the last
+reply. The chunk's time is also measured alone.
 """
 
 import argparse

@@ -1,14 +1,13 @@
-"""The time between tokens of running requests while a long prompt arrives: chunks of fixed sizes, and an SLO.
+"""Measures the time between tokens of running requests while a long prompt arrives: fixed chunks against an SLO.
 
     python -m bench.runtime.long_prompt [--model 60m] [--prompt 16000] [--running 8] [--context 512] [--rounds 3]
                                         [--simulated 131072] [--json FILE]
 
 The runtime, with dummy weights and default pools: requests decode alone for a while, then the long prompt arrives. A
-request that ends is replaced by one with the same prompt, which is cached: contexts stay as long as they are. The SLO
-is twice the 99th percentile of the time between tokens that they had alone with fixed chunks. Every variant runs in
-turn, ``--rounds`` times, in an engine of its own; figures are medians of the rounds. TTFT is that of the long prompt:
-what the others do not wait, it does. Then the same in the simulator, with a longer prompt: Llama-3-8B on h100:1 and
-h20:2.
+request that ends is replaced by a request with the same prompt, which is cached, so that contexts keep their lengths.
+The SLO is twice the 99th percentile of the time between tokens alone with fixed chunks. All variants run in turn,
+``--rounds`` times, in separate engines; figures are medians of the rounds. TTFT is that of the long prompt, which takes
+longer with an SLO. Then the same in the simulator, with a longer prompt: Llama-3-8B on h100:1 and h20:2.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What cached prefixes save, how many of them are found, and what looking for them costs.
+"""Measures the prefix cache: the time it saves, its hit rate, and its CPU time.
 
     python -m bench.runtime.prefix [--model 3m] [--chats 2] [--turns 3] [--threads 1] [--json FILE]
 
@@ -74,7 +74,7 @@ class Answer:
 
 
 class Oracle:
-    """Every sequence that was computed, forgotten never."""
+    """An unbounded prefix cache: remembers every computed sequence."""
 
     def __init__(self) -> None:
         self._known: list[array[int]] = []
@@ -88,7 +88,7 @@ class Oracle:
         return best
 
     def add(self, computed: list[int]) -> None:
-        """A sequence was computed; the KV of its last token was not."""
+        """Add a sequence; the KV of its last token was not computed."""
         self._known.append(array("i", computed[:-1]))
 
 

@@ -1,4 +1,4 @@
-"""Idle chats on disk: ten times as many as fit in memory, and the time to the first token when one continues.
+"""Measures idle chats on disk: ten times as many as fit in memory; time to first token when a chat continues.
 
     python -m bench.runtime.sessions [--agents] [--model 60m] [--folder .] [--tokens 2048] [--times 10] [--threads 1]
         [--json FILE]

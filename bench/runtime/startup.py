@@ -1,4 +1,4 @@
-"""How long the command line takes to answer and the bundled model to be ready, and where that time goes.
+"""Measures the start: `lamina --help`, the bundled model until it is ready, and the stages of a compute worker.
 
     python -m bench.runtime.startup [--rounds 3] [--json FILE]
 
@@ -34,7 +34,7 @@ FIRST = {
     "import transformers": "import transformers.modeling_utils",
     "import the compute worker": "import lamina.compute.worker",
     "split and lower": """
-from lamina.compute.preparation import prepare
+from lamina.compute.split_cache import prepare
 from lamina.compute.runner import SliceRunner
 from lamina.models import directory, tensors
 place = directory.find(None)
@@ -66,7 +66,7 @@ def help_seconds() -> float:
 
 
 def ready_seconds(cache: str) -> float:
-    """From the command to the moment a prompt could be given, with what earlier starts have left in ``cache``."""
+    """Return seconds from the command until a prompt could be given, with the cache folder ``cache``."""
     start = time.perf_counter()
     environment = os.environ | {"LAMINA_CACHE_DIR": cache}
     with subprocess.Popen([sys.executable, "-c", READY], stdout=subprocess.PIPE, env=environment) as process:

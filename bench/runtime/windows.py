@@ -1,4 +1,4 @@
-"""Memory that layers with a sliding window save by forgetting: token slots gained, and bytes in use.
+"""Measures the memory saved by layers with a sliding window, which drop older tokens: slots gained, bytes in use.
 
     python -m bench.runtime.windows [--tokens 2048] [--requests 8] [--json FILE]
 

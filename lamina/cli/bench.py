@@ -24,7 +24,7 @@ from lamina.core.errors import ConfigError, LaminaError, TransportError
 if TYPE_CHECKING:
     from lamina.cluster.bringup import Cluster
     from lamina.control.timeline import Span
-    from lamina.observe.decoding import Window
+    from lamina.observe.decode_timing import Window
     from lamina.observe.step_trace import Share
     from lamina.planning.profiling.transports import Near, Result
 
@@ -81,7 +81,7 @@ def bench(
         return
     options.check_model(config)
     from lamina.launch import launch
-    from lamina.observe.decoding import decode_batch, decode_window
+    from lamina.observe.decode_timing import decode_batch, decode_window
     from lamina.observe.progress import loading_progress, waiting
 
     config = replace(config, max_num_seqs=max(batch, config.max_num_seqs))

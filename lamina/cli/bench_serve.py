@@ -104,7 +104,7 @@ def _plan(
     seed: int,
     shape: tuple[int, int, int, float],
 ) -> "list[Conversation]":
-    """Return the conversations to send. ``shape``: turns, prompt, output and think time of those of no trace."""
+    """Return the conversations to send. ``shape``: turns, prompt, output and think time without a trace."""
     from lamina.cli.load import arrivals, conversations, of_trace
     from lamina.planning.plan.workload import read_trace
 

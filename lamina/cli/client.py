@@ -228,14 +228,14 @@ def scale(
     ] = None,
     url: Url = LOCAL_URL,
 ) -> None:
-    """Let workers join a running server, or leave it, while it answers requests.
+    """Add workers to a running server, or remove some, while it answers requests.
 
-    Returns once they have. A memory worker that leaves is emptied first: what it holds moves to others, or is computed
-    again. On a Ray cluster, Ray finds a place for those that join, for which its autoscaler may start nodes. The server
-    and this command need the same key in LAMINA_ADMIN_KEY.
+    Returns once all have joined or left. The KV of a memory worker that leaves moves to others first, or is computed
+    again. On a Ray cluster, Ray places the workers that join, for which its autoscaler may start nodes. The server and
+    this command need the same key in LAMINA_ADMIN_KEY.
 
-    Of --prefill and --compute, one that grows takes workers from one that shrinks, which keep their weights: with
-    --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
+    If one of the pools prefill and compute grows and the other shrinks, workers change pools and keep their weights:
+    with --prefill +1 --compute -1, a replica that decodes runs prompts from the next step on.
     """
     from lamina.cli.console import print_text
     from lamina.observe.progress import waiting

@@ -73,7 +73,7 @@ def application(role: Role, kind: str, name: str = "") -> Apply:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where the worker runs.
+    """Device, addresses and cores of the worker.
 
     Attributes:
         device: "cpu", "cuda:INDEX", or "emulated".

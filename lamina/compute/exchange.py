@@ -45,7 +45,7 @@ class RemoteShare:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """True if the request is sent in one piece."""
+        """Whether the request is sent in one piece."""
         return len(self.pieces) == 1 and not self.rows.pulled
 
 

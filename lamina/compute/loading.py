@@ -8,7 +8,7 @@ import torch
 
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.model_files import Tell, locate
-from lamina.compute.preparation import Prepared, prepare
+from lamina.compute.split_cache import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, LoadProgress, ModelLoaded
 from lamina.control.sockets import ControlClient
@@ -49,7 +49,7 @@ def load(control: ControlClient, setup: ComputeSetup, device: Device, ranks: Sum
     place = _find_model(control, setup, tell)
     prepared = prepare(place, setup.dtype, lambda: tell("splitting", 0, 1), device.target, ranks.rank)
     tell("splitting", 1, 1)
-    shards = HeadShards.over(prepared.lowered.whole, setup.head_workers, setup.ranks)
+    shards = HeadShards.for_model(prepared.lowered.whole, setup.head_workers, setup.ranks)
     starts = divide(_slice_weights(prepared), setup.stages)
     stops = *starts[1:], len(prepared.lowered.parts)
     part = prepared.lowered.stage(range(starts[setup.stage], stops[setup.stage]))

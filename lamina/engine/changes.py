@@ -25,7 +25,7 @@ LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arr
 
 
 class JoinStage(enum.Enum):
-    """How far a joiner is. One joiner at a time is linked, and enters before the next one is linked."""
+    """Progress of a joiner. One joiner at a time is linked; it becomes a member before the next one is linked."""
 
     PREPARING = enum.auto()
     PREPARED = enum.auto()
@@ -40,9 +40,13 @@ class Joiner:
     Attributes:
         names: The workers, in their order within the replica.
         on_failed: Called with the reason, and whether another attempt may succeed, if they do not enter.
-        conversation: In progress, with the ``answers`` so far to what it has ``asked`` for by ``deadline``.
-        members: The workers as members, once they have been prepared.
-        exited_at: When a process of theirs was seen to have ended.
+        conversation: The exchange of messages that prepares or links them.
+        stage: Their progress.
+        asked: Messages that the conversation waits for.
+        answers: Messages of ``asked`` that have arrived, by worker.
+        deadline: Monotonic time by which all must have arrived.
+        members: The future members, once the workers have been prepared.
+        exited_at: When one of their processes was seen to have ended.
     """
 
     names: tuple[str, ...]
@@ -89,7 +93,7 @@ class Joins:
         return {name: joiner.stage.name.lower() for joiner in list(self._joiners) for name in joiner.names}
 
     def count(self, pool: Pool) -> int:
-        """Return how many workers of a pool are about to enter."""
+        """Return how many workers of a pool are joining."""
         return sum(len(joiner.names) for joiner in self._joiners if joiner.pool == pool)
 
     def start(
@@ -216,7 +220,7 @@ class Joins:
         return current if current is not None and current.stage is JoinStage.LINKED else None
 
     def entered(self, joiner: Joiner) -> None:
-        """Note that the workers of ``joiner`` have become members."""
+        """Record that the workers of ``joiner`` have become members."""
         self._joiners.remove(joiner)
         log.info("%s: joined %.2f s after the start", joiner, time.monotonic() - joiner.started_at)
 

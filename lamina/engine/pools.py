@@ -149,7 +149,7 @@ class Pools:
                 self._start(pool, (kinds[pool],), resize)
 
     def _require_roles(self, change: PoolChange) -> None:
-        """Raises ConfigError if prompts cannot be kept apart from decoding here."""
+        """Raise ConfigError if this cluster cannot have a prefill pool."""
         pipeline, limits, config = self._pipeline, self._fabric.plan.limits, self._fabric.plan.config
         if change.count % pipeline.workers:
             raise ConfigError(
@@ -174,7 +174,7 @@ class Pools:
             )
 
     def _turners(self, changes: Mapping[Pool, PoolChange], leavers: Mapping[Pool, Sequence[str]]) -> dict[str, Pool]:
-        """Return the workers that change their role instead of leaving, with the pool that gains them."""
+        """Return the workers that change pools instead of leaving, with their new pool."""
         for grown, shrunk in (COMPUTE_POOLS, COMPUTE_POOLS[::-1]):
             growth = changes.get(grown)
             if growth is not None and growth.count > 0 and shrunk in leavers:
@@ -272,7 +272,7 @@ class Pools:
     # -- losses
 
     def may_replace(self, role: Role) -> bool:
-        """Return whether lost workers of this role are ever replaced."""
+        """Return whether lost workers of a role are replaced."""
         return self._restarts[role].most > 0 or self._fabric.plan.is_open
 
     def grows(self, role: Role) -> bool:
@@ -332,7 +332,7 @@ class Pools:
             self._due.append((at, pool, kinds))
 
     def _start_offered(self, role: Role, kind: str) -> None:
-        """Start a worker of another machine that has offered itself, once enough have for a whole replica."""
+        """Start workers of other machines that want to join, once there are enough for a whole replica."""
         if role == "memory":
             self._start(role, (kind,), None)
             return
@@ -344,7 +344,7 @@ class Pools:
             self._start(pool, kinds, None)
 
     def _await(self, pool: Pool, kinds: Kinds) -> None:
-        """Remember the kinds of a replica that starts once enough workers of other machines have offered themselves."""
+        """Record the kinds of a replica to start once enough workers of other machines want to join."""
         if pool != "memory":
             self._vacant.append((pool, kinds))
 

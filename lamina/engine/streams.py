@@ -11,7 +11,7 @@ from lamina.core.errors import EngineDeadError, OverloadedError
 from lamina.core.types import Client, SamplingParams
 from lamina.engine.stats import EngineStats
 from lamina.engine.updates import OnUpdate, RequestUpdate
-from lamina.text.defaults import Defaults
+from lamina.models.directory import Defaults
 from lamina.text.prompts import Prompt
 from lamina.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class Runtime(Protocol):
         ...
 
     def timeline(self) -> dict[str, list[Span]]:
-        """What workers did of late, by name; see ``engine.Engine.timeline``. May wait: not for event loops."""
+        """Return workers' recent spans by name; see ``engine.Engine.timeline``. May block."""
         ...
 
     def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> Future[list[str]]:

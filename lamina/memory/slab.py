@@ -43,7 +43,7 @@ class _PageTable:
 
 
 class Slab(Generic[Key]):
-    """Which slots each segment owns, with a last-in-first-out free list and reference counts.
+    """Allocates slots to segments, with a last-in-first-out free list and reference counts.
 
     Not thread-safe: one thread owns it. An operation that raises has changed nothing.
     """

@@ -46,7 +46,7 @@ class Fence:
         self._links.disconnect_for_good(error.peer)
         self._stop(error)
 
-    def miss(self, peer: str) -> None:
+    def on_newcomer_lost(self, peer: str) -> None:
         """Report to the engine that a new member was lost before it was linked. Steps stop until the epoch ends."""
         self._stop(PeerLostError(peer, "it was lost while it joined"))
 
@@ -56,6 +56,8 @@ class Fence:
 
     def begin_epoch(self, topology: Topology) -> None:
         """Begin the epoch of ``topology`` and ring all peers. The caller has dropped its steps in flight."""
+        if topology.epoch.incarnation > self.epoch.incarnation:  # another engine, which has ended all other processes
+            self._links.remove_leavers()
         self.epoch, self._lost = topology.epoch, False
         self._links.apply_topology(topology)
         self._missing = list(self._links.peers)

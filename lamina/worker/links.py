@@ -317,7 +317,6 @@ class Links:
         return sorted(self._members)
 
     def has(self, name: str) -> bool:
-        """True if there is a link to this peer."""
         return name in self._links
 
     def apply_topology(self, topology: Topology) -> None:
@@ -340,6 +339,10 @@ class Links:
             self._left.discard(name)
             if name in self._leases:
                 self.end_lease(name)
+
+    def remove_leavers(self) -> None:
+        """End the leases of all peers that have left: their processes have ended."""
+        self.remove_peers(list(self._left))
 
     def disconnect_for_good(self, name: str) -> None:
         """End the link to a peer, if there is one, so that nothing more of the peer arrives."""

@@ -53,6 +53,7 @@ def main(arguments: Sequence[str]) -> int:
             totals[place] += figure
     minutes = (time.perf_counter() - begun) / 60
     steps, requests, faults, seconds = totals
+    print(f"in all: {steps} steps, {requests} requests, {faults} faults")
     print(
         f"{seconds:.0f} s simulated in {60 * minutes:.1f} s; per minute of wall time: {steps / minutes:.0f} steps, "
         f"{requests / minutes:.0f} requests, {faults / minutes:.0f} faults"

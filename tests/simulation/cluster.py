@@ -272,8 +272,9 @@ class Simulation:
             while self.is_down:
                 try:
                     start()
-                except LaminaError as error:
+                except (LaminaError, OSError) as error:
                     self.world.tell(f"all workers start again: {error}")
+                    self.world.block(RESTART_S)
                     if self.calm and start == self._launch:
                         raise
                     self.processes.start_again()

@@ -18,6 +18,7 @@ from lamina.core.errors import DeadlineError, UnreachableError
 from lamina.core.topology import Role, Topology
 from lamina.dataplane.transport_choice import Transport
 from lamina.memory import worker as memory
+from lamina.worker.fence import Fence
 from lamina.worker.links import Member
 from lamina.worker.process import Worker, serve
 from tests.simulation.model import load
@@ -63,9 +64,12 @@ class Process:
         return self.worker
 
     def _open(self, member: Member, transport: Transport, tls: bool) -> SimulatedEndpoint:
-        endpoint = SimulatedEndpoint(member.name, self._network, self.task)
+        endpoint = SimulatedEndpoint(member.name, self._network, self.task, self._fence)
         self.endpoints.append(endpoint)
         return endpoint
+
+    def _fence(self) -> Fence | None:
+        return None if self.worker is None else self.worker._fence
 
     def _spend(self, rows: int) -> None:
         self._world.block(SLICE_S * (1 + rows / 100))
@@ -225,7 +229,7 @@ class SimulatedServer(ControlServer):
             self.wake()
             self._woken = False
         else:
-            self.liveness.heard(worker)
+            self.liveness.on_message(worker)
 
     @override
     def receive(self, timeout_s: float) -> Iterator[tuple[str, ToEngine]]:
@@ -239,7 +243,7 @@ class SimulatedServer(ControlServer):
         while self._inbox:
             worker, payload = self._inbox.popleft()
             if worker in self._members or worker in self._joining:
-                self.liveness.heard(worker)
+                self.liveness.on_message(worker)
                 yield worker, decode(worker, payload)
 
     @override

@@ -1,6 +1,6 @@
 """What goes wrong in a simulated run, and the end of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,19 @@ if TYPE_CHECKING:
     from tests.simulation.cluster import Simulation
 
 LAG_S = 0.02  # by how much a slow worker is late at most, whenever it wakes up
+CHANGES: Sequence[Mapping[str, int]] = [
+    {"compute": 1},
+    {"memory": 1},
+    {"memory": 1},
+    {"compute": 1, "memory": 1},
+    {"compute": 1, "memory": -1},
+    {"compute": -1, "memory": 1},
+    {"compute": -1},
+    {"memory": -1},
+    {"memory": -1},
+    {"compute": -1, "memory": -1},
+]
+"""Changes of the sizes of pools."""
 
 
 class Faults:
@@ -109,27 +122,20 @@ class Faults:
             self._tell("kill the engine")
             run.kill_engine()
 
-    def _join(self, fault: Fault) -> None:
-        self._scale(fault, 1)
-
-    def _leave(self, fault: Fault) -> None:
-        self._scale(fault, -1)
-
-    def _scale(self, fault: Fault, count: int) -> None:
+    def _scale(self, fault: Fault) -> None:
         run = self._run
         assert run.engine is not None
         if run.is_down:
             return
-        role = "compute" if fault.choice < 0.4 else "memory"
-        self._tell(f"scale {role} by {count:+d}")
+        changes = CHANGES[int(fault.choice * len(CHANGES))]
+        told = ", ".join(f"{role} {count:+d}" for role, count in changes.items())
+        self._tell(f"scale {told}")
         try:
-            future = run.engine.scale(**{role: count})
+            future = run.engine.scale(**changes)
         except LaminaError as error:
             run.world.tell(f"scale: {error}")
             return
-        future.add_done_callback(
-            lambda done: run.world.tell(f"scaled {role} {count:+d}: {done.exception() or done.result()}")
-        )
+        future.add_done_callback(lambda done: run.world.tell(f"scaled {told}: {done.exception() or done.result()}"))
 
     def heal(self) -> None:
         """End all faults that last."""

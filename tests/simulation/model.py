@@ -10,6 +10,7 @@ layer changes the state, and by it all later tokens.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -106,6 +107,9 @@ class HashRunner(NativeRunner):
     def padded(self, rows: int) -> int:
         return padded(rows)
 
+    def recorded_steps(self, memory: Any) -> None:
+        """Nothing is recorded."""
+
     def run(
         self,
         index: int,
@@ -153,7 +157,7 @@ def load(
     context = runner.padded(setup.rows) * context_nbytes_per_token(runner.attentions, runner.contexts)
     starts = tuple(stage * (LAYERS + 1) // setup.stages for stage in range(setup.stages))
     control.send(ModelLoaded(list(ATTENTIONS), DType.FLOAT32, 1, VOCABULARY, context, "hash", starts))
-    return runner, HeadShards.over(ATTENTIONS, setup.head_workers, setup.ranks)
+    return runner, HeadShards.for_model(ATTENTIONS, setup.head_workers, setup.ranks)
 
 
 def expected(prompt: Sequence[int], params: SamplingParams, seed: int, completion: int) -> list[int]:

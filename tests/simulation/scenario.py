@@ -5,7 +5,7 @@ needs many faults of one kind in a row, or none of another, does not come up whe
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -30,14 +30,14 @@ class Layout:
         memories: Number of memory workers.
         local: Whether compute workers hold KV.
         config: Settings of the engine.
-        jitter: By how much messages are delayed, as ``Network.jitter``.
+        jitter: How much longer messages take than on a quiet network, by plane, as ``Network.jitter``.
     """
 
     computes: int
     memories: int
     local: bool
     config: EngineConfig
-    jitter: float
+    jitter: Mapping[str, float]
 
 
 def layout(seed: int) -> Layout:
@@ -56,7 +56,7 @@ def layout(seed: int) -> Layout:
 def _layout(chance: random.Random) -> Layout:
     """Return a cluster, which the runtime may refuse."""
     ranks, stages = chance.choice([1, 1, 1, 1, 1, 2]), chance.choice([1, 1, 1, 1, 1, 2, LAYERS])
-    replicas, prefill = chance.choice([1, 1, 2, 3]), chance.choice([0, 0, 0, 0, 1])
+    replicas, prefill = chance.choice([1, 1, 2, 3]), chance.choice([0, 0, 0, 1])
     memories, local = chance.choice([1, 2, 2, 3]), chance.random() < 0.3
     if local:
         memories -= 1
@@ -79,7 +79,7 @@ def _layout(chance: random.Random) -> Layout:
         kv_overcommit=3.0 if spills else 1.0,
         kv_spill_dir="disk" if spills else None,
         max_num_seqs=sequences,
-        max_num_batched_tokens=chance.choice([16, 32, 64]),
+        max_num_batched_tokens=chance.choice([sequences, 16, 32, 64]),
         max_model_len=LONGEST,
         partition=partition,
         lanes=units * chance.choice([1, 1, 2]) + chance.choice([0, 0, 1]),
@@ -93,7 +93,8 @@ def _layout(chance: random.Random) -> Layout:
         max_restarts=1000,
         generation_config="none",
     )
-    return Layout(computes, memories, local, config, chance.choice([1.0, 1.0, 20.0, 400.0]))
+    jitter = {plane: chance.choice([1.0, 1.0, 20.0, 400.0]) for plane in ("control", "data", "fetch")}
+    return Layout(computes, memories, local, config, jitter)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Load:
         self._completions = _some(chance, [1, 2, 3, 4])
         self._longest = _some(chance, [1, 2, 5, 20, 60])
         self._prompts = _some(chance, [1, 5, 20, 60])
-        self._stops = chance.choice([1, 1, 8, 60])
+        self._stops = chance.choice([1, 8, 60])
         self._aborts = chance.choice([0.0, 0.1, 0.5])
         self._cuts = chance.choice([0.0, 0.0, 0.2])
         self._shared = chance.choice([0.0, 0.5, 0.9])
@@ -181,8 +182,7 @@ KINDS: dict[str, float] = {
     "block": 1.0,
     "part": 1.0,
     "slow": 1.0,
-    "join": 1.0,
-    "leave": 1.0,
+    "scale": 3.0,
     "pause": 1.0,
     "refuse": 0.5,
     "restart": 0.5,

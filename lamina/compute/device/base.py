@@ -58,7 +58,7 @@ class Sums(Protocol):
 
 
 class Device(Mapper, Protocol):
-    """What a compute worker runs on. One thread owns it.
+    """Loads weights and runs slices on a CPU or GPU. One thread owns it.
 
     Attributes:
         target: Target that slices are lowered for.

@@ -22,7 +22,7 @@ Record = Callable[[Main], Replay]
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a recorded slice takes."""
+    """Measured seconds of a recorded slice, plain and fused."""
 
     plain: float
     fused: float
@@ -33,7 +33,7 @@ class Fusion:
 
     def __init__(self, kit: Kit) -> None:
         self._kit = kit
-        self._path = tuning_cache.place("slices", kit.name, f"torch-{torch.__version__}")
+        self._path = tuning_cache.file_for("slices", kit.name, f"torch-{torch.__version__}")
         self._known = tuning_cache.load(self._path, dict[str, Seconds]) or {}
         self._fused: dict[Main, Main | None] = {}
         self._failed = set[Main]()

@@ -208,7 +208,7 @@ def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
 
 
 def _store_plan(plan: WeightPlan) -> _Weights | None:
-    """None if transformers' code converts some tensors."""
+    """Return the plan in storable form; None if transformers' code converts some tensors."""
     if any(recipe.convert is not None for recipe in plan.recipes.values()):
         return None
     expected = {name: _Tensor(tuple(like.shape), like.dtype) for name, like in plan.expected.items()}
