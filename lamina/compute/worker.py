@@ -257,7 +257,7 @@ class ComputeWorker(WorkerLoop):
         peers = [member.name for member in topology.members if member.name != own]
         for member in topology.members:
             if member.role == "memory" and not self._links.has(member.name):
-                self._fence.miss(member.name)
+                self._fence.on_newcomer_lost(member.name)
         known = {*self._mail.channels, *topology.ranks_of(own)}
         new = [name for name in peers if name not in known and self._links.has(name)]
         joined = {name: self._links.channel(name) for name in new}
@@ -396,7 +396,7 @@ class ComputeWorker(WorkerLoop):
             self._sequences.pop(sequence, None)
             self._drawn.pop(sequence, None)
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         """Apply the plan's deltas and prepare its step. Raises PlacementError, having changed nothing."""
         check_placements(plan, self._shards)
         share = None if self._memory is None else self._memory.apply_plan(plan)

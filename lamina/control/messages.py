@@ -134,11 +134,7 @@ class Grant(msgspec.Struct, tag=True, frozen=True):
 
 
 class LinkWay(msgspec.Struct, array_like=True, frozen=True):
-    """How a worker reaches a peer.
-
-    Attributes:
-        lease: the part of the peer's arena that the worker may write into.
-    """
+    """How a worker reaches a peer. ``lease``: the part of the peer's arena that the worker may write into."""
 
     transport: Transport
     descriptor: bytes
@@ -317,11 +313,7 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Granted(msgspec.Struct, tag=True, frozen=True):
-    """Worker to engine: the leases, by peer.
-
-    Attributes:
-        obstacle: why there are no leases; empty if there are.
-    """
+    """Worker to engine: the leases, by peer. ``obstacle``: why there are no leases; empty if there are."""
 
     leases: dict[str, Lease]
     obstacle: str = ""
@@ -342,11 +334,7 @@ class Connected(msgspec.Struct, tag=True, frozen=True):
 
 
 class Draw(msgspec.Struct, array_like=True, frozen=True):
-    """The token drawn for one sequence.
-
-    Attributes:
-        logprobs: packed by ``control.logprobs``; empty if none are wanted.
-    """
+    """The token drawn for one sequence. ``logprobs``: packed by ``packed_logprobs``; empty if none are wanted."""
 
     sequence: int
     token: int

@@ -52,7 +52,6 @@ class KvElement(enum.Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether rows have scales."""
         return self in (KvElement.INT8, KvElement.FP8)
 
     def row_nbytes(self, size: int) -> int:
@@ -94,7 +93,7 @@ Polling = Literal["auto", "device", "host"]
 """Setting of who polls for messages to a memory worker on a GPU: the GPU itself, or the host."""
 
 Balance = Literal["auto", "off", "bandwidth", "throughput", "ledger"]
-"""Setting of the policy of ``lamina.kv.policies`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
+"""Setting of the policy of ``lamina.kv.balancing`` that moves KV; "off": none; "auto": see ``policy_for`` there."""
 
 MOST_MINI_BATCHES = 15
 

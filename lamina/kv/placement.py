@@ -298,7 +298,7 @@ class Placement:
                 best, most = other, spare
         return best
 
-    def go_on(self, worker: str, other: str) -> None:
+    def continue_on(self, worker: str, other: str) -> None:
         """Record that a sequence now grows on ``other`` instead of ``worker``."""
         self.sequences[worker] -= 1
         self.sequences[other] += 1
@@ -350,7 +350,6 @@ class Placement:
         return self.reserved[worker] + self.idle[worker] - self.capacities[worker]
 
     def add_idle(self, worker: str, tokens: int) -> None:
-        """Change the idle slots of a worker by ``tokens``."""
         self.idle[worker] += tokens
         self._note_crowded(worker)
 
@@ -363,7 +362,6 @@ class Placement:
         self.idle[worker] = tokens
 
     def set_speeds(self, token_s: Mapping[str, float]) -> None:
-        """Set ``Placement.token_s``."""
         self.token_s = token_s
 
     def promise(self, tokens: int) -> None:
@@ -401,8 +399,7 @@ class Placement:
         """Count ``tokens`` of a worker as ``returning``; ``free_slots`` releases them."""
         self.returning[worker] += tokens
 
-    def keep(self, worker: str, tokens: int) -> None:
-        """Undo ``will_release``."""
+    def undo_release(self, worker: str, tokens: int) -> None:
         self.returning[worker] -= tokens
 
     def free_slots(self, worker: str, tokens: int) -> None:
@@ -428,12 +425,10 @@ class Placement:
 
     @property
     def _open(self) -> list[str]:
-        """Workers on which KV may be placed."""
         return [worker for worker in self.capacities if worker not in self.closed]
 
     @property
     def _workers(self) -> int:
-        """Number of memory workers on which KV may be placed."""
         return len(self._open)
 
     def by_room(self) -> dict[str, int]:

@@ -208,7 +208,6 @@ class LoweredModel:
 
     @property
     def slices(self) -> range:
-        """Numbers of the slices."""
         return range(self.first, self.first + len(self.parts))
 
     def needs(self, index: int) -> set[str]:

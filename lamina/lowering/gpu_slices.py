@@ -85,7 +85,7 @@ class PlacedSlice:
         return results
 
 
-def place(
+def place_slices(
     model: LoweredModel,
     tensors: Mapping[str, Weight],
     device: torch.device,

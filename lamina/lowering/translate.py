@@ -41,7 +41,7 @@ def translate(
     """
     translation = _Translation()
     try:
-        translation.take_in(graph, weights, hoisted, arrivals)
+        translation.add_inputs(graph, weights, hoisted, arrivals)
         for node in graph.nodes:
             if node.op in ("call_function", "call_method"):
                 translation.call(node)
@@ -72,7 +72,7 @@ class _Translation:
         self._steps: list[Step] = []
         self._values: dict[fx.Node, Any] = {}
 
-    def take_in(
+    def add_inputs(
         self,
         graph: fx.Graph,
         weights: Sequence[Tensor | PackedCodes | PackedExperts],

@@ -53,7 +53,7 @@ class WorkerLoop:
         """Do what is due, or wait for it briefly. Raises PeerLostError."""
         raise NotImplementedError
 
-    def _take_in(self, plan: StepPlan) -> None:
+    def _apply_plan(self, plan: StepPlan) -> None:
         """Apply a plan's deltas and prepare its step."""
         raise NotImplementedError
 
@@ -74,7 +74,7 @@ class WorkerLoop:
             self._running = False
         elif isinstance(message, Step):
             if message.epoch >= self._fence.epoch:
-                self._take_in(message.plan)
+                self._apply_plan(message.plan)
         elif isinstance(message, EndEpoch):
             self._end_epoch(message)
         elif isinstance(message, Change):

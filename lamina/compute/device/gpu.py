@@ -25,7 +25,7 @@ from lamina.compute.rows import Rows
 from lamina.core.types import AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
-from lamina.lowering.gpu_slices import Main, PlacedSlice, place
+from lamina.lowering.gpu_slices import Main, PlacedSlice, place_slices
 from lamina.lowering.weight_forms import PlacedForm
 from lamina.models.quantisation.codes import Weight, plain
 from lamina.splitter import SliceOutput
@@ -125,7 +125,9 @@ class GpuRunner(GpuCarrier):
             None if name is None else plain(tensors[name]).float().cpu().numpy() for name in model.sinks
         ]
         self.slices = model.slices
-        self._slices = dict(zip(model.slices, place(model, tensors, kit.place, reduce, kit.grouped), strict=True))
+        self._slices = dict(
+            zip(model.slices, place_slices(model, tensors, kit.place, reduce, kit.grouped), strict=True)
+        )
         self._prepared: dict[tuple[object, int], tuple[Tensor, ...]] = {}
         self._held: dict[tuple[object, int], Rows] = {}  # by kind of value: the step whose values are in fixed memory
         self._recorded: dict[tuple[int, int], _Recorded] = {}

@@ -93,7 +93,6 @@ class ExpertCodes:
         return ExpertCodes(tuple(self.each[expert].shard(of_each) for expert in here.tolist()))
 
     def replace_tensors(self, change: Callable[[Tensor], Tensor]) -> "ExpertCodes":
-        """Return a copy with ``change`` applied to each tensor."""
         return ExpertCodes(tuple(one.replace_tensors(change) for one in self.each))
 
 
@@ -121,7 +120,6 @@ class StackedCodes:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All tensors."""
         return self.values, self.scales, self.zeros, self.order
 
     @classmethod
@@ -343,7 +341,6 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read_codes(packed: Packed, read: Read) -> Codes:
-    """Read the codes of a weight from a checkpoint."""
     outputs, inputs = packed.shape
     turned = packed.layout in (Layout.GPTQ, Layout.AWQ)
     values, zeros = _LAYOUTS[packed.layout](packed, read)
