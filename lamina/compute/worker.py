@@ -26,10 +26,12 @@ from lamina.compute.sampler import Row, sample
 from lamina.compute.step import Replica, StepRun
 from lamina.control.messages import (
     REPORT_S,
+    Computed,
     ComputeSetup,
     Connect,
     Connected,
     EndEpoch,
+    Recalled,
     StepDone,
     Working,
 )
@@ -108,22 +110,22 @@ class Lane:
     """The unfinished steps of one lane on this worker, with times of the first step.
 
     Attributes:
-        number: Number of the lane.
-        workspace: Memory of the latest step, reused by a next step with as many rows; has no rows in an empty lane.
-        steps: Unfinished steps, oldest first.
-        follows: Whether the lane has had a step in this epoch.
-        since: When the lane began to wait for its next messages.
-        reported: When progress of the lane was last reported to the engine.
-        busy_s: Seconds in slices of the first step.
-        watched: Number of slices that this worker had run when it last found a message of the lane missing.
-        waited_s: Seconds that slices of the first step waited for messages, as far as measured.
-        waits: Number of waits in ``waited_s``.
+        workspace: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
+            empty.
+        follows: it has had a step in this epoch.
+        completed: the last step of this epoch whose last slice has run here.
+        since: when the lane began to wait for its next messages.
+        reported: when the engine was last told that the lane makes progress.
+        busy_s: in slices of the first step.
+        watched: how many slices this worker had run when it last found a message missing.
+        waited_s: time between slices of the first step, over the ``waits`` whose ends were seen.
     """
 
     number: int
     workspace: Workspace = field(default_factory=lambda: Workspace(0))
     steps: collections.deque[StepRun] = field(default_factory=collections.deque)
     follows: bool = False
+    completed: StepPlan | None = None
     since: float = 0.0
     reported: float = 0.0
     busy_s: float = 0.0
@@ -134,7 +136,7 @@ class Lane:
     def drop_steps(self) -> None:
         """Forget all steps."""
         self.steps.clear()
-        self.follows = False
+        self.follows, self.completed = False, None
         self.busy_s, self.waited_s, self.waits = 0.0, 0.0, 0
 
 
@@ -184,6 +186,8 @@ class ComputeWorker(WorkerLoop):
         self._sequences: dict[int, SequenceCopy] = {}
         self._drawn: dict[int, int] = {}  # last token drawn here, by sequence
         self._done: list[StepDone] = []  # not sent yet
+        self._prompts: dict[int, int] = {}  # by sequence: where the last chunk ends whose step has ended here
+        self._recalled = False  # an engine has ended, and the next one waits for a report
         self._slices = 0  # run so far
 
     def _serve_once(self) -> None:
@@ -194,6 +198,8 @@ class ComputeWorker(WorkerLoop):
         """Run the slice that is due first, of those that can run; if none can, do other work or wait for messages."""
         while self._unread:
             self._handle(self._unread.popleft())
+        if self._recalled:
+            self._report_computed()
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -229,6 +235,36 @@ class ComputeWorker(WorkerLoop):
             return False
         return self._order is None or self._order.may_run(lane.number)
 
+    def _recall(self) -> None:
+        self._recalled = True
+        if self._replica.sums.may_leave:
+            for lane in self._lanes:
+                lane.steps.clear()
+        self._report_computed()
+
+    def _report_computed(self) -> None:
+        """Answer an engine that takes over, once no step runs here."""
+        if any(lane.steps for lane in self._lanes):
+            return
+        self._recalled = False
+        held = {} if self._memory is None else self._memory.store.held.lengths
+        self._control.send(Recalled(self._computed(), held))
+
+    def _computed(self) -> list[Computed]:
+        """Return the sequences of which completed steps, whose last slice ran here, have computed tokens."""
+        stops = collections.Counter(self._prompts)
+        for lane in self._lanes:
+            if lane.completed is not None:
+                decoding = lane.completed.decoding
+                stops |= collections.Counter(
+                    dict(zip(decoding.sequences, (at + 1 for at in decoding.starts), strict=True))
+                )
+        return [
+            Computed(copy.admission.request, copy.index, sequence, stops[sequence], self._segments[sequence])
+            for sequence, copy in self._sequences.items()
+            if stops[sequence]
+        ]
+
     def _end_epoch(self, message: EndEpoch) -> None:
         """Drop all steps and requests, and KV of incomplete steps; later plans admit continuing requests again."""
         topology = message.topology
@@ -243,6 +279,8 @@ class ComputeWorker(WorkerLoop):
         self._drawn.clear()
         self._segments.clear()
         self._sequences.clear()
+        self._prompts.clear()
+        self._recalled = False
         if self._memory is not None:
             self._memory.store.truncate(message.kept)
         self._replica = self._replica.within(topology, self._control.name)
@@ -285,7 +323,9 @@ class ComputeWorker(WorkerLoop):
                 whole = lane.busy_s * step.shares
                 waited = lane.waited_s * attentions / max(lane.waits, 1)
                 done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
-                self._queue_answer(done)
+                self._finish(done)
+                lane.completed = step.plan
+                self._prompts.update((chunk.sequence, chunk.stop) for chunk in step.plan.chunks)
             lane.steps.popleft()
             lane.busy_s, lane.waited_s, lane.waits = 0.0, 0.0, 0
         self._slices += 1
@@ -381,6 +421,7 @@ class ComputeWorker(WorkerLoop):
         for sequence in sequences:
             self._segments.pop(sequence, None)
             self._sequences.pop(sequence, None)
+            self._prompts.pop(sequence, None)
             self._drawn.pop(sequence, None)
 
     def _take_in(self, plan: StepPlan) -> None:

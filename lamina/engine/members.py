@@ -108,6 +108,7 @@ class Members:
         self._turn = turn
         self.topology = topology = cluster.topology
         self.recipients = Recipients(cluster.topology.computes, cluster.topology.pipeline)
+        self.recipients.recall({one.sequence: one.segments for one in cluster.recalled})
         self.watch = Watch(control, workers, turn, topology)
         self.usage = {name: MemoryStats(0, capacity, 0) for name, capacity in cluster.capacities.items()}
         self.recoveries = self.recomputed = 0

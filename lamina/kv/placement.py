@@ -1,7 +1,7 @@
 """Reserves token slots of memory workers, and selects the workers that hold a request's KV. Pure."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from lamina.core.errors import RequestError
@@ -139,6 +139,10 @@ class Placement:
     def expand(self, segments: Iterable[Segment]) -> list[Segment]:
         """Convert segments on places to segments on memory workers, leaving out those on lost places."""
         return [segment for segment in segments if segment.worker in self.capacities]
+
+    def collect(self, segments: Sequence[Segment]) -> list[Segment] | None:
+        """Convert segments on memory workers to segments on places; None if no places consist of these workers."""
+        return list(segments) if all(one.worker in self.capacities for one in segments) else None
 
     def by_worker(self, kept: Mapping[str, Mapping[int, int]]) -> dict[str, dict[int, int]]:
         """Convert the tokens of sequences by place to tokens by memory worker."""

@@ -10,8 +10,7 @@ from lamina.control.messages import (
     Forget,
     Grant,
     Link,
-    Observe,
-    Observed,
+    Recall,
     Release,
     Step,
     Stop,
@@ -61,6 +60,10 @@ class WorkerLoop:
         """Drop every step in flight with its state, and begin the next epoch by ``self._fence``."""
         raise NotImplementedError
 
+    def _recall(self) -> None:
+        """Run no step of the engine that has ended, and report what its steps have left."""
+        raise NotImplementedError
+
     def _change_members(self, topology: Topology) -> None:
         """Continue with other members. No message in flight concerns a member that has left."""
         raise NotImplementedError
@@ -77,6 +80,8 @@ class WorkerLoop:
                 self._take_in(message.plan)
         elif isinstance(message, EndEpoch):
             self._end_epoch(message)
+        elif isinstance(message, Recall):
+            self._recall()
         elif isinstance(message, Change):
             self._links.change_members(message.topology)
             self._change_members(message.topology)

@@ -34,9 +34,15 @@ class Sums(Protocol):
     """All-reduce over the ranks of a tensor-parallel replica, which all make the same calls in the same order.
 
     One thread owns it.
+
+    Attributes:
+        may_leave: Whether a rank may leave a sum that it or another rank has begun.
     """
 
     rank: Rank
+
+    @property
+    def may_leave(self) -> bool: ...
 
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
         """Connect to the other ranks, before the first step. ``names``: workers of all ranks, in order."""

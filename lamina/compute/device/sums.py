@@ -65,6 +65,10 @@ class GpuSums:
                 "PyTorch that has it, or leave out tensor_parallel"
             ) from error
 
+    @property
+    def may_leave(self) -> bool:
+        return self.rank.count == 1
+
     def connect(self, links: Links, wait: Wait, names: Sequence[str]) -> None:
         """Do nothing: the constructor has connected the ranks."""
 
