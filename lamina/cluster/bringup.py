@@ -32,7 +32,7 @@ from lamina.cluster.joining import (
 )
 from lamina.cluster.linking import Pair, link
 from lamina.cluster.local_workers import SupervisedWorkers
-from lamina.cluster.pool import CPU
+from lamina.cluster.pool import CPU, REMOTE
 from lamina.cluster.sizing import ClusterPlan
 from lamina.cluster.slabs import with_capacities
 from lamina.control.messages import (
@@ -98,10 +98,7 @@ class Cluster:
         recalled: Sequence[Computed] = (),
     ) -> "Cluster":
         """Return the cluster of linked members."""
-        kinds = {member.kind for member in topology.members if member.role == "compute"}
-        may_grow = fabric.memory_setup.ranks == 1 or kinds == {CPU}  # see Sums.reset
-        grows = fabric if may_grow else None
-        return cls(topology, fabric.loaded, fabric.memory_setup, fabric.links, grows, wanted, recalled)
+        return cls(topology, fabric.loaded, fabric.memory_setup, fabric.links, fabric, wanted, recalled)
 
     @property
     def capacities(self) -> dict[str, int]:
@@ -306,7 +303,8 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
     before = msgspec.structs.replace(before, epoch=Epoch(last.incarnation + 1, last.number))
     reports: dict[str, Recalled] | None = None
     while True:
-        lost = before.whole_replicas(before.names & workers.ended().keys())
+        stuck = set[str]() if reports is None else _stuck(before) - reports.keys()
+        lost = before.whole_replicas(stuck | (before.names & workers.ended().keys()))
         if (role := before.lacks(lost)) is not None:
             raise TransportError(f"no {role} worker is left: {dict(workers.ended())}")
         before = before.without(lost)
@@ -314,12 +312,19 @@ def take_over(control: ControlServer, workers: SupervisedWorkers, plan: ClusterP
         workers.kill_workers(workers.processes - before.names)
         if reports is None:
             reports = _recall(control, workers, before)
+            continue
         kept = kept_of(reports, before)
         if _end_epoch(control, workers, before, kept):
             break
     fabric.offers.update({name: offer for name, offer in saved.offers.items() if name in before.names})
     fabric.links.update({(a, b): choice for a, b, choice in saved.links if {a, b} <= before.names})
     return Cluster.from_members(fabric, before, saved.wanted, kept)
+
+
+def _stuck(topology: Topology) -> set[str]:
+    """Return the ranks that cannot leave a sum, and are lost if they have not run all their steps in time."""
+    computes = (member for member in topology.members if member.role == "compute")
+    return {member.name for member in computes if topology.pipeline.ranks > 1 and member.kind not in (CPU, REMOTE)}
 
 
 def kept_of(reports: Mapping[str, Recalled], topology: Topology) -> list[Computed]:
@@ -360,8 +365,8 @@ def _recall(control: ControlServer, workers: SupervisedWorkers, topology: Topolo
     """
     untold, reports = set(topology.names), dict[str, Recalled]()
     begun = time.monotonic()
-    while reports.keys() < topology.names and not topology.names & workers.ended().keys():
-        untold = _tell(control, dict.fromkeys(untold, Recall()))
+    while alive := topology.names - reports.keys() - workers.ended().keys():
+        untold = _tell(control, dict.fromkeys(untold & alive, Recall()))
         for worker, message in control.receive(POLL_S):
             if isinstance(message, Recalled):
                 reports[worker] = message

@@ -252,7 +252,7 @@ class Engine:
         """
         pools = self._members.pools
         if pools is None:
-            raise ConfigError("this cluster cannot be scaled: launch did not make it, or replicas have several ranks")
+            raise ConfigError("this cluster cannot be scaled: launch did not make it")
         if not compute and not memory:
             raise ConfigError("nothing to change: give compute or memory a number of workers, such as memory=+2")
         resize = Resize()

@@ -225,10 +225,16 @@ class Pools:
         """Return the roles whose workers add to ``role``: a compute worker with local memory adds to both."""
         return (role, "compute") if role == "memory" and self._fabric.plan.compute_setup.local else (role,)
 
-    def on_workers_lost(self, lost: Mapping[str, LaminaError], topology: Topology, free: bool = False) -> None:
+    def on_workers_lost(
+        self, lost: Mapping[str, LaminaError], topology: Topology, uncounted: Collection[str] = ()
+    ) -> None:
         """Members are lost, whole replicas of them, and the epoch of ``topology`` begins. Workers of the same kinds are
-        started for them; if ``free``, at once and not counted: the search for a request that makes workers die is going
-        on."""
+        started for them.
+
+        Args:
+            uncounted: Members that are replaced at once, and not counted as losses: the search for a request that makes
+                workers die is going on, or the engine has ended them because of the loss of others.
+        """
         members = {member.name: member for member in self.topology.members}
         replicas = {name: replica for replica in self.topology.replicas for name in replica}
         replaced = set[str]()
@@ -245,7 +251,7 @@ class Pools:
                 together = replicas.get(name, (name,))
                 replaced.update(together)
                 kinds = tuple(members[one].kind for one in together)
-                self._replace(members[name].role, kinds, reason, free)
+                self._replace(members[name].role, kinds, reason, all(one in uncounted for one in together))
         for name in self._leaves.apply_topology(topology):  # they have to stay
             self.wanted[members[name].role] += 1
             self._resizes.pop(name).fail(WorkerError(name, "it stays: all others of its pool were lost"))

@@ -53,7 +53,6 @@ def test_what_is_not_refused_has_lanes_on_every_stage() -> None:
         ({"tensor_parallel": 2, "pipeline_parallel": 2}, ["cpu"] * 6, ["cpu"], "give --compute a multiple of 4"),
         ({"tensor_parallel": 2}, ["a100", "a100", "a100", "h100"], ["cpu"], "tensor_parallel 2 of a100 and h100"),
         ({"tensor_parallel": 2, "autoscale": "compute=1:2"}, ["cpu"] * 2, ["cpu"], "scale memory alone"),
-        ({"tensor_parallel": 2, "autoscale": "memory=1:2"}, ["a100"] * 2, ["cpu"], "cannot leave a sum"),
         ({"pipeline_parallel": 2, "pipelining": "rotational"}, ["cpu"] * 4, ["cpu"], "visits the stages"),
         ({"pipelining": "rotational", "lanes": 4}, ["cpu"] * 2, ["cpu"], "give lanes 3, or leave it out"),
         ({"pipeline_parallel": 2, "lanes": 3}, ["cpu"] * 4, ["cpu"], "lanes 3 with 2 replicas of 2 stages"),

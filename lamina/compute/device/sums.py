@@ -79,7 +79,7 @@ class GpuSums:
         return waited
 
     def reset(self, first: int) -> None:
-        """Do nothing: with several ranks, the engine begins no new epoch, since NCCL cannot abort an all-reduce."""
+        """Do nothing: no sum has begun. The engine ends ranks that may be in one, since NCCL cannot drop a sum."""
 
     def agree(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens of rank 0.
