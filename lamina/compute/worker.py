@@ -110,15 +110,17 @@ class Lane:
     """The unfinished steps of one lane on this worker, with times of the first step.
 
     Attributes:
-        workspace: memory of the latest step, reused by the next one if it has as many rows; of no rows once the lane is
-            empty.
-        follows: it has had a step in this epoch.
-        completed: the last step of this epoch whose last slice has run here.
-        since: when the lane began to wait for its next messages.
-        reported: when the engine was last told that the lane makes progress.
-        busy_s: in slices of the first step.
-        watched: how many slices this worker had run when it last found a message missing.
-        waited_s: time between slices of the first step, over the ``waits`` whose ends were seen.
+        number: Number of the lane.
+        workspace: Memory of the latest step, reused by a next step with as many rows; has no rows in an empty lane.
+        steps: Unfinished steps, oldest first.
+        follows: Whether the lane has had a step in this epoch.
+        completed: The last step of this epoch whose last slice has run on this worker.
+        since: When the lane began to wait for its next messages.
+        reported: When progress of the lane was last reported to the engine.
+        busy_s: Seconds in slices of the first step.
+        watched: Number of slices that this worker had run when it last found a message of the lane missing.
+        waited_s: Seconds that slices of the first step waited for messages, as far as measured.
+        waits: Number of waits in ``waited_s``.
     """
 
     number: int
@@ -323,7 +325,7 @@ class ComputeWorker(WorkerLoop):
                 whole = lane.busy_s * step.shares
                 waited = lane.waited_s * attentions / max(lane.waits, 1)
                 done = msgspec.structs.replace(done, rows=len(step.tokens), busy_s=whole, waited_s=waited)
-                self._finish(done)
+                self._queue_answer(done)
                 lane.completed = step.plan
                 self._prompts.update((chunk.sequence, chunk.stop) for chunk in step.plan.chunks)
             lane.steps.popleft()

@@ -89,11 +89,14 @@ class DecodeRows(msgspec.Struct, array_like=True, frozen=True, gc=False):
 class Admission(msgspec.Struct, array_like=True, frozen=True):
     """A request that is new to the workers: sequences [sequence, sequence + count), one per completion.
 
-    The first sequence runs the prompt; the others are forked from it. ``segments`` say where the KV of the first lives,
-    and that of others that have been forked, if a worker learns of them later.
-    ``seed`` makes the draws reproducible; ``prompt`` holds its tokens only if the penalties need them. ``indices`` are
-    those of the completions within the request: some may have ended before the KV of the others was dropped.
-    ``request`` is its id.
+    The first sequence runs the prompt; the others are forked from it.
+
+    Attributes:
+        segments: where the KV of the first sequence is, and that of the forked ones for a worker that joined later.
+        seed: makes the draws reproducible.
+        prompt: its tokens, only if the penalties need them.
+        indices: numbers of the completions within the request; those that had ended are left out.
+        request: id of the request.
     """
 
     sequence: int

@@ -111,7 +111,7 @@ class Engine:
         self._scheduler = self._turn.scheduler
         self._scheduler.recall(cluster.recalled)
         self._recalls_until = time.monotonic() + RECALL_S
-        if cluster.missing:  # lost with the last engine, to be started again
+        if cluster.missing:  # memory workers lost with the last engine will be started again
             whole = placement(config.partition, cluster.whole, cluster.shards, longest, topology)
             self._scheduler.placement.promise(whole.total)
         self._on_trace = on_trace

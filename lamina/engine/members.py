@@ -218,8 +218,8 @@ class Members:
         others = sorted(self.topology.whole_replicas(lost) - lost.keys())
         lost = {**lost, **{name: WorkerError(name, f"its replica has lost a worker: {reason}") for name in others}}
         stuck = self._stuck_in_sums() - lost.keys()
-        why = f"ranks on GPUs cannot leave a sum, and a step has ended early: {next(iter(lost.values()))}"
-        lost = {**lost, **{name: WorkerError(name, why) for name in sorted(stuck)}}
+        early = f"ranks on GPUs cannot leave a sum, and a step has ended early: {next(iter(lost.values()))}"
+        lost = {**lost, **{name: WorkerError(name, early) for name in sorted(stuck)}}
         role = self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.may_replace(role)):
             raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)

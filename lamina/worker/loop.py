@@ -10,6 +10,8 @@ from lamina.control.messages import (
     Forget,
     Grant,
     Link,
+    Observe,
+    Observed,
     Recall,
     Release,
     Step,
