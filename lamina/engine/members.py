@@ -222,7 +222,8 @@ class Members:
         lost = {**lost, **{name: WorkerError(name, early) for name in sorted(stuck)}}
         role = self.topology.lacks(lost)
         if role is not None and (pools is None or not pools.may_replace(role)):
-            raise next(lost[one.name] for one in self.topology.members if one.name in lost and role in one.roles)
+            roles = {member.name: member.roles for member in self.topology.members}
+            raise next(why for name, why in lost.items() if role in roles[name])
         deaths = self._deaths(lost)
         for worker in lost:
             self._workers.kill_worker(worker, cut=True)
