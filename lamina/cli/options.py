@@ -1,4 +1,4 @@
-"""Options of commands: those that several share, those of settings, and their help, the common ones first."""
+"""Command-line options: options shared by several commands, one option for every setting, and their help."""
 
 import functools
 import inspect
@@ -158,7 +158,7 @@ def _option(setting: Setting) -> Any:
 
 
 def _number(kind: type[int | float], text: str) -> int | float | str:
-    """Return a number; other text is returned unchanged, so that the check of the setting reports it."""
+    """Return a number; return other text unchanged, which the setting's check then reports."""
     try:
         return kind(text)
     except ValueError:

@@ -20,7 +20,7 @@ MARGIN = 6
 
 
 class TopScreen(App[None]):
-    """Asks a server for its state again and again, in a thread, and shows it."""
+    """Polls a server's state in a thread, and shows it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("q", "quit", "Quit"), ("space", "halt", "Halt")]
     CSS = "#view { padding: 1 2; }"
@@ -46,15 +46,15 @@ class TopScreen(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to ask."""
+        """Start the polling thread."""
         self.run_worker(self._watch, thread=True)
 
     def on_unmount(self) -> None:
-        """End the thread that asks."""
+        """End the polling thread."""
         self._ended.set()
 
     def action_halt(self) -> None:
-        """Halt the view, or let it go on."""
+        """Pause or resume the view."""
         self._halted = not self._halted
         self.sub_title = "halted" if self._halted else ""
 

@@ -1,4 +1,4 @@
-"""Draws the state of a server for a terminal, as something that rich prints: the dashboard in text. Pure."""
+"""Draws the dashboard of a server as text for a terminal, with rich. Pure."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ STYLES = {"slice": SLICES, "attention": ATTENTION, "chunk attention": ATTENTION}
 
 
 def draw(states: Sequence[Json], lanes: Json, width: int) -> RenderableType:
-    """Return the view of a server for a terminal of ``width`` columns; bars take what texts leave.
+    """Return the view of a server for a terminal of ``width`` columns.
 
     Args:
         states: Answers of ``/dashboard/state``, oldest first; at least one.
@@ -50,10 +50,12 @@ def draw(states: Sequence[Json], lanes: Json, width: int) -> RenderableType:
 
 
 def quantile(now: Sequence[Sequence[Any]], then: Sequence[Sequence[Any]], share: float) -> float | None:
-    """Return a quantile of what two cumulative histograms differ by, interpolated in its bucket; None if nothing.
+    """Return a quantile of the observations between two cumulative histograms, interpolated; None without any.
 
     Args:
-        now, then: Pairs of an upper bound (None: no bound) and the observations up to it.
+        now: Pairs of an upper bound (None: no bound) and the number of observations up to it.
+        then: The earlier histogram.
+        share: The quantile, 0 to 1.
     """
     grown = [(bound, total - before) for (bound, total), (_, before) in zip(now, then, strict=True)]
     if not grown or grown[-1][1] <= 0:
@@ -95,7 +97,7 @@ def _figures(states: Sequence[Json], cells: int) -> Table:
 
 
 def _rate(sooner: Json, later: Json) -> float:
-    """Return the tokens generated per second between two states; 0 if the server has begun to count anew."""
+    """Return the tokens generated per second between two states; 0 if the counter was reset."""
     tokens = later["tokens"]["generated"] - sooner["tokens"]["generated"]
     return max(0.0, tokens / ((later["time"] - sooner["time"]) or 1))
 

@@ -73,7 +73,7 @@ def application(role: Role, kind: str, name: str = "") -> Apply:
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where the worker runs.
+    """Device, addresses and cores of the worker.
 
     Attributes:
         device: "cpu", "cuda:INDEX", or "emulated".
@@ -127,7 +127,6 @@ class Agent:
             os.close(self._wakeup)
 
     def _reach(self) -> None:
-        """Wait until the engine listens."""
         begin, told = time.monotonic(), False
         remedy = "start the engine with --listen, and give its address and port to --engine"
         while True:
@@ -279,7 +278,6 @@ class AgentActor:
 
 
 def _events(monitor: "zmq.Socket[bytes]") -> Iterator[int]:
-    """Yield the events of a connection since the last call."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield int(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])

@@ -56,7 +56,7 @@ from lamina.control.messages import (
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, TransportError, UnreachableError
 from lamina.core.heads import HeadShards
-from lamina.core.topology import Epoch, Member, Role, Topology
+from lamina.core.topology import Epoch, Member, Pool, Topology
 from lamina.core.types import Segment
 from lamina.dataplane.leases import messages, slot_rows
 from lamina.dataplane.transport_choice import Choice, Offer
@@ -86,7 +86,7 @@ class Cluster:
     memory_setup: MemorySetup
     links: Mapping[Pair, Choice] = field(default_factory=dict)
     fabric: Fabric | None = None
-    wanted: Mapping[Role, int] | None = None
+    wanted: Mapping[Pool, int] | None = None
     recalled: Sequence[Computed] = ()
 
     @classmethod
@@ -94,7 +94,7 @@ class Cluster:
         cls,
         fabric: Fabric,
         topology: Topology,
-        wanted: Mapping[Role, int] | None = None,
+        wanted: Mapping[Pool, int] | None = None,
         recalled: Sequence[Computed] = (),
     ) -> "Cluster":
         """Return the cluster of linked members."""
@@ -195,7 +195,6 @@ def _shards(plan: ClusterPlan, loaded: ModelLoaded) -> HeadShards:
 
 
 def _same(plan: ClusterPlan, loaded: Mapping[str, ModelLoaded]) -> ModelLoaded:
-    """Return what the first compute worker has loaded. Raises ConfigError unless all others have loaded the same."""
     first = plan.computes[0]
     for name in plan.computes[1:]:
         check_same_model(plan, loaded[first], loaded[name], name, plan.greetings[name].machine)
@@ -219,7 +218,6 @@ def with_turns(plan: ClusterPlan, slices: int) -> ClusterPlan:
 
 
 def _links(plan: ClusterPlan) -> int:
-    """Return the most links that a worker has at the start."""
     return max(1, len(plan.greetings) - 1)
 
 
@@ -268,11 +266,11 @@ class Saved(msgspec.Struct, frozen=True):
     greetings: dict[str, Hello]
     offers: dict[str, Offer]
     links: list[tuple[str, str, Choice]]
-    wanted: dict[Role, int]
+    wanted: dict[Pool, int]
 
     @classmethod
     def from_topology(
-        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Role, int], max_model_len: int
+        cls, fabric: Fabric, topology: Topology, wanted: Mapping[Pool, int], max_model_len: int
     ) -> "Saved":
         """Return the state with the members of ``topology``. ``wanted``: target size of each pool."""
         names = topology.names

@@ -22,7 +22,7 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import DeadlineError, LaminaError, TransportError, WorkerError, user_error
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 POLL_S = 0.2
 START_TIMEOUT_S = 120.0
@@ -109,7 +109,7 @@ class Workers(Protocol):
 class Launcher(Workers, Protocol):
     """Starts, watches and ends worker processes."""
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         """Return the kind of added workers if none is named."""
         ...
 

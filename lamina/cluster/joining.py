@@ -119,8 +119,9 @@ class Fabric:
 
     def slots(self, topology: Topology, joiners: Collection[str]) -> dict[Pair, SlotSizes]:
         """Return the slots for each other's messages of every pair of workers that needs a link, of which one at least
-        is among ``joiners``. These come last among the members."""
-        members, order, found = topology.members, topology.pipeline, dict[Pair, SlotSizes]()
+        is among ``joiners``, the second of its pair."""
+        members = sorted(topology.members, key=lambda member: member.name in joiners)
+        order, found = topology.pipeline, dict[Pair, SlotSizes]()
         numbers = {name: number for number, name in enumerate(topology.computes)}
         for place, far in enumerate(members):
             for near in members[:place] if far.name in joiners else ():
@@ -280,7 +281,7 @@ def local_setup(setup: MemorySetup) -> MemorySetup:
 
 
 def enter(control: ControlServer, fabric: Fabric, topology: Topology, joiners: Sequence[Member]) -> Conversation[None]:
-    """Link prepared workers with each other and with the members of ``topology``, of which they are the last.
+    """Link prepared workers with each other and with the other members of ``topology``.
 
     Raises TransportError if two workers cannot be linked.
     """

@@ -146,7 +146,6 @@ def _ways(
     offers: Mapping[str, Offer],
     leases: Mapping[tuple[str, str], Lease],
 ) -> dict[str, LinkWay]:
-    """Return how worker ``name`` reaches each of its peers."""
     peers = {pair[pair[0] == name]: choice.transport for pair, choice in chosen.items() if name in pair}
     return {
         peer: LinkWay(transport, offers[peer].descriptors[transport], leases[peer, name])
@@ -155,6 +154,5 @@ def _ways(
 
 
 def _failure(pair: Pair, linked: Mapping[str, Linked]) -> str | None:
-    """Return why the test of a link failed on either side; None if it passed."""
     near, far = pair
     return linked[near].failures.get(far) or linked[far].failures.get(near)

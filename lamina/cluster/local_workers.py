@@ -23,7 +23,7 @@ from lamina.cluster.pool import CPU, CUDA, RUNNABLE, PoolEntry, assign, find_dev
 from lamina.control.agent_messages import Done, End, EngineToSupervisor, Exited, Start, send
 from lamina.control.sockets import Bootstrap
 from lamina.core.errors import TransportError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class _OnThisMachine:
         require_kind(kind, RUNNABLE)
         assign(role, (PoolEntry(kind, count),), find_devices())
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return CPU
 
     def wishes(self) -> list[Wish]:
@@ -169,7 +169,6 @@ class LocalWorkers(_OnThisMachine):
         self._exits.register(os.pidfd_open(process.pid), selectors.EVENT_READ, name)
 
     def _share(self, role: Role, bootstrap: Bootstrap) -> tuple[Bootstrap, dict[str, str]]:
-        """Return a worker's bootstrap with the roles that share its GPU, and its environment variables."""
         device = bootstrap.device
         if not device.startswith(CUDA):
             return bootstrap, {}

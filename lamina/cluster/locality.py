@@ -187,7 +187,6 @@ def _speed(megabits_per_s: int) -> str:
 
 
 def _card(name: str, about: str, place: Path | None) -> Card:
-    """``place``: Folder of the device in sysfs; None if it has none."""
     if place is None or not place.exists():
         return Card(name, about, "", (), -1)
     parts = place.resolve().parts

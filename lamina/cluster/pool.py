@@ -6,14 +6,14 @@ import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import psutil
 
 from lamina.config.engine_config import EngineConfig
 from lamina.config.environment import environment
 from lamina.core.errors import ConfigError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 from lamina.kernels.gpu.device import find_gpus
 
 CPU, CUDA, EMULATED, REMOTE, LOCAL = "cpu", "cuda", "emulated", "remote", "local"
@@ -174,29 +174,29 @@ def _names(kinds: Collection[str]) -> str:
     return ", ".join(name for name in kinds if name != EMULATED)
 
 
-def parse_bounds(text: str) -> dict[Role, tuple[int, int]]:
+def parse_bounds(text: str) -> dict[Pool, tuple[int, int]]:
     """Return the least and the most workers of the pools that scale by load, from "memory=1:4,compute=1:2".
 
     Raises ConfigError if the text is malformed, or for a pool that is named twice or would have no worker.
     """
-    bounds: dict[Role, tuple[int, int]] = {}
+    bounds: dict[Pool, tuple[int, int]] = {}
     for part in text.split(","):
-        match = re.fullmatch(r"(compute|memory)\s*=\s*([0-9]{1,4}):([0-9]{1,4})", part.strip().lower())
+        match = re.fullmatch(r"(prefill|compute|memory)\s*=\s*([0-9]{1,4}):([0-9]{1,4})", part.strip().lower())
         if match is None:
             raise ConfigError(
                 f"autoscale is {text!r}; give the smallest and the largest size of a pool, such as memory=1:4 or "
                 "memory=1:4,compute=1:2"
             )
-        role: Role = "compute" if match[1] == "compute" else "memory"
+        pool = next(one for one in get_args(Pool) if one == match[1])
         least, most = int(match[2]), int(match[3])
-        if role in bounds:
-            raise ConfigError(f"autoscale is {text!r}, which names the {role} pool twice; name it once")
-        if not (role == "compute") <= least <= most or not 1 <= most <= MAX_COUNT:
+        if pool in bounds:
+            raise ConfigError(f"autoscale is {text!r}, which names the {pool} pool twice; name it once")
+        if not (pool != "memory") <= least <= most or not 1 <= most <= MAX_COUNT:
             raise ConfigError(
-                f"autoscale is {text!r}: {least} to {most} {role} workers; give a smallest size of "
-                f"{'1' if role == 'compute' else '0 (beside local memory) or 1'} and a largest from that to {MAX_COUNT}"
+                f"autoscale is {text!r}: {least} to {most} {pool} workers; give a smallest size of "
+                f"{'1' if pool != 'memory' else '0 (beside local memory) or 1'} and a largest from that to {MAX_COUNT}"
             )
-        bounds[role] = least, most
+        bounds[pool] = least, most
     return bounds
 
 

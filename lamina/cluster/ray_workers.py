@@ -31,7 +31,7 @@ from lamina.cluster.pool import (
 from lamina.cluster.remote_workers import RemoteWorkers
 from lamina.control.agent_messages import Start
 from lamina.core.errors import ConfigError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 
 log = logging.getLogger(__name__)
 
@@ -98,8 +98,6 @@ def nodes() -> list[RayNode]:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A worker and the Ray id of its node."""
-
     role: Role
     kind: str
     node: str
@@ -116,7 +114,7 @@ class RayWorkers:
         remote: RemoteWorkers,
         engine: tuple[str, int],
         engine_key: bytes,
-        kinds: Mapping[Role, Sequence[str]],
+        kinds: Mapping[Pool, Sequence[str]],
         own: Mapping[str, str],
         threads: int | None,
     ) -> None:
@@ -136,9 +134,9 @@ class RayWorkers:
     def _bundle(self, kind: str) -> Bundle:
         return ray_bundle(kind, self._own, self._threads)
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         """Return the first kind of the pool at the start."""
-        return self._kinds[role][0]
+        return self._kinds[pool][0]
 
     def validate_pool(self, role: Role, kind: str, count: int) -> None:
         """Raise ConfigError for an unknown kind. Ray finds a node later, which its autoscaler may add."""
@@ -152,7 +150,6 @@ class RayWorkers:
         thread.start()
 
     def _tend(self, worker: Start) -> None:
-        """Run one worker from its placement to its end."""
         name, role, kind = worker.name, worker.role, worker.kind
         wanted, group, actor = self._bundle(kind), None, None
         try:
@@ -208,7 +205,6 @@ class RayWorkers:
         return self._closing.is_set() or name in self._over
 
     def _is_ready(self, name: str, reference: Any, timeout_s: float) -> bool:
-        """Return whether ``reference`` has a result, or has failed, within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while not self._is_over(name):
             done, _ = ray.wait([reference], timeout=min(POLL_S, max(0.0, deadline - time.monotonic())))

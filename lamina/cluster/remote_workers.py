@@ -35,7 +35,7 @@ from lamina.control.secret import Secret
 from lamina.control.sockets import KeyedRouter
 from lamina.core import __version__
 from lamina.core.errors import ConfigError, TransportError
-from lamina.core.topology import Role
+from lamina.core.topology import Pool, Role
 from lamina.transport.shm import host
 
 log = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class RemoteWorkers:
             else:
                 self._vacancies.append(_Vacancy(worker))
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return REMOTE
 
     def wishes(self) -> Sequence[Wish]:
@@ -379,7 +379,7 @@ class LocalAndRemote:
     def start(self, worker: Start) -> None:
         (self.remote if worker.kind == REMOTE else self.local).start(worker)
 
-    def default_kind(self, role: Role) -> str:
+    def default_kind(self, pool: Pool) -> str:
         return CPU
 
     def wishes(self) -> Sequence[Wish]:

@@ -1,6 +1,5 @@
 """Derives limits, cores, threads and lanes from the settings and the workers' first messages. Pure."""
 
-import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,11 +81,7 @@ def _parse_cores(text: str) -> set[int]:
 def pipeline(config: EngineConfig, computes: int, shared: bool, local: bool = False) -> Pipeline:
     """Return the lanes of a cluster, see ``_lanes``, with lanes for prompts alone if there is a prefill pool."""
     made = _lanes(config, computes, shared, local)
-    prefill = size(config.prefill) // made.workers
-    if not prefill:
-        return made
-    lanes = made.replicas if made.start.rotates else made.start.lanes
-    return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
+    return made.with_replicas(made.replicas, size(config.prefill) // made.workers)
 
 
 def _lanes(config: EngineConfig, computes: int, shared: bool, local: bool) -> Pipeline:

@@ -30,6 +30,7 @@ from lamina.dataplane.wire import (
     pulled_pieces,
 )
 from lamina.kernels.segments import SegmentTable
+from lamina.memory.device.base import Table
 from lamina.splitter import SliceOutput
 from lamina.splitter.parts import ONLY, Rank
 
@@ -44,7 +45,7 @@ class RemoteShare:
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """True if the request is sent in one piece."""
+        """Whether the request is sent in one piece."""
         return len(self.pieces) == 1 and not self.rows.pulled
 
 
@@ -145,6 +146,11 @@ class StepExchange:
     def local_rows(self) -> int:
         """Number of rows of prompt chunks, for which ``attend_chunks`` computes partials."""
         return 0 if self._chunks is None else len(self._chunks.rows)
+
+    @property
+    def only_table(self) -> Table | None:
+        """What all rows attend to, if they decode over KV that is all in this worker's own memory; None otherwise."""
+        return None if self._share is None or self._remotes or self._chunks is not None else self._share.only_table
 
     def send_requests(self, index: int, spec: AttentionSpec, output: SliceOutput) -> None:
         """Send q, k and v of attention ``index`` to all memory workers. Raises PeerLostError."""
@@ -272,6 +278,5 @@ def _shards_of(rows: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]
 
 
 def _sharded(array: Array, count: int) -> Array:
-    """Return a view [T, count, H / count, D] of rows [T, H, D]."""
     rows, heads, size = array.shape
     return array.reshape(rows, count, heads // count, size)

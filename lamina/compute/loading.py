@@ -8,7 +8,7 @@ import torch
 
 from lamina.compute.device.base import Device, Runner, Sums
 from lamina.compute.model_files import Tell, locate
-from lamina.compute.preparation import Prepared, prepare
+from lamina.compute.split_cache import Prepared, prepare
 from lamina.compute.step import context_nbytes_per_token
 from lamina.control.messages import ComputeSetup, LoadProgress, ModelLoaded
 from lamina.control.sockets import ControlClient
@@ -153,7 +153,6 @@ def _describe_weights(place: ModelDirectory, loaded: Mapping[str, Weight], to: Q
 
 
 def _slice_weights(prepared: Prepared) -> list[dict[str, int]]:
-    """Return, for each slice, the bytes of its weights by name; tied weights have one name."""
     expected, ties = prepared.weights.expected, prepared.weights.ties
     needed = map(prepared.lowered.needs, prepared.lowered.slices)
     return [{ties.get(name, name): expected[name].nbytes for name in names} for names in needed]

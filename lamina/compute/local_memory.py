@@ -6,13 +6,14 @@ device.
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable
 
 import numpy as np
 
 from lamina.control.sockets import ControlClient
 from lamina.core.steps import StepPlan
-from lamina.memory.device.base import Array, New
+from lamina.memory.device.base import Array, New, Table
 from lamina.memory.slab_setup import UsageReports, make_store
 from lamina.memory.store import KvStore, StepTables
 from lamina.splitter.parts import ONLY, Rank
@@ -80,6 +81,17 @@ class LocalShare:
         # With several shards, one shard after another.
         self._asking = _indices(self.queries, total, sent) if count == 1 else sent(self.queries)
         self._merges = any(tables.further)  # partials over several segments, on the host
+
+    @functools.cached_property
+    def only_table(self) -> Table | None:
+        """What all rows of the step attend to, in order, while their k and v are appended. None for other steps: with
+        prompt chunks, or of which a part is elsewhere."""
+        tables = self._tables
+        in_order = self._count == 1 and isinstance(self._asking, slice) and isinstance(self._new, slice)
+        stores = len(self._slots) > 0 or tables.order.stores is not None or len(tables.order.after) > 0
+        if not in_order or stores or self._merges or len(tables.tables) != 1 or len(tables.tables[0]) != 1:
+            return None
+        return tables.tables[0][0].table
 
     def attend(self, layer: int, q: Array, k: Array, v: Array) -> Partial | None:
         """Store k [T, Hkv, D] and v [T, Hkv, Dv] of the step's tokens, then attend with its rows of q [T, Hq, D].

@@ -110,7 +110,6 @@ class Mail:
         return []
 
     def _receive_from(self, peers: Collection[str]) -> list[int]:
-        """Receive all messages of ``peers`` that have arrived; return their lanes."""
         lanes: list[int] = []
         sequence = self._hub.sequence
         for peer in peers:

@@ -79,7 +79,6 @@ def in_hub_cache(path: str) -> Path | None:
 
 
 def _fetch(source: FileSource, copy: Path, weights: bool, fetch: Fetch, tell: Tell) -> None:
-    """Make the directory ``copy``, complete and checked, or raise."""
     partial = copy.with_name(f"{copy.name}.partial")
     partial.mkdir(mode=0o700, exist_ok=True)  # complete files of an attempt that was interrupted are kept
     needed = source.nbytes - sum(file.stat().st_size for file in partial.iterdir())

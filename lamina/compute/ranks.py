@@ -65,8 +65,6 @@ class RankWait:
 
 
 class _Peer:
-    """The slots between this rank and another one, in both directions."""
-
     def __init__(self, links: Links, name: str) -> None:
         own, theirs = links.leases(name)
         self.name = name
@@ -151,7 +149,7 @@ class SliceOrder:
     """Makes all ranks of a stage run slices of several lanes in the order of rank 0. The worker's thread owns it.
 
     Links between ranks carry no messages with credits, so doorbells for credits are free for announcements:
-    ``GIVEN_BACK`` counts announcements sent, ``FETCHED`` announcements read. They lie at the end of the first slot.
+    ``GIVEN_BACK`` counts announcements sent, ``FETCHED`` announcements read. They are at the end of the first slot.
     """
 
     def __init__(self, links: Links, wait: Wait, names: Sequence[str]) -> None:

@@ -1,6 +1,7 @@
 """Implements ``Runner`` on CPUs: runs the slices of a split model with their weights."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,9 @@ class SliceRunner(NativeRunner):
 
     def reserve(self, rows: int, draws: int, shards: int) -> None:
         """Do nothing: the system allocates memory when it is first written."""
+
+    def recorded_steps(self, memory: Any) -> None:
+        """Return None: starting a slice costs next to nothing on a CPU."""
 
     def padded(self, rows: int) -> int:
         return padded(rows)

@@ -129,7 +129,6 @@ def _constrain(logits: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def _bias(scores: Tensor, params: SamplingParams) -> None:
-    """Add the bias of tokens to their scores [V], and forbid those that are not allowed, in place."""
     vocabulary = len(scores)
     bias = {token: value for token, value in (params.logit_bias or {}).items() if token < vocabulary}
     if bias:

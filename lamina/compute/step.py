@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lamina.compute.device.base import Partial, Runner, Sums
+from lamina.compute.device.base import Partial, Runner, Sums, WholeSteps
 from lamina.compute.exchange import StepExchange
 from lamina.compute.mail import Mail
 from lamina.compute.rows import Rows, pad
@@ -60,6 +60,7 @@ class StepRun:
 
     Attributes:
         tokens: The step's token ids, known once this worker's first slice has run.
+        is_launched: Whether all slices have been given to the device at once, which may still run them.
     """
 
     def __init__(
@@ -70,13 +71,15 @@ class StepRun:
         mail: Mail,
         workspace: Workspace,
         follows: bool = False,
+        whole: WholeSteps | None = None,
     ) -> None:
         """``workspace`` has memory for the exchange's rows, shared by steps of one lane, which run one after another.
 
-        ``follows``: whether the lane has had an earlier step in the epoch.
+        ``follows``: whether the lane has had an earlier step in the epoch. ``whole``: runs steps that need no peer.
         """
         self.plan = plan
         self.tokens: list[int] = []
+        self.is_launched = False
         self._replica = replica
         self._runner = replica.runner
         self._timeline = replica.timeline
@@ -94,6 +97,9 @@ class StepRun:
         ends = itertools.accumulate(len(step.tokens) for step in plan.sequences)
         chosen = [end - 1 for end, step in zip(ends, plan.sequences, strict=True) if step.draws]
         self._chosen = torch.tensor(chosen, dtype=torch.int64)
+        is_whole = len(self._own) == slices and len(chosen) == self._count > 0
+        self._table = exchange.only_table if whole is not None and is_whole else None
+        self._whole = whole
         self._context: tuple[torch.Tensor, ...] = ()
         self._chunks: Partial | None = None
 
@@ -141,17 +147,21 @@ class StepRun:
 
     @property
     def _former(self) -> str:
-        """Name of the worker that ran the slice before the next one."""
         return self._replica.names[self._stages[self.index - 1]]
 
     def run(self, drawn: Mapping[int, int]) -> torch.Tensor | None:
         """Run the next slice; return logits [rows that draw, vocab] after the last slice.
+
+        The first slice of a step that needs no peer may run together with all others.
 
         ``drawn``: tokens that the lane's last step drew, by sequence. Raises PeerLostError.
         """
         index = self.index
         if index == 0:
             self._begin(self._receive_draws() if self._follows else drawn)
+            logits = self._run_whole()
+            if logits is not None:
+                return logits
             self._next += 1
             self._run_inner(0, None)
             return None
@@ -164,8 +174,19 @@ class StepRun:
             return None
         return self._run_last(attention)
 
+    def _run_whole(self) -> torch.Tensor | None:
+        """Run all slices at once, if the step can run so; returns logits [rows that draw, vocab]."""
+        if self._whole is None or self._table is None:
+            return None
+        begun = self._timeline.now()
+        logits = self._whole.run(self._rows, self._table)
+        if logits is None:
+            return None
+        self._timeline.record_span("slice", self.plan.lane, begun)
+        self._next, self.is_launched = len(self._own), True
+        return logits[: self._count]
+
     def _gather(self, index: int) -> torch.Tensor:
-        """Return the result of the attention before slice ``index``."""
         begun = self._timeline.now()
         spec, sinks = self._runner.attentions[index - 1], self._runner.sinks[index - 1]
         attention = self._exchange.gather(spec, self._chunks, sinks)
@@ -238,7 +259,6 @@ class StepRun:
         channel.send_message(self.plan.lane, turn, sum(part.nbytes for part in parts), parts)
 
     def _receive_draws(self) -> dict[int, int]:
-        """Return the tokens that the lane's last step drew, by sequence."""
         message = self._mail.pop_message(self.plan.lane, self._former)
         drawn: list[list[int]] = np.frombuffer(message.whole, np.int64).reshape(-1, 2).tolist()
         message.free()
@@ -261,8 +281,6 @@ class StepRun:
 
 
 class _Reader:
-    """Reads consecutive tensors of a message."""
-
     def __init__(self, buffer: memoryview) -> None:
         self._buffer = buffer
         self._offset = 0

@@ -32,6 +32,7 @@ from lamina.control.messages import (
     Connected,
     EndEpoch,
     Recalled,
+    Step,
     StepDone,
     Working,
 )
@@ -180,6 +181,9 @@ class ComputeWorker(WorkerLoop):
         self._lanes = [Lane(number) for number in range(lanes)]
         self._grammars = Grammars(lambda: load_tokenizer(control, setup), setup.eos_token_ids)
         self._memory = memory
+        self._whole = None if memory is None else runner.recorded_steps(memory.store.device)
+        if self._whole is not None:
+            self._whole.reserve(min(setup.sequences, setup.rows))
         self._overlap = setup.overlap
         self._rank = sums.rank
         self._shards = shards
@@ -311,6 +315,8 @@ class ComputeWorker(WorkerLoop):
         logits = step.run(self._drawn)
         self._append_history(step)
         last = step.index < 0
+        if step.is_launched:
+            self._take_in_next()
         drawing = self._timeline.now()
         done = self._draw(step.plan, logits) if last and step.ends_here else None
         if done is not None:
@@ -333,8 +339,17 @@ class ComputeWorker(WorkerLoop):
         self._slices += 1
         self._await(lane)
 
+    def _take_in_next(self) -> None:
+        """Prepare the next step, if its plan has arrived, while the device runs all slices of this one."""
+        if self._unread or all(len(lane.steps) > 1 for lane in self._lanes):
+            return
+        message = self._control.poll()
+        if isinstance(message, Step):
+            self._handle(message)
+        elif message is not None:
+            self._unread.append(message)  # what ends an epoch has to wait until this step has ended
+
     def _report(self, lane: Lane, now: float) -> None:
-        """Report a long step's progress to the engine every ``REPORT_S``."""
         if now - lane.reported >= REPORT_S:
             lane.reported = now
             self._control.send(Working([lane.steps[0].plan.lane]))
@@ -347,7 +362,6 @@ class ComputeWorker(WorkerLoop):
         return next((lane for lane in active if self._can_run(lane)), None)
 
     def _receive_arrived(self, lanes: Sequence[Lane]) -> None:
-        """Receive the messages of ``lanes`` that have arrived."""
         while peers := self._missing(lanes):
             try:
                 self._receive(peers, 0.0)
@@ -358,7 +372,6 @@ class ComputeWorker(WorkerLoop):
                 lane.watched = self._slices
 
     def _missing(self, lanes: Sequence[Lane]) -> dict[str, None]:
-        """Return the distinct peers whose messages ``lanes`` wait for."""
         return {peer: None for lane in lanes for peer in self._mail.missing[lane.number]}
 
     def _receive(self, peers: Collection[str], timeout_s: float, besides: Sequence[Target] = ()) -> Lane | None:
@@ -456,7 +469,7 @@ class ComputeWorker(WorkerLoop):
         )
         if lane.workspace.rows != rows:
             lane.workspace = Workspace(rows)
-        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows))
+        lane.steps.append(StepRun(plan, self._replica, exchange, self._mail, lane.workspace, lane.follows, self._whole))
         lane.follows = True
         if len(lane.steps) == 1:
             self._await(lane)

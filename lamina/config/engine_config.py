@@ -319,7 +319,8 @@ class EngineConfig:
         str | None,
         Meaning(
             "Grow and shrink pools with their load. Each pool has a smallest and a largest number of workers: "
-            "memory=1:4, or memory=1:4,compute=1:2. Default: pools keep their size.",
+            "memory=1:4, or memory=1:4,compute=1:2. With prefill=1:3, replicas change their role by slo_ttft_ms and "
+            "slo_tbt_ms. Default: pools keep their size.",
             group="Pools",
         ),
     ] = None

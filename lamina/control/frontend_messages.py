@@ -140,6 +140,7 @@ class Scale(msgspec.Struct, tag=True, frozen=True):
     number: int
     compute: int | str
     memory: int | str
+    prefill: int | str = 0
 
 
 FromFrontend = FrontendHello | Resume | Submit | Finish | Abort | GetStats | GetTimeline | Scale

@@ -426,11 +426,15 @@ class SlabUsage(msgspec.Struct, tag=True, frozen=True):
         used: slots in use.
         sequences: number of sequences with KV in the slab.
         busy_s: time spent on attention so far.
+        parked: messages that have waited for the watermark of a sequence so far.
+        parked_nbytes: bytes in them.
     """
 
     used: int
     sequences: int
     busy_s: float = 0.0
+    parked: int = 0
+    parked_nbytes: int = 0
 
 
 USAGE_S = 0.5  # between two SlabUsage of one worker

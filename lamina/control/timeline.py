@@ -52,6 +52,9 @@ class Clock:
         return there_ns - first.ahead_ns - (drift * (there_ns - first.there_ns) // span if span > 0 else 0)
 
 
+PARKED = "parked"
+"""The stage in which a message waits for K and V of earlier chunks, while its worker serves others."""
+
 MOST_SPANS = 500_000  # kept per timeline; older spans are dropped
 
 

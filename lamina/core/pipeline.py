@@ -109,13 +109,13 @@ class Pipeline:
             return "both"
         return "prefill" if lane % self.replicas < prefill else "decode"
 
-    def with_replicas(self, replicas: int) -> "Pipeline":
-        """Return this pipeline on another number of replicas. Lanes keep their numbers; with fewer replicas, some may
-        not be used.
+    def with_replicas(self, replicas: int, prefill: int = 0) -> "Pipeline":
+        """Return this pipeline on another number of replicas, of which the first ``prefill`` only run prompts.
 
-        Fixed choices keep their lanes per replica; rotational ones have one lane more than replicas.
+        Lanes keep their numbers; with fewer replicas, some may not be used. Fixed choices keep their lanes per replica;
+        rotational ones have one lane more than replicas. With ``prefill``, lanes are fixed.
         """
-        if replicas == self.replicas:
+        if (replicas, prefill) == (self.replicas, self.prefill):
             return self
         choices = [
             Arrangement(replicas + 1, rotates=True)
@@ -125,7 +125,12 @@ class Pipeline:
             if replicas > 1 or not one.rotates
         ]
         lanes = replicas + 1 if self.rotates else max(self.lanes, self.lanes // self.replicas * replicas)
-        return dataclasses.replace(self, lanes=lanes, replicas=replicas, choices=tuple(dict.fromkeys(choices)))
+        unique = tuple(dict.fromkeys(choices))
+        made = dataclasses.replace(self, lanes=lanes, replicas=replicas, choices=unique, prefill=0)
+        if not prefill:
+            return made
+        lanes = replicas if made.start.rotates else made.start.lanes
+        return dataclasses.replace(made, lanes=lanes, rotates=False, choices=(), prefill=prefill)
 
     def without_rotation(self) -> "Pipeline":
         """This pipeline, without the choices in which lanes rotate."""

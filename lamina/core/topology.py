@@ -10,9 +10,17 @@ from typing import Literal
 
 import msgspec
 
-from lamina.core.pipeline import Pipeline
+from lamina.core.pipeline import LaneRole, Pipeline
 
 Role = Literal["compute", "memory"]
+
+Pool = Literal["prefill", "compute", "memory"]
+"""Workers that scale together. Those of ``prefill`` are compute workers whose replicas only run prompts."""
+
+
+def role_of(pool: Pool) -> Role:
+    """Return the role of a pool's workers."""
+    return "memory" if pool == "memory" else "compute"
 
 
 class Epoch(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -55,7 +63,10 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Topology(msgspec.Struct, frozen=True):
-    """Members and pipeline. Compute workers are in the order of ``pipeline``: by replica, then stage, then rank."""
+    """Members and pipeline. Compute workers are in the order of ``pipeline``: by replica, then stage, then rank.
+
+    The first ``pipeline.prefill`` replicas only run prompts.
+    """
 
     epoch: Epoch
     members: tuple[Member, ...]
@@ -107,9 +118,27 @@ class Topology(msgspec.Struct, frozen=True):
         return own + sum(capacities[name] for name in self.memories)
 
     @property
-    def sizes(self) -> dict[Role, int]:
+    def prefills(self) -> tuple[str, ...]:
+        """The compute workers of replicas that only run prompts."""
+        return self.computes[: self.pipeline.prefill * self.pipeline.workers]
+
+    def pool_of(self, name: str) -> Pool:
+        """Return the pool of a member."""
+        if name in self.prefills:
+            return "prefill"
+        return "compute" if name in self.computes else "memory"
+
+    @property
+    def lane_roles(self) -> dict[str, LaneRole]:
+        """What the lanes of each compute worker run."""
+        pipeline = self.pipeline
+        return {name: pipeline.role(number // pipeline.workers) for number, name in enumerate(self.computes)}
+
+    @property
+    def sizes(self) -> dict[Pool, int]:
         """How many workers each pool has."""
-        return {"compute": len(self.computes), "memory": len(self.memories)}
+        prefills = len(self.prefills)
+        return {"prefill": prefills, "compute": len(self.computes) - prefills, "memory": len(self.memories)}
 
     def lacks(self, lost: Collection[str]) -> Role | None:
         """Return the role that has no member once ``lost`` are gone; None if both roles have one."""
@@ -138,21 +167,44 @@ class Topology(msgspec.Struct, frozen=True):
         """
         members = tuple(member for member in self.members if member.name not in lost)
         replicas = max(1, sum(member.role == "compute" for member in members) // self.pipeline.workers)
-        pipeline = self.pipeline if replicas == self.pipeline.replicas else self.pipeline.with_replicas(replicas)
-        return Topology(self.epoch.next, members, pipeline)
+        prefill = sum(name not in lost for name in self.prefills) // self.pipeline.workers
+        return Topology(self.epoch.next, members, self.pipeline.with_replicas(replicas, prefill))
 
     def joined(self, joiners: Sequence[Member], pipeline: Pipeline) -> "Topology":
-        """Return the topology with more members, which come last, in the same epoch.
+        """Return the topology with more members, in the same epoch.
 
         Args:
             joiners: A memory worker, or all compute workers of a replica.
-            pipeline: The pipeline with the replicas that there are then.
+            pipeline: The pipeline with the replicas that there are then. If more of them only run prompts, the joiners
+                do; else they come last.
 
         Raises ValueError if a joiner is a member already.
         """
         if again := self.names & {joiner.name for joiner in joiners}:
             raise ValueError(f"{', '.join(sorted(again))} is a member already")
-        return Topology(self.epoch, (*self.members, *joiners), pipeline)
+        members = (*self.members, *joiners)
+        if pipeline.prefill > self.pipeline.prefill:
+            return self._with_prefills((*self.prefills, *(joiner.name for joiner in joiners)), members, pipeline)
+        return Topology(self.epoch, members, pipeline)
+
+    def turned(self, names: Collection[str], pipeline: Pipeline) -> "Topology":
+        """Return the topology in which a replica has the other role, in the same epoch: it only runs prompts if it did
+        not, else it does no more.
+
+        Args:
+            names: All compute workers of the replica.
+            pipeline: For the roles that there are then.
+        """
+        prefills = [name for name in self.prefills if name not in names]
+        if len(prefills) == len(self.prefills):
+            prefills += [name for name in self.computes if name in names]
+        return self._with_prefills(prefills, self.members, pipeline)
+
+    def _with_prefills(self, prefills: Sequence[str], members: Sequence[Member], pipeline: Pipeline) -> "Topology":
+        """Return the topology of these members in which ``prefills`` come first."""
+        by_name = {member.name: member for member in members}
+        first = tuple(by_name[name] for name in prefills)
+        return Topology(self.epoch, (*first, *(one for one in members if one.name not in prefills)), pipeline)
 
     def left(self, leaver: str, pipeline: Pipeline) -> "Topology":
         """Return the topology without an idle member, in the same epoch. ``pipeline`` has the replicas left.

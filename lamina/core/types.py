@@ -323,8 +323,8 @@ class SamplingParams:
             token; None: none. The prompt then runs one token per step, as slowly as decoding.
         truncate_prompt_tokens: keep this many of the prompt's last tokens; -1: as many as leave room for
             ``max_tokens`` in the context, or for one token without a limit.
-        priority: a request with a smaller number goes first where the server's ``policy`` is priority; otherwise
-            without effect.
+        priority: a request with a smaller number goes first where the server's ``policy`` is priority. Under any
+            policy, its prefix stays longer in the cache: a step is worth 1,000 requests, and 10 steps at most count.
         cache_salt: text of at most 256 characters. Only requests with equal salts share cached prefixes, so that nobody
             else can find out from response times what these prompts begin with.
         use_beam_search: search with ``n`` beams, at least 2, and return the ``n`` best completions, best first, like

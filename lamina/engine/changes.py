@@ -16,7 +16,7 @@ from lamina.control.agent_messages import Start
 from lamina.control.messages import Failed, Forget, Stop, ToEngine, ToWorker
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import ConfigError, DeadlineError, LaminaError, TransportError, UnreachableError, WorkerError
-from lamina.core.topology import Member, Role, Topology
+from lamina.core.topology import Member, Pool, Role, Topology, role_of
 from lamina.schedule.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ LAST_WORDS_S = 0.5  # for the message of a worker whose process has ended to arr
 
 
 class JoinStage(enum.Enum):
-    """How far a joiner is. One joiner at a time is linked, and enters before the next one is linked."""
+    """Progress of a joiner. One joiner at a time is linked; it becomes a member before the next one is linked."""
 
     PREPARING = enum.auto()
     PREPARED = enum.auto()
@@ -40,13 +40,17 @@ class Joiner:
     Attributes:
         names: The workers, in their order within the replica.
         on_failed: Called with the reason, and whether another attempt may succeed, if they do not enter.
-        conversation: In progress, with the ``answers`` so far to what it has ``asked`` for by ``deadline``.
-        members: The workers as members, once they have been prepared.
-        exited_at: When a process of theirs was seen to have ended.
+        conversation: The exchange of messages that prepares or links them.
+        stage: Their progress.
+        asked: Messages that the conversation waits for.
+        answers: Messages of ``asked`` that have arrived, by worker.
+        deadline: Monotonic time by which all must have arrived.
+        members: The future members, once the workers have been prepared.
+        exited_at: When one of their processes was seen to have ended.
     """
 
     names: tuple[str, ...]
-    role: Role
+    pool: Pool
     started_at: float
     conversation: Conversation[Any]
     on_failed: Callable[[LaminaError, bool], None]
@@ -88,17 +92,18 @@ class Joins:
     def stages(self) -> Mapping[str, str]:
         return {name: joiner.stage.name.lower() for joiner in list(self._joiners) for name in joiner.names}
 
-    def count(self, role: Role) -> int:
-        """Return how many workers of a role are about to enter."""
-        return sum(len(joiner.names) for joiner in self._joiners if joiner.role == role)
+    def count(self, pool: Pool) -> int:
+        """Return how many workers of a pool are joining."""
+        return sum(len(joiner.names) for joiner in self._joiners if joiner.pool == pool)
 
     def start(
-        self, role: Role, kinds: Sequence[str], on_failed: Callable[[LaminaError, bool], None]
+        self, pool: Pool, kinds: Sequence[str], on_failed: Callable[[LaminaError, bool], None]
     ) -> tuple[str, ...]:
         """Start a worker of each of these kinds; they enter together. Return their new names.
 
         Raises LaminaError if one cannot be started. Then none is left.
         """
+        role = role_of(pool)
         started: dict[str, str] = {}
         try:
             for kind in kinds:
@@ -111,7 +116,7 @@ class Joins:
                 _end_process(self._workers, self._control, name, (), str(error))
             raise
         conversation = prepare_workers(self._control, self._fabric, started, role, self._promised)
-        joiner = Joiner(tuple(started), role, time.monotonic(), conversation, on_failed)
+        joiner = Joiner(tuple(started), pool, time.monotonic(), conversation, on_failed)
         self._joiners.append(joiner)
         self._advance(joiner, None)
         return joiner.names
@@ -159,10 +164,10 @@ class Joins:
         except LaminaError as error:
             self._fail(joiner, error)
 
-    def turn(self, topology: Topology, joined: Callable[[Sequence[Member]], Topology] | None) -> None:
-        """Look for joiners that have failed, and link the next one.
+    def turn(self, topology: Topology, joined: Callable[[Sequence[Member], Pool], Topology] | None) -> None:
+        """Detect failed joiners, and begin to link the next one.
 
-        ``joined``: Returns the topology with more members; None: no joiner may be linked now.
+        ``joined``: Returns the topology with more members in a pool; None: no joiner may be linked now.
         """
         self._members = topology.names
         if not self._joiners:
@@ -175,7 +180,9 @@ class Joins:
         for joiner in self._joiners:
             if joiner.stage is JoinStage.PREPARED:
                 joiner.stage = JoinStage.LINKING
-                joiner.conversation = enter(self._control, self._fabric, joined(joiner.members), joiner.members)
+                joiner.conversation = enter(
+                    self._control, self._fabric, joined(joiner.members, joiner.pool), joiner.members
+                )
                 self._advance(joiner, None)
                 return
 
@@ -213,7 +220,7 @@ class Joins:
         return current if current is not None and current.stage is JoinStage.LINKED else None
 
     def entered(self, joiner: Joiner) -> None:
-        """Note that the workers of ``joiner`` have become members."""
+        """Record that the workers of ``joiner`` have become members."""
         self._joiners.remove(joiner)
         log.info("%s: joined %.2f s after the start", joiner, time.monotonic() - joiner.started_at)
 

@@ -62,7 +62,6 @@ def collect_spans(
 
 
 def _moved(span: Span, clock: Clock) -> Span:
-    """Return the span in this process's clock."""
     return Span(span.stage, span.lane, clock.here(span.begin_ns), clock.here(span.end_ns))
 
 

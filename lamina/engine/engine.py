@@ -1,6 +1,7 @@
 """The engine: one thread that receives workers' messages, plans and sends steps, and calls callers back."""
 
 import collections
+import dataclasses
 import logging
 import math
 import os
@@ -20,7 +21,7 @@ from lamina.control.timeline import Span, Timeline
 from lamina.core.errors import ConfigError, EngineDeadError, LaminaError, RequestError
 from lamina.core.requests import Completion, Drawn, Group
 from lamina.core.steps import StepPlan
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.core.types import NOBODY, Client, FinishReason, KvElement, Request, SamplingParams
 from lamina.dataplane.wire import check_placements
 from lamina.engine.ending import OnTrace, collect_spans, hand_over, poisonous, read_clocks, tell_to_stop
@@ -28,7 +29,7 @@ from lamina.engine.live_timeline import LiveTimeline
 from lamina.engine.losses import POLL_S
 from lamina.engine.members import Members, Save
 from lamina.engine.pools import Resize
-from lamina.engine.scaling import Scaling
+from lamina.engine.scaling import Scaling, Targets
 from lamina.engine.stats import EngineStats, PlacementView
 from lamina.engine.streams import Submission
 from lamina.engine.tracking import TrackedRequest
@@ -121,7 +122,8 @@ class Engine:
         self._members = Members(control, workers, cluster, self._turn, config.max_restarts, save)
         self._live = LiveTimeline(self._members.tell)
         bounds = {} if config.autoscale is None else parse_bounds(config.autoscale)
-        self._scaling = Scaling(bounds, self._turn, self._members)
+        targets = Targets((config.slo_ttft_ms or math.inf) / 1e3, (config.slo_tbt_ms or math.inf) / 1e3)
+        self._scaling = Scaling(bounds, self._turn, self._members, targets)
         self._touched: dict[TrackedRequest, None] = {}  # requests with unpublished updates
         self._lacks_memory = bool(cluster.missing)
         self._steps = 0
@@ -205,7 +207,6 @@ class Engine:
         return Request(request_id, text, tokens, params, seed if params.seed is None else params.seed, client)
 
     def _validate(self, tokens: list[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served."""
         self._scheduler.validate_request(len(tokens), params)
         check_tokens(tokens, self.vocab_size, self.tokenizer)
         check_tokens(params.forced_token_ids, self.vocab_size, self.tokenizer)
@@ -242,22 +243,26 @@ class Engine:
             self._commands.append(lambda: self._end_request(request_id, FinishReason.ABORT))
         self._control.wake()
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> "Future[list[str]]":
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> "Future[list[str]]":
         """Add workers to the pools while requests run, or remove some: 2, -1, or "rtx3090:+2".
 
-        KV of a memory worker that leaves moves to others first. The future has the workers' names once all have joined
-        or left, or an error if one does not; ConfigError if the change is impossible.
+        KV of a memory worker that leaves moves to others first. If one of ``prefill`` and ``compute`` grows and the
+        other one shrinks, replicas change their role instead and keep their weights. The future has the workers' names
+        once all have joined, left or changed their role, or an error if one does not; ConfigError if the change is
+        impossible.
 
-        Raises ConfigError if both are 0 or one is malformed, EngineDeadError if the engine has stopped.
+        Raises ConfigError if all are 0 or one is malformed, EngineDeadError if the engine has stopped.
         """
         pools = self._members.pools
         if pools is None:
             raise ConfigError("this cluster cannot be scaled: launch did not make it")
-        if not compute and not memory:
-            raise ConfigError("nothing to change: give compute or memory a number of workers, such as memory=+2")
+        wanted: dict[Pool, int | str] = {"compute": compute, "memory": memory, "prefill": prefill}
+        changes = {pool: pool_change(pool, one) for pool, one in wanted.items() if one}
+        if not changes:
+            raise ConfigError(
+                "nothing to change: give compute, memory or prefill a number of workers, such as memory=+2"
+            )
         resize = Resize()
-        wanted: dict[Role, int | str] = {"compute": compute, "memory": memory}
-        changes = {role: pool_change(role, one) for role, one in wanted.items() if one}
 
         def command() -> None:
             try:
@@ -287,12 +292,13 @@ class Engine:
         counts = (running, waiting, self._steps, *counted)
         disks, scaling = self._scheduler.disks, self._scaling.stats
         found = (prefixes.queried, prefixes.hit, self._placement.stats, disks.spilled, disks.fetched, scaling)
-        return EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
+        stats = EngineStats(*counts, usage, dead, members.watch.silent, members.states, links, *found)
+        return dataclasses.replace(stats, roles=members.topology.lane_roles, handovers=self._scheduler.handovers)
 
     def timeline(self) -> dict[str, list[Span]]:
         """Return what workers did in a window of the last seconds, by name, and ask them for a new window.
 
-        Nothing is recorded while nobody calls this, so that the first call returns nothing.
+        Spans are recorded only while this is called repeatedly, so that the first call returns nothing.
         """
         with self._lock:
             if self._ended is not None:
@@ -352,7 +358,6 @@ class Engine:
             self._end()
 
     def _step(self) -> None:
-        """Run one turn: handle messages of workers, commands, new plans; then call callers back."""
         messages = list(self._control.receive(POLL_S))  # messages and commands end this wait early
         begun = self._timeline.now()
         for worker, message in messages:
@@ -411,7 +416,6 @@ class Engine:
                 self._end_request(group.request.request_id, FinishReason.ERROR, done.error, suspect=True)
 
     def _compare(self, tracked: TrackedRequest, group: Group, beam: Completion, draw: Draw) -> None:
-        """Record a beam's continuations; once those of all beams are known, choose the surviving beams."""
         choice = tracked.compare(group, beam, draw)
         if choice is not None:
             self._scheduler.beams.choose(group, choice)
@@ -506,7 +510,6 @@ class Engine:
                 log.exception("a part of the engine's shutdown failed; the rest continues")
 
     def _end_requests(self) -> None:
-        """End all requests without the scheduler, which may have failed."""
         reason = f"the engine has stopped: {self._dead}. Start a new one"
         for request_id, tracked in list(self._tracked.items()):
             tracked.end_all(FinishReason.ERROR, reason)

@@ -281,7 +281,7 @@ class Frontends:
                 self._send(member, Scaled(message.number, [], type(error).__name__, str(error)))
 
         try:
-            future = self._engine.scale(compute=message.compute, memory=message.memory)
+            future = self._engine.scale(compute=message.compute, memory=message.memory, prefill=message.prefill)
         except LaminaError as error:
             self._send(member, Scaled(message.number, [], type(error).__name__, str(error)))
         else:

@@ -1,4 +1,4 @@
-"""What workers are doing now, for people who watch: short windows of their timelines, asked for while somebody does."""
+"""Collects short windows of workers' timelines for the live view, only while a client requests them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ class LiveTimeline:
         self._latest = {**self._latest, worker: (now_ns, spans)}
 
     def spans(self) -> dict[str, list[Span]]:
-        """Return the latest window of each worker, by this process' clock; without those of workers that are silent.
+        """Return the latest window of each worker that replies, in this process's clock.
 
         Workers answer with the window before the one that begins, so that the first answer is empty.
         """

@@ -22,7 +22,7 @@ from lamina.control.messages import (
 )
 from lamina.control.sockets import ControlServer
 from lamina.core.errors import LaminaError, TransportError, UnreachableError, WorkerError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.engine.losses import Ending, Watch
 from lamina.engine.pools import Pools
 from lamina.engine.stats import MemoryStats
@@ -79,7 +79,7 @@ class Record:
 
 log = logging.getLogger(__name__)
 
-Save = Callable[[Topology, Mapping[Role, int]], None]
+Save = Callable[[Topology, Mapping[Pool, int]], None]
 """Called with members that another engine could take over, and how many workers the pools are to have, whenever the
 members change."""
 
@@ -158,7 +158,8 @@ class Members:
         if worker not in self.topology.names:
             return  # it was lost after it sent this
         if isinstance(message, SlabUsage):
-            self.usage[worker] = MemoryStats(message.used, self.usage[worker].capacity, message.sequences)
+            capacity, parked = self.usage[worker].capacity, (message.parked, message.parked_nbytes)
+            self.usage[worker] = MemoryStats(message.used, capacity, message.sequences, 0, *parked)
             self._turn.note_attention(worker, message.busy_s)
         elif isinstance(message, Working):
             self.watch.progressed(message.lanes, worker)
@@ -270,7 +271,6 @@ class Members:
         return topology.whole_replicas(names - on_cpus)
 
     def _deaths(self, lost: Mapping[str, LaminaError]) -> Deaths:
-        """Return which lost workers have ended by themselves, rather than been stopped or cut off."""
         died = self.watch.died & lost.keys()
         computes = self.topology.computes
         replicas = [n // self.topology.pipeline.workers for n, name in enumerate(computes) if name in died]
@@ -291,7 +291,6 @@ class Members:
         return self._changes
 
     def _unused(self, host: str) -> int:
-        """Return the unused token slots of a host's memory workers."""
         there = [self.usage[member.name] for member in self.topology.members if member.host == host and member.capacity]
         return sum(usage.capacity - usage.used for usage in there)
 
@@ -301,7 +300,6 @@ class Members:
             self._begin_epoch(ending)
 
     def _begin_epoch(self, ending: Ending) -> None:
-        """Begin the next epoch, once all members have ended the old one."""
         self._ending = None
         self._record.set_members(self.topology)
         self.recoveries += 1

@@ -222,14 +222,16 @@ class RemoteEngine:
             return found
         return {}
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> concurrent.futures.Future[list[str]]:
+    def scale(
+        self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0
+    ) -> concurrent.futures.Future[list[str]]:
         """Change the pools as ``Engine.scale`` does. Errors are set on the future; only EngineDeadError is raised."""
         reply: concurrent.futures.Future[list[str]] = concurrent.futures.Future()
         with self._lock:
             self._require_alive()
             number = next(self._numbers)
             self._replies[number] = reply
-            self._requests.send(self._encoder.encode(Scale(number, compute, memory)))
+            self._requests.send(self._encoder.encode(Scale(number, compute, memory, prefill)))
         return reply
 
     def close(self) -> None:

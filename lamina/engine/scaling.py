@@ -21,10 +21,11 @@ from dataclasses import dataclass
 
 from lamina.cluster.pool import PoolChange
 from lamina.core.errors import LaminaError
-from lamina.core.topology import Role, Topology
+from lamina.core.topology import Pool, Topology
 from lamina.engine.members import Members
-from lamina.engine.pools import Pools, Resize
+from lamina.engine.pools import COMPUTE_POOLS, Pools, Resize
 from lamina.engine.stats import ScalingStats
+from lamina.schedule.roles import RoleBalance, Times
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.turn import Turn
 
@@ -41,7 +42,7 @@ class Windows:
     shrink_s: float
 
 
-WINDOWS: Mapping[Role, Windows] = {"compute": Windows(10.0, 300.0), "memory": Windows(1.0, 60.0)}
+WINDOWS: Mapping[Pool, Windows] = {"compute": Windows(10.0, 300.0), "memory": Windows(1.0, 60.0)}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Load:
         why: The figures of the load, in words.
         beside: Capacity outside of the pool (local memory of compute workers), in workers.
         starved: Whether requests wait for more workers.
+        missed: The target that is missed, in words; empty for pools without one.
     """
 
     serving: int
@@ -63,6 +65,7 @@ class Load:
     why: str
     beside: float = 0.0
     starved: bool = False
+    missed: str = ""
 
     @property
     def enough(self) -> int:
@@ -148,6 +151,21 @@ def compute_load(scheduler: Scheduler, busy: float, serving: int, coming: int) -
     return Load(serving, serving + coming, min(busy, HIGH * serving), why, starved=starved)
 
 
+@dataclass(frozen=True)
+class Targets:
+    """Seconds to the first token of a request, and between two tokens."""
+
+    first_s: float
+    between_s: float
+
+
+def expected_times(turn: Turn, targets: Targets, prefill: int) -> Times:
+    """Return what requests wait for now, as shares of the targets. ``prefill``: replicas that run prompts."""
+    decodes = any(plan.decoding.sequences for plan in turn.in_flight.values())
+    between_s = turn.between_s if decodes else 0.0
+    return Times(turn.scheduler.prompts_s / max(1, prefill) / targets.first_s, between_s / targets.between_s)
+
+
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.25
@@ -158,11 +176,14 @@ REFUSED_S = 30.0  # before a change that was refused, or whose workers did not s
 class Scaling:
     """The pools that scale by load. The engine's thread owns it; any thread may read ``stats``."""
 
-    def __init__(self, bounds: Mapping[Role, Bounds], turn: Turn, members: Members) -> None:
-        self._turn, self._members = turn, members
-        self._scalers = {role: Autoscaler(each, WINDOWS[role]) for role, each in bounds.items()}
-        self._resizes: list[tuple[Role, int, Resize]] = []  # in progress
-        self._refused: dict[Role, float] = {}  # until when
+    def __init__(self, bounds: Mapping[Pool, Bounds], turn: Turn, members: Members, targets: Targets) -> None:
+        """``targets``: for which replicas change their role, if there are bounds for ``prefill``."""
+        self._turn, self._members, self._targets = turn, members, targets
+        self._scalers = {pool: Autoscaler(each, WINDOWS[pool]) for pool, each in bounds.items() if pool != "prefill"}
+        workers = members.topology.pipeline.workers
+        self._roles = RoleBalance(*(one // workers for one in bounds["prefill"])) if "prefill" in bounds else None
+        self._resizes: list[tuple[Pool, int, Resize]] = []  # in progress
+        self._refused: dict[Pool, float] = {}  # until when
         self._looked = 0.0
         self._busy = collections.deque[tuple[float, float]](maxlen=round(BUSY_S / LOOK_S))  # time, seconds in slices
         self.stats: Mapping[str, ScalingStats] = {role: ScalingStats(*each) for role, each in bounds.items()}
@@ -170,10 +191,10 @@ class Scaling:
     def look(self, now: float) -> None:
         """Observe and resize all pools, every ``LOOK_S``. ``now``: monotonic seconds."""
         pools = self._members.pools
-        if now < self._looked + LOOK_S or pools is None or not self._scalers:
+        if now < self._looked + LOOK_S or pools is None or not self.stats:
             return
         self._looked = now
-        self._busy.append((now, self._turn.busy_s))
+        self._busy.append((now, self._turn.busy_s - self._turn.prefill_busy_s))
         (begin, before), (end, after) = self._busy[0], self._busy[-1]
         busy = (after - before) / max(end - begin, LOOK_S)
         self._note_failures(now)
@@ -185,20 +206,38 @@ class Scaling:
                 self._note(role, load=load.demand, why=load.why)
                 if change := scaler.decide(load, now):
                     self._resize(role, change, load, pools, now)
+        if self._roles is not None:
+            self._balance_roles(self._roles, pools, now)
 
-    def _load(self, role: Role, pools: Pools, busy: float) -> Load:
+    def _balance_roles(self, roles: RoleBalance, pools: Pools, now: float) -> None:
+        """Let a replica change its role if a target is missed."""
+        if not self._members.is_steady or any(state != "serving" for state in self._members.states.values()):
+            roles.restart()
+            return
+        topology, workers = self._members.topology, self._members.topology.pipeline.workers
+        prefill, decode = (topology.sizes[pool] // workers for pool in COMPUTE_POOLS)
+        times = expected_times(self._turn, self._targets, prefill or decode)
+        why = f"prompts take {times.first:.2f} and steps {times.between:.2f} of their targets"
+        load = Load(prefill * workers, prefill * workers, times.first * prefill * workers, why)
+        self._note("prefill", load=load.demand, why=why)
+        if self._refused.get("prefill", 0.0) <= now and (change := roles.decide(times, prefill, decode, now)):
+            missed = "first tokens came too late" if change > 0 else "tokens came too slowly"
+            self._resize("prefill", change * workers, dataclasses.replace(load, missed=missed), pools, now)
+
+    def _load(self, role: Pool, pools: Pools, busy: float) -> Load:
         leaving, coming = pools.leaving(role), pools.coming(role)
         topology = self._members.topology
         if role == "memory":
             return memory_load(self._turn.scheduler, topology, leaving, coming)
-        return compute_load(self._turn.scheduler, busy, len(topology.computes) - leaving, coming)
+        return compute_load(self._turn.scheduler, busy, topology.sizes["compute"] - leaving, coming)
 
-    def _resize(self, role: Role, change: int, load: Load, pools: Pools, now: float) -> None:
+    def _resize(self, role: Pool, change: int, load: Load, pools: Pools, now: float) -> None:
         if change < 0 and (pools.coming(role) or pools.leaving(role)):
             return  # one worker leaves at a time
         resize = Resize()
         try:
-            pools.resize({role: PoolChange(change)}, resize)
+            changes = {role: PoolChange(change)}
+            pools.resize(changes | {"compute": PoolChange(-change)} if role == "prefill" else changes, resize)
         except LaminaError as error:
             self._refuse(role, change, error, now)
             return
@@ -216,17 +255,20 @@ class Scaling:
             if isinstance(error := resize.future.exception(), LaminaError):
                 self._refuse(role, change, error, now)
 
-    def _refuse(self, role: Role, change: int, error: LaminaError, now: float) -> None:
+    def _refuse(self, role: Pool, change: int, error: LaminaError, now: float) -> None:
         self._refused[role] = now + REFUSED_S
-        self._scalers[role].restart()
+        if role in self._scalers:
+            self._scalers[role].restart()
         log.warning("the %s pool cannot scale by %+d: %s", role, change, error)
         self._note(role, last=f"{change:+d}, refused or failed", at=time.time())
 
-    def _note(self, role: Role, **changes: float | int | str) -> None:
+    def _note(self, role: Pool, **changes: float | int | str) -> None:
         self.stats = {**self.stats, role: dataclasses.replace(self.stats[role], **changes)}  # type: ignore[arg-type]
 
 
 def _reason(change: int, load: Load) -> str:
     """Return the reason without figures, for a metric's label."""
+    if load.missed:
+        return f"{change:+d}, {load.missed}"
     why = "it was hardly used" if change < 0 else "requests waited" if load.starved else "it was nearly full"
     return f"{change:+d}, {why}"

@@ -1,5 +1,6 @@
 """Statistics that the engine reports: requests, pools, and the placement of KV."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,17 +23,22 @@ class MemoryStats:
         capacity: All slots.
         sequences: Sequences of requests.
         cached: Slots of cached prefixes that no request uses, which are evicted when requests need them.
+        parked: Messages for attention that have waited until K and V of earlier chunks were stored.
+        parked_nbytes: Bytes in them.
     """
 
     used: int
     capacity: int
     sequences: int
     cached: int = 0
+    parked: int = 0
+    parked_nbytes: int = 0
 
     def without(self, cached: int, sequences: int) -> "MemoryStats":
         """Return the stats with ``cached`` slots and ``sequences``, which hold cached prefixes, not counted as used."""
         cached = min(cached, self.used)
-        return MemoryStats(self.used - cached, self.capacity, max(0, self.sequences - sequences), cached)
+        left = max(0, self.sequences - sequences)
+        return dataclasses.replace(self, used=self.used - cached, sequences=left, cached=cached)
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,8 @@ class EngineStats:
         spilled: Tokens copied to disks of memory workers.
         fetched: Tokens copied back from disks.
         scaling: Pools that scale by load.
+        roles: What the lanes of each compute worker run: "prefill", "decode" or "both".
+        handovers: Requests that went from a replica that only runs prompts to one that decodes.
     """
 
     running: int
@@ -128,6 +136,8 @@ class EngineStats:
     spilled: int = 0
     fetched: int = 0
     scaling: Mapping[str, ScalingStats] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=dict)
+    handovers: int = 0
 
 
 class StatsOf(msgspec.Struct, tag=True, frozen=True):

@@ -59,10 +59,10 @@ class Runtime(Protocol):
         ...
 
     def timeline(self) -> dict[str, list[Span]]:
-        """What workers did of late, by name; see ``engine.Engine.timeline``. May wait: not for event loops."""
+        """Return workers' recent spans by name; see ``engine.Engine.timeline``. May block."""
         ...
 
-    def scale(self, *, compute: int | str = 0, memory: int | str = 0) -> Future[list[str]]:
+    def scale(self, *, compute: int | str = 0, memory: int | str = 0, prefill: int | str = 0) -> Future[list[str]]:
         """Add workers to the pools, or remove some; see ``engine.Engine.scale``."""
         ...
 

@@ -296,8 +296,6 @@ class Reading:
             self._on_update(self._best(whole))
 
     def _best(self, whole: RequestUpdate) -> RequestUpdate:
-        """Return the ``n`` completions with the highest mean log-probability of tokens, best first."""
-
         def score(completion: CompletionUpdate) -> float:
             text = self._texts[completion.index]
             return text.score / max(text.tokens, 1)

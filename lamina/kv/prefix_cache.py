@@ -10,7 +10,8 @@ worker once they have moved. Radix tree and eviction from the leaves follow SGLa
 leaf may be evicted in part, since slots are allocated by token.
 
 Cached tokens that a request uses are reserved in ``Placement``. All others are idle: they count as free, and the least
-recently used ones are evicted when requests need their slots. So no request is preempted on a worker with idle tokens.
+recently used ones are evicted when requests need their slots, where a smaller ``priority`` counts as a later use. So no
+request is preempted on a worker with idle tokens.
 
 If layers drop tokens before their sliding window, requests can only continue from ``Checkpoints``.
 """
@@ -150,7 +151,7 @@ class PrefixCache:
         assert node is not None
         if length < node.stop:
             node = tree.split(node, length)
-        tree.use(node)
+        tree.use(node, group.request.params.priority)
         if self._window:
             tree.checkpoints.use(node)
         self._shared[group], self._dealt[group] = (tree, node), node
@@ -383,7 +384,7 @@ class PrefixCache:
             if one.start >= found:
                 one.users = one.holders = 1
         self._shared[group] = tree, leaf
-        tree.use(leaf)
+        tree.use(leaf, group.request.params.priority)
         self._kept.append(leaf)
         group.unshared = group.prompt_length - stop
         group.ids = None
@@ -426,7 +427,7 @@ class PrefixCache:
         if node is not None:
             if found < min(node.stop, length):
                 node = tree.split(node, found)
-            tree.use(node)
+            tree.use(node, group.request.params.priority)
         if found == length:
             if self._window and node is not None:
                 self._add_checkpoint(tree, node, length, completion.sequence)
@@ -437,7 +438,7 @@ class PrefixCache:
         for one in leaf.path():
             if one.start >= found:
                 self._add_idle(tree, one.worker, len(one.tokens))
-        tree.use(leaf)
+        tree.use(leaf, group.request.params.priority)
         self._kept.append(leaf)
 
     def _brings(self, node: Node | None, completion: Completion) -> bool:

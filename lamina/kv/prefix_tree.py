@@ -16,6 +16,9 @@ from lamina.core.segments import by_worker, holding
 from lamina.core.types import Segment
 from lamina.kv.placement import Placement
 
+LONG_AGO = -(2**62)
+"""Before every use."""
+
 
 @dataclass(eq=False, slots=True)
 class Node:
@@ -27,7 +30,7 @@ class Node:
         sequence: cached sequence that ends with this node. Only leaves and checkpoints have one.
         users: number of running requests that share the node.
         holders: number of users, and of ended requests that have not been released yet.
-        used: time of the last use, counted in uses.
+        used: time of the last use, counted in uses, later for requests of smaller ``priority``.
         copied: True if all blocks are on the worker's disk.
         fixed: number of fetches from a disk that extend the prefix, which must not move meanwhile.
     """
@@ -41,7 +44,7 @@ class Node:
     sequence: int | None = None
     users: int = 0
     holders: int = 0
-    used: int = 0
+    used: int = LONG_AGO
     copied: bool = False
     fixed: int = 0
 
@@ -152,6 +155,13 @@ class Checkpoints:
 
 
 GRAIN = 64  # least number of tokens evicted at once
+
+
+PRIORITY_USES = 1_000
+"""Uses of a tree that one step of a request's priority is worth when prefixes are evicted."""
+
+MOST_STEPS = 10
+"""Steps of a priority that count, so that a prefix that nobody uses any more is evicted in the end."""
 
 
 class PrefixTree:
@@ -301,11 +311,16 @@ class PrefixTree:
             if node.sequence is not None:
                 yield node
 
-    def use(self, node: Node) -> None:
-        """Mark a node and its ancestors as just used: they are evicted last."""
-        now = next(self._uses)
+    def use(self, node: Node, priority: int = 0) -> None:
+        """Mark a node and its ancestors as just used: they are evicted last.
+
+        Args:
+            priority: Of the request. Each step below 0 counts as a use ``PRIORITY_USES`` uses from now, each step above
+                0 as one that long ago. A node keeps the latest of its uses.
+        """
+        used = next(self._uses) - PRIORITY_USES * min(max(priority, -MOST_STEPS), MOST_STEPS)
         for one in node.path():
-            one.used = now
+            one.used = max(one.used, used)
         self.offer_for_eviction(node)
 
     def offer_for_eviction(self, node: Node) -> None:

@@ -206,7 +206,6 @@ class DeviceSteps:
         return sum(replica in self._pipeline.replicas_of(lane) for lane in lanes) <= SLOTS
 
     def _launch(self, number: int, run: _Run) -> None:
-        """Launch attentions until ``WINDOW`` are in flight."""
         lane, step, ranks = self._lanes[number], run.step, self._pipeline.ranks
         direct, channel = self._direct[run.peer], self._channels[run.peer]
         while run.launched < min(run.done + WINDOW, len(self._store.attentions)):
@@ -243,7 +242,6 @@ class DeviceSteps:
         return ended
 
     def _settle(self, number: int, run: _Run) -> None:
-        """Record the attentions of a lane that the device has replied to."""
         stream = self._lanes[number].stream
         stream.raise_failure()
         while run.done < run.launched and (done_ns := int((row := stream.records[run.done % WINDOW])["done_ns"])):

@@ -68,7 +68,6 @@ class Disk:
 
 
 def _open(folder: Path, nbytes: int) -> int:
-    """Return a new file without a name, with space for ``nbytes`` bytes. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"kv_spill_dir is '{folder}', a folder that does not exist; make it first")
     if (kind := _kind_of(folder)) in IN_MEMORY:
@@ -96,7 +95,6 @@ def _open(folder: Path, nbytes: int) -> int:
 
 
 def _kind_of(folder: Path) -> str:
-    """Return the type of the file system that a folder is on."""
     place, kinds = folder.resolve(), dict[Path, str]()
     with contextlib.suppress(OSError):
         kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}

@@ -144,7 +144,6 @@ class Holdings:
             self._forget(sequence)
 
     def _open(self, sequence: int, segments: list[Segment]) -> None:
-        """Open the segments of a sequence that are on this worker, if any."""
         if segments:
             self.segments[sequence] = segments
             for key in itertools.chain.from_iterable(map(self._keys, segments)):
@@ -152,7 +151,6 @@ class Holdings:
                     self.slab.open(key)
 
     def _keys(self, segment: Segment) -> list[SegmentKey]:
-        """Return the keys of a segment's shards."""
         return [self.key(segment.sequence, segment.tokens[0], shard) for shard in self.shards.shards_of(segment.heads)]
 
     def key(self, sequence: int, first: int, shard: int) -> SegmentKey:
@@ -273,7 +271,6 @@ class Holdings:
             self._starts.setdefault(sequence, Starts(start)).add(lane, start)
 
     def _end(self, key: SegmentKey) -> int:
-        """Return the position after the last token of a segment."""
         return key[1] // self.shards.count + len(self.slab.slots(key))
 
     def needed(self, window: int) -> Iterator[Slots]:

@@ -77,6 +77,7 @@ class Lane:
         work: the remaining cuts of the request at ``door``.
         door: slot of the request being served.
         parked: whether the request at ``door`` waits for K and V of earlier chunks.
+        parked_at: since when, by the timeline.
         reply: a finished reply that has not been sent.
     """
 
@@ -91,6 +92,7 @@ class Lane:
     work: Iterator[None] | None = None
     door: Door | None = None
     parked: bool = False
+    parked_at: int = 0
     reply: Reply | None = None
 
     def drop(self) -> None:

@@ -43,7 +43,7 @@ class _PageTable:
 
 
 class Slab(Generic[Key]):
-    """Which slots each segment owns, with a last-in-first-out free list and reference counts.
+    """Allocates slots to segments, with a last-in-first-out free list and reference counts.
 
     Not thread-safe: one thread owns it. An operation that raises has changed nothing.
     """
@@ -214,7 +214,6 @@ class Slab(Generic[Key]):
         table.hold(self._free[self._free_count : self._free_count + count][::-1])
 
     def _give_up(self, table: _PageTable) -> None:
-        """Free the reserved slots of a segment."""
         self._set_aside -= table.held - table.length
         self._push(table.slots[table.length : table.held])
         table.held = table.length

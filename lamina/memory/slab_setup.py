@@ -42,7 +42,6 @@ def make_store(control: ControlClient, resources: contextlib.ExitStack) -> tuple
 
 
 def _reserve(control: ControlClient, asked: Reserve) -> None:
-    """Reserve the memory that steps need besides the slab. Raises ConfigError if there is too little."""
     setup, (_, specs) = asked.setup, _of_shards(asked.setup)
     element, query = KvElement.from_setting(setup.kv_cache_dtype, setup.dtype), NUMPY_DTYPE[setup.dtype]
     polls = gpu_polls(control.device, polling_of(control, setup.polling))
@@ -106,13 +105,13 @@ class UsageReports:
         self._sent_at = 0.0
         self._repeated = True  # whether the last two reports were equal
 
-    def send_if_due(self, busy_s: float = 0.0) -> None:
-        """Send a report if one is due. ``busy_s``: see ``SlabUsage``."""
+    def send_if_due(self, busy_s: float = 0.0, parked: int = 0, parked_nbytes: int = 0) -> None:
+        """Send a report if one is due. Arguments are fields of ``SlabUsage``."""
         now = time.monotonic()
         emptied = self._last.sequences > 0 and self._store.sequences == 0
         if not emptied and now - self._sent_at < USAGE_S:
             return
-        usage = SlabUsage(self._store.used_tokens, self._store.sequences, busy_s)
+        usage = SlabUsage(self._store.used_tokens, self._store.sequences, busy_s, parked, parked_nbytes)
         repeats = usage == self._last
         if not (repeats and self._repeated):
             self._control.send(usage)

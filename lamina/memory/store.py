@@ -305,7 +305,6 @@ class KvStore:
             yield from one.table.attend(layer, q[rows], out[rows], lse[rows], spec, new)
 
     def _attend_further(self, layer: int, further: Further, q: Array, out: Floats, lse: Floats) -> Iterator[None]:
-        """Merge the attention of some rows over one more segment into ``out`` and ``lse``."""
         rows = further.rows
         more, sums = self.device.results(len(rows), self.attentions[layer])
         yield from self._attend(layer, further.tables, q[further.sent], more, sums)

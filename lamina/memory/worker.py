@@ -25,6 +25,7 @@ from lamina.control.messages import (
     Working,
 )
 from lamina.control.sockets import ControlClient
+from lamina.control.timeline import PARKED
 from lamina.core.errors import DeadlineError, WorkerError
 from lamina.core.steps import StepPlan
 from lamina.core.topology import Topology
@@ -86,6 +87,7 @@ class MemoryWorker(WorkerLoop):
         self._device_steps = DeviceSteps(store, links, self._timeline)
         self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
         self._busy_s = 0.0
+        self._parked = self._parked_nbytes = 0  # messages that have waited for a watermark so far
         self._early: dict[Door, float] = {}  # requests whose plans have not arrived, each with its deadline
         self._reported = 0.0
         self._usage = UsageReports(control, store)
@@ -95,7 +97,7 @@ class MemoryWorker(WorkerLoop):
         self._device_steps.close()
 
     def _serve_once(self) -> None:
-        self._usage.send_if_due(self._busy_s + self._device_steps.busy_s)
+        self._usage.send_if_due(self._busy_s + self._device_steps.busy_s, self._parked, self._parked_nbytes)
         if not self._fence.open:
             if (message := self._fence.stand_by(self._wait)) is not None:
                 self._handle(message)
@@ -199,7 +201,6 @@ class MemoryWorker(WorkerLoop):
         self._device_steps.change_channels(self._channels, self._pipeline, self._computes)
 
     def _others(self, memories: Iterable[str]) -> dict[str, tuple[Lease, Lease]]:
-        """Return, by name, the leases between this worker and each of ``memories`` that it is linked to."""
         return {name: self._links.leases(name) for name in memories if self._links.has(name)}
 
     def _closed_doors(self) -> list[Door]:
@@ -214,7 +215,6 @@ class MemoryWorker(WorkerLoop):
         return doors, [door.channel.awaited[door.slot] for door in doors] + self._hub.credits
 
     def _open(self, door: Door, waiting: int) -> None:
-        """Serve the piece of a request that has arrived at a door."""
         if self._device_steps.is_used and door.request is None and self._leave(door):
             return
         self._doors.remove(door)
@@ -283,7 +283,6 @@ class MemoryWorker(WorkerLoop):
         return lane < len(self._lanes) and len(self._lanes[lane].steps) > 0
 
     def _receive(self, lane: Lane, door: Door, request: Arrival) -> None:
-        """Serve the piece; fetch it first if it is not in the slot."""
         if request.body is not None:
             self._begin(lane)
             return
@@ -312,7 +311,9 @@ class MemoryWorker(WorkerLoop):
         elif earlier := step.order.missing(lane.layer):
             if door is not None and door.request is not None:
                 lane.door = door.set_aside()
-            lane.parked = True
+            lane.parked, lane.parked_at = True, self._timeline.now()
+            self._parked += 1
+            self._parked_nbytes += 0 if lane.door is None else lane.door.body.nbytes
             for storing in earlier:
                 self._puller.fetch_first(storing.door, storing.turn + lane.layer)
         else:
@@ -323,6 +324,7 @@ class MemoryWorker(WorkerLoop):
         for lane in self._lanes:
             if lane.parked and not lane.steps[0].order.missing(lane.layer):
                 lane.parked = False
+                self._timeline.record_span(PARKED, lane.number, lane.parked_at)
                 self._start(lane, range(len(lane.steps[0].pieces)))
 
     def _start(self, lane: Lane, pieces: Sequence[int]) -> Iterator[None]:
@@ -338,7 +340,6 @@ class MemoryWorker(WorkerLoop):
         return work
 
     def _pull(self, request: Arrival, layer: int, step: StepTables) -> None:
-        """Queue the fetch of K and V of prompt chunks."""
         request.readers += 1
 
         def on_done() -> None:
@@ -366,19 +367,16 @@ class MemoryWorker(WorkerLoop):
         return True
 
     def _receiver(self, lane: Lane) -> str:
-        """Return the compute worker that gets the next reply."""
         plan, ranks = lane.steps[0].plan, self._pipeline.ranks
         following = self._pipeline.stage(plan.lane, plan.turn, lane.layer + 1, plan.rotates)
         return self._computes[following * ranks + lane.number % ranks]
 
     def _serve_begun(self, lane: Lane, work: Iterator[None]) -> None:
-        """Serve the next cut of a piece that was begun."""
         self._serve_cut(lane, work)
         self._report()
         self._read_control()
 
     def _report(self) -> None:
-        """Report the lanes being served to the engine every ``REPORT_S``."""
         now = time.monotonic()
         lanes = [lane.number // self._pipeline.ranks for lane in self._lanes if lane.work is not None]
         if lanes and now - self._reported >= REPORT_S:

@@ -231,6 +231,7 @@ class Metrics:
         for worker, state in stats.workers.items():
             workers.add_metric([worker, state], 1)
         yield workers
+        yield from self._roles(stats)
         yield from self._scaling(stats)
         links = GaugeMetricFamily(
             "lamina_links",
@@ -240,6 +241,26 @@ class Metrics:
         for choice, pairs in stats.links:
             links.add_metric([choice.transport.value, choice.reason], pairs)
         yield links
+
+    def _roles(self, stats: EngineStats) -> Iterator[Metric]:
+        """Yield the metrics of prompts that run apart from decoding, or in several lanes."""
+        roles = GaugeMetricFamily(
+            "lamina_worker_roles", "1 for every compute worker, by what it runs.", labels=["worker", "role"]
+        )
+        for worker, role in stats.roles.items():
+            roles.add_metric([worker, role], 1)
+        yield roles
+        yield CounterMetricFamily(
+            "lamina_handovers", "Requests that went from a worker for prompts to one that decodes.", stats.handovers
+        )
+        parked = CounterMetricFamily(
+            "lamina_parked", "Messages that waited until K and V of earlier chunks were stored.", labels=["worker"]
+        )
+        nbytes = CounterMetricFamily("lamina_parked_bytes", "Bytes of q, k and v in these.", labels=["worker"])
+        for worker, memory in stats.memory.items():
+            parked.add_metric([worker], memory.parked)
+            nbytes.add_metric([worker], memory.parked_nbytes)
+        yield from (parked, nbytes)
 
     def _scaling(self, stats: EngineStats) -> Iterator[Metric]:
         """Yield the metrics of pools that scale by load."""

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from lamina.control.timeline import Span
+from lamina.control.timeline import PARKED, Span
 
 OTHER = "other"
-IDLE = {"wait", OTHER}
-"""Stages in which a worker is idle; all others are work."""
+IDLE = {"wait", PARKED, OTHER}
+"""Stages in which a worker is idle, or serves other messages; all others are work."""
 
 
 def write_trace(path: Path, spans: Mapping[str, Sequence[Span]]) -> None:
@@ -56,7 +56,7 @@ def shares(spans: Mapping[str, Sequence[Span]], begin_ns: int, end_ns: int) -> l
             inside = (min(span.end_ns, end_ns) - max(span.begin_ns, begin_ns)) / 1e9
             if inside > 0:
                 seconds[span.stage] = seconds.get(span.stage, 0.0) + inside
-        seconds[OTHER] = max(0.0, total - sum(seconds.values()))
+        seconds[OTHER] = max(0.0, total - sum(value for stage, value in seconds.items() if stage != PARKED))
         ordered = sorted(seconds.items(), key=lambda pair: -pair[1])
         result += [Share(worker, stage, value, value / total) for stage, value in ordered]
     return result

@@ -215,7 +215,6 @@ def _cheapest(found: Sequence[Capacity]) -> Capacity | None:
 
 
 def _seconds(found: Sequence[Capacity]) -> tuple[Capacity, ...]:
-    """Return the cheapest way of each system and degree of tensor parallelism, without the overall cheapest."""
     layouts: dict[tuple[Kind, int], Capacity] = {}
     for one in sorted(found, key=lambda one: one.usd_per_request):
         layouts.setdefault((one.way.kind, one.way.tensor_parallel), one)

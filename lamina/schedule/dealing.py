@@ -80,6 +80,7 @@ class Dealer:
 
     Attributes:
         active: Number of lanes in use.
+        handovers: Requests that went from a lane for prompts to one that decodes.
         seats: Numbers of sequences by lane and by client.
     """
 
@@ -96,6 +97,7 @@ class Dealer:
     ) -> None:
         """Use all lanes at first. ``lanes`` is extended when lanes are added. ``role`` returns the role of a lane."""
         self.active = len(lanes)
+        self.handovers = 0
         self.seats = Seats(self.active, role)
         self._rows = limits.max_num_batched_tokens
         self._placement = placement
@@ -206,6 +208,7 @@ class Dealer:
                 self._lanes[lane].ending += [owner for owner in own.ending if owner[0] is group]
                 own.ending = [owner for owner in own.ending if owner[0] is not group]
                 self._lanes[lane].continue_request(group, first)
+                self.handovers += 1
                 self._ready.note_change(lane)
                 self._admissions.note_freed()
 

@@ -138,6 +138,11 @@ class Scheduler:
         return sum(len(lane.running) for lane in self._lanes)
 
     @property
+    def handovers(self) -> int:
+        """Number of requests that went from a lane for prompts to one that decodes."""
+        return self._dealer.handovers
+
+    @property
     def full(self) -> bool:
         """True if no waiting request fits, and no slot or seat has been freed since the last attempt."""
         return self._admissions.full
@@ -484,6 +489,13 @@ class Scheduler:
             lender.lent -= 1
             self._retire(self._lanes[lender.lane])
         return planned.drawn(own.decoding.members)
+
+    @property
+    def prompts_s(self) -> float:
+        """Seconds that the prompts which have arrived, and are not computed, would take one lane."""
+        waiting = sum(group.to_run for group in self._requests.values() if group.lane < 0)
+        begun = sum(one.left for group in self._all_running for one in group.completions if not one.finished)
+        return self._token_s * (waiting + begun)
 
     def note_prompts(self, tokens: int, seconds: float) -> None:
         """Record that a step with ``tokens`` prompt tokens took ``seconds``."""

@@ -15,7 +15,7 @@ from lamina.kv.policies import POLICIES
 from lamina.schedule.lane import Remains
 from lamina.schedule.lane_choice import chooser
 from lamina.schedule.limits import Limits
-from lamina.schedule.pace import Pace
+from lamina.schedule.pace import LEARN, Pace
 from lamina.schedule.policy import FIFO, Policy
 from lamina.schedule.scheduler import Scheduler
 from lamina.schedule.suspects import NO_DEATHS, Deaths, Suspects, at_work, exposed, rows
@@ -94,6 +94,8 @@ class Turn:
             ``migrated``; the turn calls all other methods.
         in_flight: Plans by step, until ``complete``.
         busy_s: Seconds that compute workers have spent in slices so far.
+        prefill_busy_s: Those of replicas that only run prompts.
+        between_s: Seconds of a step in which sequences decode, lately.
     """
 
     def __init__(
@@ -135,7 +137,7 @@ class Turn:
             pipeline.role,
         )
         self.in_flight: dict[int, StepPlan] = {}
-        self.busy_s = 0.0
+        self.busy_s = self.prefill_busy_s = self.between_s = 0.0
         self._pipeline = pipeline
         self._epoch_ends = False  # until the next epoch begins
         self._paused = False
@@ -220,6 +222,11 @@ class Turn:
         """
         plan = self.in_flight.pop(done.step)
         self.busy_s += done.busy_s
+        if self._pipeline.role(plan.lane) == "prefill":
+            self.prefill_busy_s += done.busy_s
+        elif plan.decoding.sequences and done.rows:
+            latest_s = done.busy_s + done.waited_s
+            self.between_s += (LEARN if self.between_s else 1.0) * (latest_s - self.between_s)
         if self._pace is not None and done.rows:
             self._pace.on_step_done(plan, done.busy_s, done.waited_s)
         if plan.chunks and done.rows:

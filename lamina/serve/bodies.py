@@ -101,7 +101,7 @@ MOST_BYTES_BESIDES = 64 * 1024
 
 
 class StreamOptions(msgspec.Struct):
-    """What the chunks of a stream hold besides text.
+    """Optional contents of a stream's chunks.
 
     Attributes:
         include_usage: One more chunk at the end has the token counts.
@@ -124,7 +124,7 @@ class JsonSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """What an answer is: any text, any JSON object, or JSON that matches a schema."""
+    """Form of an answer: any text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None

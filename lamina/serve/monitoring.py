@@ -1,6 +1,6 @@
-"""The routes by which people and programs watch a server, a live view of its pools, and a chat.
+"""Routes for health, metrics and the placement of KV, the dashboard and the chat page.
 
-The pages load nothing from elsewhere.
+The pages load no other site's files.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
     @app.head("/placement", include_in_schema=False)
     @app.get("/placement")
     async def placement() -> Response:
-        """Who has KV where, what moves between memory workers, and what the prefix cache has found."""
+        """Return where the KV of requests is, its moves between memory workers, and hits of the prefix cache."""
         return JSONResponse(placement_of(await asyncio.to_thread(engine.stats)))
 
     @app.get("/ping")
@@ -100,7 +100,7 @@ def install(app: FastAPI, engine: Runtime, metrics: Metrics) -> None:
 
 
 def placement_of(stats: EngineStats) -> dict[str, Any]:
-    """Return the placement of KV as JSON. Counts are in tokens, which are slots, but for ``moved_bytes``."""
+    """Return the placement of KV as JSON. Counts are in tokens (one slot each), except ``moved_bytes``."""
     placement = stats.placement
     return {
         "workers": {
@@ -135,7 +135,7 @@ def _sender(name: str, media_type: str) -> Any:
 
 
 def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dict[str, Any]:
-    """Return what the dashboard shows, as JSON. Counts grow from the engine's start; the page takes differences."""
+    """Return the dashboard's data as JSON. Counts grow from the engine's start; the page takes differences."""
     what, remedy = limit_of(stats)
     return {
         "time": time.time(),
@@ -153,6 +153,7 @@ def state_of(stats: EngineStats, totals: dict[str, Any], engine: Runtime) -> dic
         "dead": stats.dead,
         "silent_s": {worker: round(seconds, 1) for worker, seconds in stats.silent.items()},
         "workers": dict(stats.workers),
+        "roles": dict(stats.roles),
         "links": [
             {"transport": choice.transport.value, "reason": choice.reason, "pairs": pairs}
             for choice, pairs in stats.links
@@ -186,7 +187,7 @@ def lanes_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
 
 
 def limit_of(stats: EngineStats) -> tuple[str, str]:
-    """Return what limits the throughput now, and the command that would help; the command is empty if none would."""
+    """Return what limits the throughput now, and a command that would help; "" if none would."""
     if stats.dead is not None:
         return f"The engine has stopped: {stats.dead.splitlines()[0]}", "lamina launch"
     if stats.silent:

@@ -243,7 +243,7 @@ _ANSWER = {
 
 
 def body_schema(kind: type[Body], engine: Runtime) -> tuple[Schema, Schema]:
-    """Return the JSON schema of a body, and those that it refers to by name."""
+    """Return the JSON schema of a body, and the schemas that it refers to, by name."""
     types = {name: hint for name, hint in field_types(kind).items() if name not in _WHOLE}
     if "tools" in kind.large:
         types["tools"] = Tools | None

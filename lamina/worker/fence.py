@@ -56,6 +56,8 @@ class Fence:
 
     def begin_epoch(self, topology: Topology) -> None:
         """Begin the epoch of ``topology`` and ring all peers. The caller has dropped its steps in flight."""
+        if topology.epoch.incarnation > self.epoch.incarnation:  # another engine, which has ended all other processes
+            self._links.remove_leavers()
         self.epoch, self._lost = topology.epoch, False
         self._links.apply_topology(topology)
         self._missing = list(self._links.peers)

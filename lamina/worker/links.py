@@ -341,6 +341,10 @@ class Links:
             if name in self._leases:
                 self.end_lease(name)
 
+    def remove_leavers(self) -> None:
+        """End the leases of all peers that have left: their processes have ended."""
+        self.remove_peers(list(self._left))
+
     def disconnect_for_good(self, name: str) -> None:
         """End the link to a peer, if there is one, so that nothing more of the peer arrives."""
         self._forget_channel(name)

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import greenlet
@@ -86,6 +86,11 @@ class Task:
         self.dead = True
         self._world.call_later(0.0, self._unwind)
 
+    def abandon(self) -> None:
+        """Let the task do nothing any more, as a process that is killed: not even what it does when it ends."""
+        self.dead = True
+        self._world.abandoned.append(self._greenlet)
+
     def _unwind(self) -> None:
         if self._greenlet:
             self._greenlet.throw(greenlet.GreenletExit)
@@ -99,7 +104,10 @@ class World:
         random: of everything that happens by chance while the simulation runs.
         trace: one line for each thing worth telling.
         events: how many there were, and a hash of when each happened.
+        abandoned: what processes that were killed have left; only the end of the program takes it apart.
     """
+
+    abandoned: ClassVar[list["greenlet.greenlet"]] = []
 
     def __init__(self, seed: int) -> None:
         self.now = 1000.0

@@ -77,7 +77,7 @@ class RecordingEngine:
     def stats(self) -> EngineStats:
         return STATS
 
-    def scale(self, *, compute: int, memory: int) -> "Future[list[str]]":
+    def scale(self, *, compute: int, memory: int, prefill: int) -> "Future[list[str]]":
         """Never done."""
         self.scaling += 1
         return Future()

@@ -154,7 +154,7 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         near, far = Choice(Transport.SHM, "same host"), Choice(Transport.TCP, 'different hosts; no rdma: "none"')
-        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1, cached=3)}
+        memory = {"memory0": MemoryStats(used=5, capacity=9, sequences=1, cached=3, parked=2, parked_nbytes=4096)}
         return EngineStats(
             running=1,
             waiting=2,
@@ -168,7 +168,9 @@ class FakeEngine:
             links=[(near, 1), (far, 2)],
             prefix_queries=8,
             prefix_hits=2,
-            workers={"memory0": "serving"},
+            workers={"compute0": "serving", "compute1": "serving", "memory0": "serving"},
+            roles={"compute0": "prefill", "compute1": "decode"},
+            handovers=4,
             placement=PlacementStats(
                 {"memory0": {"chat-1": 5}}, [("memory0", "memory1", 64)], {"memory0": 4096}, 3, 2, 1
             ),

@@ -64,7 +64,7 @@ class Sums(Protocol):
 
 
 class Device(Mapper, Protocol):
-    """What a compute worker runs on. One thread owns it.
+    """Loads weights and runs slices on a CPU or GPU. One thread owns it.
 
     Attributes:
         target: Target that slices are lowered for.
@@ -97,6 +97,20 @@ class Device(Mapper, Protocol):
             tensors: All of ``model.weights``, on ``place``, in this device's ``form``.
             reduce: All-reduce over the ranks of the replica; None for one rank.
         """
+
+
+class WholeSteps(Protocol):
+    """Runs whole decode steps over KV in the device's own memory, without the host between their slices."""
+
+    def reserve(self, rows: int) -> None:
+        """Prepare for steps of up to ``rows`` rows."""
+
+    def run(self, rows: Rows, table: Any) -> torch.Tensor | None:
+        """Append k and v, and return logits [rows, vocab] of a step whose rows attend to ``table``, in order; None if
+        this step has to run slice by slice. The next step that runs here may overwrite them.
+
+        Args:
+            table: Of the memory's device (``memory.device.base.Table``)."""
 
 
 class Carrier(Protocol):
@@ -152,6 +166,10 @@ class Runner(Carrier, Protocol):
 
         ``shards``: shards per row, see ``Moves``. Raises torch.OutOfMemoryError if there is too little memory.
         """
+
+    def recorded_steps(self, memory: Any) -> WholeSteps | None:
+        """Return what runs whole steps over ``memory``, a ``memory.device.base.Device`` of this device; None if
+        they always run slice by slice here."""
 
     def padded(self, rows: int) -> int:
         """Return the number of rows that ``rows`` are padded to."""

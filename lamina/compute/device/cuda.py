@@ -6,7 +6,9 @@ import logging
 import os
 import shutil
 import statistics
-from collections.abc import Callable
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -52,7 +54,7 @@ class Cuda:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._cupy_stream():
             work()  # libraries load and allocate at their first call, which cannot be recorded
             self._stream.synchronize()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -64,6 +66,20 @@ class Cuda:
             graph.capture_end()
         current.wait_stream(self._stream)
         return graph.replay
+
+    @contextlib.contextmanager
+    def _cupy_stream(self) -> Iterator[None]:
+        """Launch CuPy's kernels in the stream that is recorded. Without local memory, this process has none."""
+        if "cupy" not in sys.modules:
+            yield
+            return
+        import cupy
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # CuPy 13 knows no other way
+            stream = cupy.cuda.ExternalStream(self._stream.cuda_stream, self.place.index)
+        with stream:
+            yield
 
     def _drop(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a recording that has failed. Its memory pool may stay marked as being recorded to."""

@@ -22,7 +22,7 @@ Record = Callable[[Main], Replay]
 
 @dataclass(frozen=True)
 class Seconds:
-    """How long a recorded slice takes."""
+    """Measured seconds of a recorded slice, plain and fused."""
 
     plain: float
     fused: float

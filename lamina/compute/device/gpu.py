@@ -17,6 +17,7 @@ from lamina.compute.device.chunk_attention import attend_chunks
 from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.device.fusion import Fusion
 from lamina.compute.device.kit import ROWS, Kit, Replay, padded_rows
+from lamina.compute.device.recorded_steps import RecordedSteps
 from lamina.compute.device.rehearsal import rehearse
 from lamina.compute.device.sums import GpuSums
 from lamina.compute.device.transfers import GpuTransfers, Lines
@@ -149,6 +150,28 @@ class GpuRunner(GpuCarrier):
         few = Rows(rows.ids[which], rows.positions[which])
         return self._results(len(self.attentions), few, arrived)[0][: len(chosen)]
 
+    def recorded_steps(self, memory: Any) -> RecordedSteps | None:
+        every = range(len(self.attentions) + 1)
+        alone = self._fusion is not None and self.slices == every
+        if not alone or not all(piece.capturable for piece in self._slices.values()):
+            return None
+        return RecordedSteps(self, self._kit, memory.fixed_table)
+
+    def place_rows(self, rows: Rows) -> None:
+        placed = self._placed(rows)
+        for key, piece in {piece.prelude_key: piece for piece in self._slices.values()}.items():
+            if key not in placed.prepared:
+                placed.prepared[key] = piece.prepare(rows.positions)
+            self._take_in(piece, rows, placed, placed.prepared[key])
+
+    def launch(self, index: int, count: int, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
+        recorded = self._recorded.get((index, count))
+        inputs = self._fill_inputs(count, arrived)
+        results = self._launch(self._slices[index], count, inputs, None if recorded is None else recorded.main)
+        taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        context = [each.clone() if each.untyped_storage().data_ptr() in taken else each for each in results[3:]]
+        return *self._fix(count, results[:3]), *context
+
     def _results(self, index: int, rows: Rows, arrived: Sequence[Tensor]) -> Sequence[Tensor]:
         piece, count = self._slices[index], len(rows.ids)
         placed = self._placed(rows)
@@ -159,15 +182,20 @@ class GpuRunner(GpuCarrier):
             there = [tensor.to(self._kit.place) for tensor in arrived]
             return piece(prepared, placed.ids, placed.positions, there)
         self._take_in(piece, rows, placed, prepared)
-        inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
-        for fixed, tensor in zip(inputs, arrived, strict=True):
-            if fixed.data_ptr() != tensor.data_ptr():
-                fixed.copy_(tensor)
+        inputs = self._fill_inputs(count, arrived)
         recorded = self._recorded.get((index, count))
         if recorded is None:
             recorded = self._recorded[index, count] = self._record(piece, count, inputs)
         recorded.replay()
         return recorded.results
+
+    def _fill_inputs(self, count: int, arrived: Sequence[Tensor]) -> list[Tensor]:
+        """Copy what a slice of ``count`` rows is given to where its recording reads it, and return that memory."""
+        inputs = [self._at(f"in {number}", count, tensor) for number, tensor in enumerate(arrived)]
+        for fixed, tensor in zip(inputs, arrived, strict=True):
+            if fixed.data_ptr() != tensor.data_ptr():
+                fixed.copy_(tensor)
+        return inputs
 
     def _placed(self, rows: Rows) -> _Placed:
         if not isinstance(rows.placed, _Placed):
@@ -195,27 +223,38 @@ class GpuRunner(GpuCarrier):
 
     def _record(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor]) -> "_Recorded":
         """Record a slice for ``count`` rows; its ``inputs`` are in fixed memory."""
-        ids = self._at("ids", count, torch.empty(0, dtype=torch.int64))
-        positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
-        prepared = self._prepared[piece.prelude_key, count]
         fixed: list[Tensor] = []
-
-        def work(main: Main) -> None:
-            results = piece(prepared, ids, positions, inputs, main)
-            fixed[:] = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
-            for target, tensor in zip(fixed, results, strict=True):
-                target.copy_(tensor)
+        made: list[tuple[Replay, Main]] = []
 
         def record(main: Main) -> Replay:
-            return self._kit.capture(lambda: work(main))
+            def work() -> None:
+                fixed[:] = self._fix(count, self._launch(piece, count, inputs, main))
+
+            replay = self._kit.capture(work)
+            made.append((replay, main))
+            return replay
 
         replay = record(piece.graph) if self._fusion is None else self._fusion.record(piece, count, record)
-        return _Recorded(replay, fixed)
+        return _Recorded(replay, fixed, next(main for each, main in made if each is replay))
+
+    def _launch(self, piece: PlacedSlice, count: int, inputs: Sequence[Tensor], main: Main | None) -> Sequence[Tensor]:
+        """Launch a slice on the rows in fixed memory. ``main``: computes what the slice's graph does."""
+        ids = self._at("ids", count, torch.empty(0, dtype=torch.int64))
+        positions = self._at("positions", count, torch.empty(0, dtype=torch.int64))
+        return piece(self._prepared[piece.prelude_key, count], ids, positions, inputs, main)
+
+    def _fix(self, count: int, results: Sequence[Tensor]) -> list[Tensor]:
+        """Copy results to fixed memory, and return that."""
+        fixed = [self._at(f"out {number}", count, tensor) for number, tensor in enumerate(results)]
+        for target, tensor in zip(fixed, results, strict=True):
+            target.copy_(tensor)
+        return fixed
 
 
 @dataclass(frozen=True)
 class _Recorded:
-    """A recorded slice; ``results`` are the tensors that replaying it writes."""
+    """A recorded slice; ``results`` are the tensors that replaying it writes, ``main`` is what was recorded."""
 
     replay: Replay
     results: Sequence[Tensor]
+    main: Main

@@ -118,7 +118,6 @@ class NativeTransfers:
         return self._buffers[key]
 
     def _are_all(self, shards: Indices) -> bool:
-        """Return whether ``shards`` are all shards of all rows in order."""
         return self._moves.shards == 1 and len(shards) == self._moves.total
 
     def _take(self, array: Array, shards: Indices) -> Array:

@@ -280,7 +280,6 @@ class GpuTransfers:
         return merge.result
 
     def _body(self, number: int, slot: int, body: Any) -> Tensor:
-        """Return a reply's body as a tensor."""
         arrived = isinstance(body, Tensor)
         key = number, slot, len(body), arrived
         known = self._replies.get(key)

@@ -49,6 +49,10 @@ class Workspaces:
         self._drop_unused()
         return found or Attention(self._backend, capacity, self._choices, self._scratch)
 
+    def make_fixed(self, rows: int) -> Attention:
+        """Return tables for steps of up to ``rows`` pairs of one query row each, which stay the caller's."""
+        return Attention(self._backend, StepCapacity(*[power_of_two(rows)] * 2), self._choices, self._scratch)
+
     def give(self, attention: Attention) -> None:
         """Accept tables for reuse by later steps. Their kernels may still run: later steps use the same stream."""
         self._used_count -= 1

@@ -135,7 +135,6 @@ def refusal(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
 
 
 def _too_heavy(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
-    """Return the error if the weights fit no candidate's compute workers."""
     shape, models = planner.shape, planner.models
     most = max(candidates, key=lambda pools: models[pools.compute.kind].usable_bytes * pools.tensor_parallel)
     usable, kind = models[most.compute.kind].usable_bytes, most.compute.kind
@@ -153,7 +152,6 @@ def _too_heavy(planner: Planner, candidates: Sequence[Way]) -> ConfigError:
 
 
 def _too_long(planner: Planner, fitting: Sequence[Way]) -> ConfigError:
-    """Return the error if no candidate's memory pool holds a sequence for each lane."""
     shape, workload = planner.shape, planner.workload
     room = {pools.second.kind: planner.models[pools.second.kind].kv_tokens for pools in fitting}
     enough = {kind: _workers(planner, fitting, kind) for kind in room}

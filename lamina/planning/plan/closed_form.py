@@ -117,7 +117,6 @@ class Prompts:
         self._kept: dict[tuple[str, int, int, int, int | None], tuple[Floats, Floats]] = {}
 
     def _computed(self, found: float) -> Floats:
-        """Return the computed tokens of each prompt if ``found`` tokens are cached on average."""
         return self._lengths - self._workload.reuse.each(found, self._lengths)
 
     # -- attention -----------------------------------------------------------------------------------------------

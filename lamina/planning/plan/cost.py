@@ -211,7 +211,6 @@ class CostModel:
         return self.fits.pointwise.predict_pointwise(operator, moved, self.hardware)
 
     def _product(self, rows: Any, columns: Any, depth: Any) -> Floats:
-        """Return seconds of a product of ``rows`` rows and a part of the layers' weights."""
         shape = self.shape
         kinds = shape.dtype, shape.fp8, shape.weight_itemsize
         return gemm_seconds(self.fits.gemm, self.hardware, rows, columns, depth, *kinds)
@@ -245,7 +244,6 @@ class CostModel:
         return np.asarray(total + 2 * self.all_reduce_seconds(self._row_bytes(rows), tensor_parallel))
 
     def _touched_weights(self, rows: Floats) -> ArrayLike:
-        """Return the number of weights of a layer that a step of ``rows`` reads, on average."""
         shape, experts = self.shape, self.shape.experts
         if experts is None:
             return shape.layer_parameters
@@ -288,7 +286,6 @@ class CostModel:
         return self._mean_of_layers(seconds, near)
 
     def _mean_of_layers(self, full: Floats, windowed: Floats) -> Floats:
-        """Return the mean time over layers with and without a window."""
         share = self.shape.windowed / self.shape.layers
         return np.asarray((1 - share) * full + share * windowed)
 

@@ -232,7 +232,6 @@ class Planner:
 
 
 def _contended(dense: Floats, attention: Floats, contention: float) -> tuple[Floats, Floats]:
-    """Return both times with contention, which slows both for the duration of the shorter one."""
     both = np.minimum(dense, attention) / (1 - contention)
     return dense + contention * both, attention + contention * both
 

@@ -221,7 +221,6 @@ class Server:
         busy: Floats,
         memory_busy: Floats,
     ) -> Capacity | None:
-        """Return the capacity at the batch with the highest rate within the SLOs; None if no batch keeps them."""
         allowed = (share <= 1) & (steps.longest <= MARGIN * self.slo.tbt_s) & (steps.first <= self.slo.ttft_s)
         rates = np.where(allowed, sequences / (self.workload.output * steps.average), 0.0)
         best = int(rates.argmax())
@@ -264,7 +263,6 @@ class Server:
         return rows, np.minimum(reuse.found_tokens(left + reuse.shared, rows * lanes), self.workload.prompt - 1)
 
     def _chunks(self, rows: Floats, chunk: int, found: Floats) -> tuple[Floats, Floats]:
-        """Return the prompt tokens of a step with a chunk, and the share of steps with a chunk."""
         size = chunk - rows  # near capacity, prompts wait and fill the step
         return size, rows * (self.workload.prompt - found) / self.workload.output / size
 

@@ -214,7 +214,6 @@ def baselines(
 def _kinds(
     compute: Sequence[tuple[Hardware, int]], memory: Sequence[tuple[Hardware, int]]
 ) -> dict[str, tuple[Hardware, int]]:
-    """Return each kind with the most devices of it, by name."""
     return {kind.kind: (kind, most) for kind, most in (*memory, *compute)}
 
 

@@ -62,7 +62,6 @@ def _all_seconds() -> float:
 
 
 def _own_seconds() -> float:
-    """Return the processor seconds of this process and its children, running or waited for."""
     this = psutil.Process()
     seconds = 0.0
     for process in (this, *this.children(recursive=True)):
@@ -119,7 +118,6 @@ def as_toml(values: dict[str, float | str]) -> str:
 
 
 def _fastest_s(work: Callable[[], object]) -> float:
-    """Return seconds of the fastest of ROUNDS calls, after a warm-up call."""
     work()
     best = float("inf")
     for _ in range(ROUNDS):

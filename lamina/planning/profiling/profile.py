@@ -34,7 +34,7 @@ from lamina.planning.profiling.measure import Disturbance, Watch
 if TYPE_CHECKING:
     from lamina.control.timeline import Span
     from lamina.engine.engine import Engine
-    from lamina.observe.decoding import Window
+    from lamina.observe.decode_timing import Window
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ROUNDS = 7
@@ -244,8 +244,7 @@ def decode(path: Path, batches: Sequence[tuple[int, int]], lanes: int) -> list[R
 
 
 def _decode(engine: "Engine", batch: int, prompt: int) -> "Window":
-    """Run ``batch`` requests of ``prompt`` random tokens; return the window in which all of them decode."""
-    from lamina.observe.decoding import decode_batch, decode_window
+    from lamina.observe.decode_timing import decode_batch, decode_window
 
     draw = random.Random(batch)
     prompts = [[draw.randrange(3, 900) for _ in range(prompt)] for _ in range(batch)]
@@ -348,7 +347,6 @@ def fit_runtime(
 
 
 def _slices_s(shape: ModelShape, curve: SliceCurve, rows: float) -> float:
-    """Return seconds of all slices of a step and of the output head, run back to back."""
     head = float(curve.predict_slice(rows, shape.vocabulary * shape.hidden))
     return shape.layers * float(curve.predict_slice(rows, shape.layer_parameters)) + head
 

@@ -102,7 +102,6 @@ def make_endpoint(transport: Transport, name: str, spin_s: float, secret: Secret
 
 
 def _pair(context: zmq.Context[zmq.Socket[bytes]], secret: Secret, side: str) -> zmq.Socket[bytes]:
-    """Open a socket of one side, whose keys are derived from the shared secret."""
     socket = context.socket(zmq.PAIR)
     socket.linger = 0
     socket.curve_publickey, socket.curve_secretkey = secret.curve_keys(side)
@@ -242,7 +241,6 @@ class Near:
         return {f"p{percentile}": float(value) for percentile, value in zip(PERCENTILES, values, strict=True)}
 
     def _stream(self, nbytes: int, messages: int) -> float:
-        """Return the bandwidth of a stream of messages in gigabytes per second."""
         self._tell(Task("take", count=messages))
         message, slots, first = [os.urandom(nbytes)], slots_for(nbytes), self._sequence
         start = time.perf_counter()

@@ -24,8 +24,6 @@ BLOCK = 16  # tokens of KV per block
 
 @dataclass(slots=True)
 class _Unit:
-    """Number of blocks of a unit, and of the sequences that hold them."""
-
     blocks: int
     holders: int = 0
 
@@ -320,7 +318,6 @@ class Instance:
         )
 
     def _chunks(self, budget: int) -> list[Chunk]:
-        """Return chunks of prompts that have begun, then of new ones."""
         chunks: list[Chunk] = []
         begun = [sequence for sequence in self.running if sequence.cached < sequence.target]
         while budget > 0 and (begun or self._next_has_room()):
@@ -386,7 +383,6 @@ class Instance:
         return drew
 
     def _publish(self, sequence: Running) -> None:
-        """Publish a sequence's computed tokens in the prefix cache."""
         if sequence.content:
             sequence.shared = self.prefixes.publish(sequence.content, sequence.shared, sequence.cached)
 

@@ -149,20 +149,17 @@ class BaselineSimulation:
         self._begin(instance, now)
 
     def _content(self, index: int, output: int) -> Content:
-        """Return a request's content: its prompt, and its answer if later prompts may repeat it."""
         if not self._deployment.prefix_cache or not len(self._arrivals.contents):
             return ()
         prompt, answer = self._arrivals.contents[index], self._arrivals.answers[index]
         return prompt if answer is None or not prompt else (*prompt, (answer, output))
 
     def _held(self, prompt: int, output: int) -> int:
-        """Return the most tokens with KV of a request on its first instance."""
         return prompt if self._decode else prompt + output
 
     # -- steps --------------------------------------------------------------------------------------------------
 
     def _begin(self, instance: Instance, now: float) -> None:
-        """Start the next step of an idle instance."""
         if instance.lost or not instance.idle:
             return
         batch = instance.plan()

@@ -53,14 +53,11 @@ def _tokens(places: Places, position: int) -> list[tuple[int, int]]:
 
 
 class _Model:
-    """Times of slices, sampling and the engine, common to steps with and without messages."""
-
     def __init__(self, deployment: Deployment) -> None:
         self._compute, self._engine = deployment.compute_cost, deployment.host
         self._slices = slice_times(self._compute, deployment.tensor_parallel, deployment.max_num_batched_tokens)
 
     def _last_s(self, rows: int, draws: int) -> float:
-        """Return the seconds from a step's last attention to its ``draws`` tokens."""
         runtime, engine, slices = self._compute.fits.runtime, self._engine, self._slices
         drawing_s = runtime.step_s + engine.step_s + (runtime.step_row_s + engine.step_row_s) * draws
         return slices.after[rows] + slices.ends[draws] + drawing_s

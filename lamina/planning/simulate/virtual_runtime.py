@@ -197,7 +197,6 @@ class Simulation:
         return self._result(now)
 
     def _next_from_outside(self) -> float:
-        """Return the time of the next arrival, fault or end of a migration."""
         arrival = fault = math.inf
         if self._next < len(self._arrival_s) and self._scheduler.waiting < MAX_WAITING:
             arrival = self._arrival_s[self._next]
@@ -266,7 +265,6 @@ class Simulation:
             self._cluster.slow_memory(fault.worker, fault.factor)
 
     def _die(self, now: float) -> None:
-        """End the engine and all requests with an error, as after a lost worker; later requests are refused."""
         self._dead = True
         come = max(self._next, bisect.bisect_left(self._arrival_s, now))
         for index in (*self._live, *range(self._next, come)):
@@ -278,7 +276,6 @@ class Simulation:
     # -- the engine's turn --------------------------------------------------------------------------------------
 
     def _take(self, now: float, lane: int, answer: StepDone) -> None:
-        """Complete the steps that a worker's answer to ``lane`` ends."""
         for done in self._turn.in_order(answer):
             begun = self._clock()
             drawn = self._turn.complete(done)
@@ -293,7 +290,6 @@ class Simulation:
                     self._log.end(index, State.FINISHED, now)
 
     def _launch(self, now: float) -> None:
-        """Begin all steps that lanes may have in flight. Steps without sequences complete at once."""
         if self._dead:
             return
         if self._turn.reviews_lanes:

@@ -141,7 +141,8 @@ function show(state) {
     (moving.length ? `; in progress: ${moving.join(", ")}` : "") +
     `. The fullest worker holds ${state.placement.imbalance} times the mean.`;
   const compute = Object.keys(state.workers).filter((name) => !(name in state.placement.workers));
-  $("compute").replaceChildren(...compute.map((name) => row(name, stateOf(name))));
+  const roles = { prefill: "prompts", decode: "decoding", both: "prompts and decoding" };
+  $("compute").replaceChildren(...compute.map((name) => row(name, stateOf(name), roles[state.roles[name]] ?? "")));
   $("links").replaceChildren(...state.links.map((link) => row(link.transport, count(link.pairs), link.reason)));
 }
 

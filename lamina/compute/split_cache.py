@@ -188,7 +188,6 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove all but the newest ``KEPT_FILES`` files. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):  # another process is pruning, too
         files = [path for path in folder.iterdir() if path.is_file()]
         newest_first = sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -209,7 +208,7 @@ def _plan(place: ModelDirectory, dtype: DType) -> WeightPlan:
 
 
 def _store_plan(plan: WeightPlan) -> _Weights | None:
-    """None if transformers' code converts some tensors."""
+    """Return the plan in storable form; None if transformers' code converts some tensors."""
     if any(recipe.convert is not None for recipe in plan.recipes.values()):
         return None
     expected = {name: _Tensor(tuple(like.shape), like.dtype) for name, like in plan.expected.items()}
