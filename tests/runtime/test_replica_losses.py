@@ -28,9 +28,10 @@ def wait_for_whole(engine: Engine, computes: int, memories: int) -> None:
     """Wait until all pools have so many workers, all of which serve."""
 
     def is_whole() -> bool:
-        stats, sizes = engine.stats(), engine.topology.sizes
+        stats, topology = engine.stats(), engine.topology
         assert stats.dead is None, stats.dead
-        return sizes == {"compute": computes, "memory": memories} and {*stats.workers.values()} == SERVING
+        sizes = len(topology.computes), len(topology.memories)
+        return sizes == (computes, memories) and {*stats.workers.values()} == SERVING
 
     wait_until(is_whole, "a worker is not replaced")
 
