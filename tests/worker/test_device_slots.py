@@ -12,7 +12,7 @@ from lamina.core.errors import TransportError
 from lamina.dataplane.leases import HEADER_NBYTES, SLOTS
 from lamina.dataplane.transport_choice import Transport
 from lamina.transport.base import DeviceMemory, Peer
-from lamina.transport.device.inboxes import Inboxes, Opened, SharedMaker
+from lamina.transport.device.inboxes import Inboxes, PeerInbox, SharedMaker
 from lamina.transport.shm import ShmEndpoint
 from lamina.worker.device_slots import Slots
 from lamina.worker.links import Member, open_links
@@ -141,7 +141,7 @@ def test_an_inbox_lasts_as_long_as_its_lease(on_devices: tuple[Cluster, dict[str
 class Astray(SharedMaker):
     """Writes of other processes' devices do not arrive, although nothing fails."""
 
-    def open(self, handle: bytes, nbytes: int) -> Opened:
+    def open(self, handle: bytes, nbytes: int) -> PeerInbox:
         self.elsewhere = self.make(nbytes)
         return super().open(self.elsewhere.handle, nbytes)
 
