@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _END = 2**63 - 1
 _IDS = object()
 T = TypeVar("T")
-_PAIRS = (0, 0, 0, 0)  # of a weight that is not codes
+_PAIRS = (0, 0, 0, 0, 0)  # of a weight that is not codes
 
 
 def translate(
@@ -153,7 +153,13 @@ class _Translation:
         return out
 
     def _product(
-        self, rows: Columns, packed: Tensor, bias: Any, out: Columns, outputs: int, codes: tuple[int, int, int, int]
+        self,
+        rows: Columns,
+        packed: Tensor,
+        bias: Any,
+        out: Columns,
+        outputs: int,
+        codes: tuple[int, ...],
     ) -> None:
         bias_address = 0 if bias is None else self._weight(bias).data_ptr()
         product = (packed.data_ptr(), bias_address, out, outputs, codes)

@@ -15,8 +15,8 @@ using lamina::elementwise::ElementType;
 namespace {
 
 using Place = std::pair<int64_t, int64_t>; // matrix, column
-// bits or 0, group, scales, zeros or 0
-using CodesOf = std::tuple<int, int64_t, uintptr_t, uintptr_t>;
+// bits or 0, group, scales, zeros or 0, group of x or 0
+using CodesOf = std::tuple<int, int64_t, uintptr_t, uintptr_t, int64_t>;
 // packed weight, bias or 0, out, outputs, codes
 using ProductOf = std::tuple<uintptr_t, uintptr_t, Place, int64_t, CodesOf>;
 
@@ -32,9 +32,9 @@ void add_products(Program &program, const Place &x, int64_t inputs, const std::v
     Products group;
     for (const auto &[packed, bias, out, outputs, codes] : products) {
         Product &product = group.emplace_back(Product{{}, part(x), part(out)});
-        const auto &[bits, size, scales, zeros] = codes;
+        const auto &[bits, size, scales, zeros, x_group] = codes;
         product.task.packed = pointer<const void>(packed);
-        product.task.codes = {bits, size, pointer<const float>(scales), pointer<const float>(zeros)};
+        product.task.codes = {bits, size, pointer<const float>(scales), pointer<const float>(zeros), x_group};
         product.task.bias = pointer<const uint16_t>(bias);
         product.task.inputs = inputs, product.task.outputs = outputs;
     }

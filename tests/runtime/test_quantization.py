@@ -133,6 +133,20 @@ def test_quantised_at_load(tmp_path: Path, compute: str, to: Quantization) -> No
     assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
 
 
+@pytest.mark.skipif(not _native.linear_takes_byte_rows(), reason="this processor has no AVX-512 with bfloat16 and VNNI")
+@pytest.mark.parametrize(
+    ("ranks", "to"),
+    [(1, "int8"), pytest.param(1, "int4", marks=pytest.mark.slow), pytest.param(2, "int8", marks=pytest.mark.slow)],
+)
+def test_activations_are_rounded(tmp_path: Path, ranks: int, to: Quantization) -> None:
+    """Tokens are near the best of the quantised model, whose logits differ by what rounding activations changes."""
+    reference = quantised_model(tmp_path, to, "llama", **SIZES)
+    cut: dict[str, Any] = {"compute": f"cpu:{ranks}", "tensor_parallel": ranks}
+    held = f"linear layers in {to}, activations in int8"
+    got = tokens(tmp_path, held, **cut, dtype=DType.BFLOAT16, quantization=to, activation_dtype="int8")
+    assert all(is_nearly_greedy(reference, prompt, one, 0.05) for prompt, one in zip(PROMPTS, got, strict=True))
+
+
 QUANTISED_ON_GPUS = [("llama", "int8"), ("llama", "fp8"), ("deepseek_v3", "fp8"), ("gpt_oss", "int8")]
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lamina.compute.device.exchanged_rows import Moves
 from lamina.compute.rows import Rows
-from lamina.core.types import AttentionSpec, DType, Quantization
+from lamina.core.types import ActivationDType, AttentionSpec, DType, Quantization
 from lamina.kernels.segments import SegmentTable
 from lamina.lowering import LoweredModel, Target
 from lamina.models.quantisation.codes import Form, Weight
@@ -79,9 +79,22 @@ class Device(Mapper, Protocol):
     def form(self, model: LoweredModel, to: Quantization) -> Form:
         """How weights are held here if those of linear layers are quantised ``to`` a type. Raises ConfigError."""
 
-    def runner(self, model: LoweredModel, tensors: Mapping[str, Weight], reduce: Reduce | None = None) -> "Runner":
-        """Return the model with its weights: ``tensors`` holds all of ``model.weights``, on ``place``, as ``form``
-        says. ``reduce``: how the ranks of a replica add up what each has computed, if there are several."""
+    def runner(
+        self,
+        model: LoweredModel,
+        tensors: Mapping[str, Weight],
+        reduce: Reduce | None = None,
+        activations: ActivationDType = "auto",
+    ) -> "Runner":
+        """Return the model with its weights.
+
+        Args:
+            tensors: all of ``model.weights``, on ``place``, as ``form`` says.
+            reduce: how the ranks of a replica add up what each has computed, if there are several.
+            activations: element type of what is multiplied by weights held as codes.
+
+        Raises ConfigError: this device has no products with ``activations``.
+        """
 
 
 class Carrier(Protocol):
