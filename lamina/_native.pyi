@@ -329,7 +329,9 @@ class Program:
         self,
         x: tuple[int, int],
         inputs: int,
-        products: Sequence[tuple[int, int, tuple[int, int], int, tuple[int, int, int, int, int]]],
+        products: Sequence[
+            tuple[int, int, tuple[int, int], int, tuple[int, int, int, int] | tuple[int, int, int, int, int]]
+        ],
     ) -> None:
         """
         Linear layers of one x, each given as (packed weight, bias or 0, out, outputs, codes).

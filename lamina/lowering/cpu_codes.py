@@ -63,10 +63,9 @@ class PackedCodes:
         return self.values.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     @property
-    def native(self) -> tuple[int, int, int, int, int]:
-        """(bits, group, address of scales, address of zeros or 0, x_group)."""
-        zeros = 0 if self.zeros is None else self.zeros.data_ptr()
-        return self.bits, self.group, self.scales.data_ptr(), zeros, self.x_group
+    def native(self) -> tuple[int, int, int, int]:
+        """(bits, group, address of scales, address of zeros or 0)."""
+        return self.bits, self.group, self.scales.data_ptr(), 0 if self.zeros is None else self.zeros.data_ptr()
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,7 @@ def _multiply(
     inputs, bias_address = x.shape[-1], 0 if bias is None else bias.data_ptr()
     sizes = (x.numel() // inputs, inputs, packed.outputs, torch.get_num_threads())
     addresses = packed.values.data_ptr(), bias_address, out.data_ptr()
-    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, path=path)
+    _native.linear(x.data_ptr(), stride, *addresses, *sizes, *packed.native, packed.x_group, path=path)
 
 
 def linear_experts(

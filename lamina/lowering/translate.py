@@ -23,7 +23,7 @@ aten = torch.ops.aten
 _END = 2**63 - 1
 _IDS = object()
 T = TypeVar("T")
-_PAIRS = (0, 0, 0, 0, 0)  # of a weight that is not codes
+_PAIRS = (0, 0, 0, 0)  # of a weight that is not codes
 
 
 def translate(
@@ -149,7 +149,8 @@ class _Translation:
         rows, packed = self._rows(x), self._value(weight, PackedCodes)
         _require(len(rows.shape) == 1)
         out = self._matrix((packed.outputs,), rows.ones)
-        self._product(rows, packed.values, bias, out, packed.outputs, packed.native)
+        codes = (*packed.native, packed.x_group) if packed.x_group else packed.native
+        self._product(rows, packed.values, bias, out, packed.outputs, codes)
         return out
 
     def _product(

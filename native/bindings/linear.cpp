@@ -24,7 +24,8 @@ void pack_binding(uintptr_t weight, int64_t outputs, int64_t inputs, uintptr_t p
 
 void multiply_binding(uintptr_t x, int64_t x_stride, uintptr_t packed, uintptr_t bias, uintptr_t out,
                       int64_t rows, int64_t inputs, int64_t outputs, int threads, int bits, int64_t group,
-                      uintptr_t scales, uintptr_t zeros, int64_t x_group, std::optional<lamina::attention::Path> path) {
+                      uintptr_t scales, uintptr_t zeros, int64_t x_group,
+                      std::optional<lamina::attention::Path> path) {
     const Linear task{pointer<const uint16_t>(x),
                       x_stride,
                       pointer<const void>(packed),

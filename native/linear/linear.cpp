@@ -165,7 +165,8 @@ void multiply(std::span<const Linear> group, int threads) {
 }
 
 void multiply(std::span<const Linear> group, int threads, attention::Path path) {
-    if (std::ranges::any_of(group, [](const Linear &each) { return each.codes.x_group > 0 && !each.byte_rows; })) {
+    if (std::ranges::any_of(group,
+                            [](const Linear &each) { return each.codes.x_group > 0 && !each.byte_rows; })) {
         multiply_byte_rows(group, threads, path);
         return;
     }
@@ -177,7 +178,8 @@ void multiply(std::span<const Linear> group, int threads, attention::Path path) 
     const int64_t rows = group.front().rows, inputs = group.front().inputs;
     const int64_t per_task = std::max<int64_t>(1, kBytesPerTask / panel_bytes(group.front()));
     const int64_t block = kernel.most_rows;
-    const int64_t most = std::max<int64_t>(1, kCachedBytes / (inputs * (group.front().byte_rows ? 1 : 2)) / block) * block;
+    const int64_t most =
+        std::max<int64_t>(1, kCachedBytes / (inputs * (group.front().byte_rows ? 1 : 2)) / block) * block;
     const int64_t chunks = (rows + most - 1) / most;
     int64_t tasks = 0;
     for (const Linear &linear : group)

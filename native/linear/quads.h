@@ -7,8 +7,8 @@
 
 namespace lamina::linear {
 
-// x as (code * scale), with a scale for each row and `group` inputs: its largest magnitude over 127. A group that
-// is not finite has NaN for its scale.
+// x as (code * scale), with a scale for each row and `group` inputs: its largest magnitude over 127. A group
+// that is not finite has NaN for its scale.
 struct ByteRows {
     int64_t stride;       // bytes from one row to the next
     const int8_t *values; // [rows, stride]

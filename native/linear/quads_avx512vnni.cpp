@@ -1,5 +1,5 @@
-// Products of codes by codes, four inputs at a time: VNNI multiplies unsigned codes of the weight by signed ones of x
-// and adds up whole numbers, which a group's scales turn into float32.
+// Products of codes by codes, four inputs at a time: VNNI multiplies unsigned codes of the weight by signed
+// ones of x and adds up whole numbers, which a group's scales turn into float32.
 #include "avx512bf16.h"
 #include "quads.h"
 
@@ -65,8 +65,8 @@ __m512i broadcast_quad(const int8_t *x) {
     return _mm512_set1_epi32(word);
 }
 
-// Adds the products of four unsigned codes with four signed ones to each sum. As _mm512_dpbusd_epi32, for which GCC 12
-// copies sums between registers and memory.
+// Adds the products of four unsigned codes with four signed ones to each sum. As _mm512_dpbusd_epi32, for
+// which GCC 12 copies sums between registers and memory.
 void add_products(__m512i &sums, __m512i unsigned_codes, __m512i signed_codes) {
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(unsigned_codes), "v"(signed_codes));
 }
@@ -156,7 +156,9 @@ void quantize_row_avx512vnni(const uint16_t *x, int64_t inputs, int64_t group, i
             _mm_mask_storeu_epi8(values + i, mask, codes);
             total = _mm512_dpbusd_epi32(total, ones, _mm512_zextsi128_si512(codes));
         }
-        *scales++ = bits >= kInfinity ? std::numeric_limits<float>::quiet_NaN() : none ? 0.0f : most / kLargest;
+        *scales++ = bits >= kInfinity ? std::numeric_limits<float>::quiet_NaN()
+                    : none            ? 0.0f
+                                      : most / kLargest;
         *sums++ = add_lanes(total);
     }
 }

@@ -36,9 +36,9 @@ struct Codes {
     int64_t x_group = 0; // inputs of x that share a scale, if x is rounded to 8 bits too; 0: x stays bfloat16
 
     // Codes lie in panels as pairs do: [outputs / kPanel][inputs][kPanel], of 4 bits those of outputs i and
-    // i + 16 of a panel in one byte, the first in the lower half. With an x_group, which is a multiple of 4 and
-    // divides `group`, in quads of neighbouring inputs: [outputs / kPanel][inputs / 4][kPanel][4], and codes of
-    // 8 bits plus 128.
+    // i + 16 of a panel in one byte, the first in the lower half. With an x_group, which is a multiple of 4
+    // and divides `group`, in quads of neighbouring inputs: [outputs / kPanel][inputs / 4][kPanel][4], and
+    // codes of 8 bits plus 128.
     static constexpr int64_t bytes(int bits, int64_t outputs, int64_t inputs) {
         return (outputs + kPanel - 1) / kPanel * kPanel * inputs * bits / 8;
     }
@@ -54,7 +54,7 @@ struct Linear {
     const uint16_t *bias; // [outputs], or null
     uint16_t *out;        // [rows, outputs], contiguous
     int64_t rows, inputs, outputs;
-    Codes codes{}; // of 0 bits: `packed` holds pairs
+    Codes codes{};                       // of 0 bits: `packed` holds pairs
     const ByteRows *byte_rows = nullptr; // x rounded to 8 bits; multiply() sets it for codes with an x_group
 };
 
